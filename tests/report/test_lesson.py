@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from browser import browsed
+from pipefit.decisions import Decision, State, What
+from pipefit.places import parse_place
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.report.page import page
-from pipefit.report.page.lesson import axes_of, lesson, points
+from pipefit.report.page.lesson import _own, axes_of, lesson, points
 from pipefit.simulator import simulate
+from pipefit.units import format_bytes, format_seconds
 from pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 2, 2), microbatches=4)
@@ -61,10 +64,38 @@ def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
     """Controls begin where the plan is; a model of very many layers, or a schedule without an end, has no grid."""
     data = grid_of(PLAN)
     assert len(data["rows"]) == len(list(product(*data["axes"])))
-    places = [int(value) for value in re.findall(r'value="(\d+)"', lesson(PLAN))]
-    assert [axis[place] for axis, place in zip(data["axes"], places, strict=True)] == ["4", "never", "3", "x 1"]
+    assert [axis[place] for axis, place in zip(data["axes"], places_of(PLAN), strict=True)] == [
+        "4",
+        "never",
+        "3",
+        "x 1",
+    ]
     assert axes_of(make_plan(random_profile(201), (101, 100))) is None
     assert "<h2>What if" not in page(simulate(PLAN))
+
+
+def test_the_plans_own_figures_stand_beside_the_grid() -> None:
+    """Its peak, budget and step; that it moves tensors; and controls begin as near as they reach."""
+    made = planned(
+        PLAN.profile, PLAN.cluster, batch_size=6, microbatches=6, stages=3, recompute="always", planner="exact"
+    )
+    assert made.prediction is not None
+    peak, budget = max(
+        zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True), key=lambda one: one[0] / one[1]
+    )
+    step = format_seconds(made.prediction.step_seconds)
+    assert f"This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in lesson(made)
+    assert "always" in [axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)]
+    moved = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD,
+                     place=parse_place("host0"))  # fmt: skip
+    assert "it moves tensors too, which no position does." in _own(replace(made, decisions=(moved,)))
+    many = replace(made, training=replace(made.training, batch_size=4000, microbatches=4000), prediction=None)
+    assert grid_of(many)["axes"][0][places_of(many)[0]] == "16"
+
+
+def places_of(plan: Plan) -> list[int]:
+    """Where the controls begin."""
+    return [int(value) for value in re.findall(r'value="(\d+)"', lesson(plan))]
 
 
 def test_controls_are_labelled_and_reached_by_the_keyboard() -> None:

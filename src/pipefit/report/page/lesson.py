@@ -15,15 +15,17 @@ from json import dumps
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
+from pipefit.decisions import What
 from pipefit.errors import PipefitError
 from pipefit.planner import Options, Question, exact, solved
 from pipefit.plans import Plan
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.simulator import simulate
+from pipefit.units import format_bytes, format_seconds
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
 _RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
-_MOST_LAYERS, _MOST_ACTIONS = 200, 400  # of a model; layers times microbatches of a point
+_MOST_LAYERS, _MOST_ACTIONS = 200, 1_000  # of a model; layers times microbatches of a point
 
 
 class Axes(NamedTuple):
@@ -96,6 +98,20 @@ def _faster(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, links=tuple(links))
 
 
+def _own(plan: Plan) -> str:
+    """What the plan itself takes, beside which positions are read; nothing where it holds no prediction."""
+    if plan.prediction is None:
+        return ""
+    pairs = zip(plan.prediction.peak_bytes, plan.cluster.budgets, strict=True)
+    peak, budget = max(pairs, key=lambda pair: pair[0] / pair[1])
+    moves = any(decision.what is not What.RECOMPUTE for decision in plan.decisions)
+    step = format_seconds(plan.prediction.step_seconds)
+    return (
+        f" This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step"
+        f"{'; it moves tensors too, which no position does' if moves else ''}."
+    )
+
+
 def lesson(plan: Plan) -> str:
     """The section's content: a control for each axis, figures, and the data; empty where there is no grid."""
     axes = axes_of(plan)
@@ -107,8 +123,8 @@ def lesson(plan: Plan) -> str:
         return ""
     rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in found]
     start = (
-        axes.microbatches.index(plan.training.microbatches) if plan.training.microbatches in axes.microbatches else 0,
-        0,
+        sum(count <= plan.training.microbatches for count in axes.microbatches) - 1,
+        int(any(decision.what is What.RECOMPUTE for decision in plan.decisions)),
         axes.devices.index(len(plan.stages)) if len(plan.stages) in axes.devices else 0,
         _LINKS.index(1.0),
     )
@@ -123,7 +139,7 @@ def lesson(plan: Plan) -> str:
     data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
     return (
         "<p>Each position is a plan for the lowest peak, computed when this page was made, with microbatches of "
-        f"{plan.training.microbatch_size}.</p>"
+        f"{plan.training.microbatch_size}.{_own(plan)}</p>"
         f'<div class="whatif">{controls}</div>'
         '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
         '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
