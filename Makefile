@@ -1,4 +1,4 @@
-# make demo | test | gallery | mutants | fuzz | check | docs | schemas | format.  Each makes .venv first where it is missing or out of date.
+# make demo | test | gallery | mutants | fuzz | tools | check | docs | schemas | format.  Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds. Of the 15,000 files that it installs a tenth are
 # imported, and Python compiles these when they are: pip need not compile all.
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants fuzz check docs schemas format
+.PHONY: demo test gallery mutants fuzz tools check docs schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,6 +29,17 @@ mutants: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(RUN)/python tests/fuzz.py 10000 2000
+
+# Other tools read what `pipefit export` writes, in the versions that docs/export.md names. They stay out of .venv.
+TOOLS := megatron-core==0.16.1 torchtitan==0.3.0 deepspeed==0.19.8 kubernetes==37.0.2
+TOOLS_NEED := tyro einops spmd_types==0.2.3 torchdata torch_checkpointing docstring-parser shtab typeguard hjson msgpack \
+	py-cpuinfo psutil ninja python-dateutil durationpy websocket-client requests-oauthlib oauthlib six certifi urllib3 \
+	requests idna charset-normalizer datasets==4.7.0 pandas pyarrow dill multiprocess xxhash pytz tzdata aiohttp aiosignal \
+	attrs frozenlist multidict propcache yarl aiohappyeyeballs httpx httpcore anyio h11 sniffio wandb triton
+tools: $(VENV)/.installed
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
+		--target build/tools $(TOOLS) $(TOOLS_NEED)
+	PYTHONPATH=build/tools $(RUN)/python -m pytest tests/export
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

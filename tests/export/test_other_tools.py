@@ -1,4 +1,4 @@
-"""Plans for other tools, read by the tool itself where it is installed, and by its documented grammar everywhere."""
+"""Plans for other tools, by the tools' documented grammar; test_read_back.py asks the tools themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import types
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 import pipefit
+from pipefit import training
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, State, What
@@ -33,6 +33,7 @@ from pipefit.files import save
 from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
 from pipefit.plans import Plan
+from pipefit.sharing import SharedParameter
 from pipefit.simulator import simulate
 from pipefit.zoo import build
 from pipelines import make_plan, random_profile
@@ -43,7 +44,7 @@ LAYERS = 6
 @cache
 def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", **more: Any) -> Plan:
     """A small GPT of six blocks on a preset."""
-    task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8)
+    task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=more.pop("tied", False))
     return pipefit.plan(
         pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
         microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, data=1, tensor=1, **more,
@@ -57,16 +58,9 @@ def arguments(text: str) -> dict[str, str]:
 
 
 def stages_of(layout: str, size: int) -> list[str]:
-    """The stages of a layout: by Megatron, if it is installed, and by the grammar of its documentation."""
-    rows = layout.replace(",", "").split("|")
+    """The stages of a layout, by the grammar of Megatron's documentation."""
+    rows = layout.split("|")
     assert len(rows) == size and set("".join(rows)) <= set("EtL")
-    try:
-        module = import_module("megatron.core.transformer.pipeline_parallel_layer_layout")
-    except ImportError:
-        return rows
-    read = module.PipelineParallelLayerLayout(layout, size)
-    read.validate_layer_layout(LAYERS, None)
-    assert [len(stage[0]) for stage in read.layout] == list(map(len, rows))
     return rows
 
 
@@ -93,6 +87,8 @@ def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
     assert found["--num-layers"] == str(LAYERS)
     assert (found["--micro-batch-size"], found["--global-batch-size"], found["--seq-length"]) == ("2", "8", "8")
     assert not [name for name in found if name.startswith("--recompute")]
+    assert "--untie-embeddings-and-output-weights" in found
+    assert "--untie-embeddings-and-output-weights" not in arguments(megatron_arguments(planned(tied=True)))
 
 
 def test_megatron_recomputes_what_the_plan_recomputes() -> None:
@@ -107,25 +103,23 @@ def test_megatron_recomputes_what_the_plan_recomputes() -> None:
 
 
 @pytest.fixture
-def titan(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """torchtitan's configuration; where it is not installed, classes with the fields of its documentation."""
-    try:
-        config = import_module("torchtitan.config")
-        import_module("torchtitan.distributed.activation_checkpoint")
-    except ImportError:
-        names = ["torchtitan", "torchtitan.config", "torchtitan.distributed"]
-        modules = {name: types.ModuleType(name) for name in [*names, "torchtitan.distributed.activation_checkpoint"]}
-        config = modules["torchtitan.config"]
-        config.ParallelismConfig = fields(  # type: ignore[attr-defined]
-            "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
-            "module_fqns_per_model_part",
-        )  # fmt: skip
-        config.TrainingConfig = fields("local_batch_size", "seq_len", "max_norm", "dtype")  # type: ignore[attr-defined]
-        checkpoint = modules["torchtitan.distributed.activation_checkpoint"]
-        checkpoint.FullAC = types.SimpleNamespace(Config=fields())  # type: ignore[attr-defined]
-        for name, module in modules.items():
-            monkeypatch.setitem(sys.modules, name, module)
-    return config
+def titan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's configuration as its documentation has it; test_read_back.py has the tool itself."""
+    names = ("torchtitan", "torchtitan.config", "torchtitan.distributed")
+    modules = {name: types.ModuleType(name) for name in (*names, "torchtitan.distributed.activation_checkpoint")}
+    config: Any = modules["torchtitan.config"]
+    config.ParallelismConfig = fields(
+        "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
+        "module_fqns_per_model_part",
+    )  # fmt: skip
+    config.TrainingConfig = fields(
+        "local_batch_size", "global_batch_size", "seq_len", "max_norm", "dtype", "mixed_precision_param",
+        "disable_cuda_graphs",
+    )  # fmt: skip
+    checkpoint: Any = modules["torchtitan.distributed.activation_checkpoint"]
+    checkpoint.FullAC = types.SimpleNamespace(Config=fields())
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 def fields(*known: str) -> Any:
@@ -151,7 +145,9 @@ def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
     told = [("tok_embeddings" in part, sum("layers." in name for name in part), "lm_head" in part) for part in parts]
     assert told == held(plan)
     assert found["parallelism"].pipeline_parallel_schedule == "GPipe"
-    assert (found["training"].local_batch_size, found["training"].seq_len) == (8, 8)
+    asked = found["training"]
+    assert (asked.local_batch_size, asked.global_batch_size) == (2 if stages == 1 else 8, 8)
+    assert (asked.seq_len, asked.dtype, asked.disable_cuda_graphs) == (8, "float32", True)
     assert found["activation_checkpoint"] is None
     exec(torchtitan_config(planned(3, "always", clip_norm=0.5)), found)
     assert found["activation_checkpoint"] is not None and found["training"].max_norm == 0.5
@@ -165,6 +161,7 @@ def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
     assert found["train_batch_size"] == batch == plan.training.batch_size
     bounds = found["pipeline"]["partition"]
     assert bounds == sorted(bounds) and bounds[0] == 0
+    assert json.loads(deepspeed_config(planned(3)))["gradient_clipping"] == 0.0  # its default is 1
     assert [plan.profile.edges[bound] for bound in bounds[:-1]] == [stage.start for stage in plan.stages]
     assert plan.profile.edges[bounds[-1]] == len(plan.profile.layers)
     assert (found["pipeline"]["activation_checkpoint_interval"], found["gradient_clipping"]) == (1, 1.0)
@@ -175,12 +172,67 @@ MOVED = Decision(
 )
 
 
+def in_precision(precision: training.Precision) -> Plan:
+    """A plan whose training is said to be in another precision."""
+    plan = planned(3)
+    assumed = replace(plan.profile.assumptions, precision=precision)
+    return replace(
+        plan, profile=replace(plan.profile, assumptions=assumed), training=replace(plan.training, precision=precision)
+    )
+
+
+def test_half_precision_is_the_one_that_the_tool_has() -> None:
+    """Megatron's and DeepSpeed's keep master weights; torchtitan's pipelines keep none."""
+    assert "--bf16" in arguments(megatron_arguments(in_precision("master-bfloat16")))
+    assert "--fp16" in arguments(megatron_arguments(in_precision("master-float16")))
+    assert json.loads(deepspeed_config(in_precision("master-bfloat16")))["bf16"] == {"enabled": True}
+    assert "dtype='bfloat16'" in torchtitan_config(in_precision("bfloat16"))
+    for write, wrong in ((megatron_arguments, "bfloat16"), (deepspeed_config, "bfloat16"),
+                         (torchtitan_config, "master-bfloat16")):  # fmt: skip
+        with pytest.raises(UsageError, match=f"has no precision {wrong}"):
+            write(in_precision(wrong))  # type: ignore[arg-type]
+
+
+def test_torchtitan_ties_no_weights_across_stages() -> None:
+    """It refuses such a model in a pipeline, and so do we; on one device it may."""
+    with pytest.raises(UsageError, match="share weights: plan with --stages 1"):
+        torchtitan_config(planned(3, tied=True))
+    assert "tok_embeddings" in torchtitan_config(planned(1, tied=True))
+
+
+def test_layers_that_share_otherwise_are_refused() -> None:
+    """A parameter of a block that others use is nothing that the tools share."""
+    plan = planned(3)
+    shared = SharedParameter(name="block1.norm", users=(0, plan.profile.edges[2]), nbytes=4, gradient_bytes=4,
+                             state_bytes=0)  # fmt: skip
+    profile = replace(
+        plan.profile,
+        measurements=tuple(replace(one, shared=(shared,)) for one in plan.profile.measurements),
+    )
+    with pytest.raises(UsageError, match=r"layers share block1\.norm: Megatron shares nothing but"):
+        megatron_arguments(replace(plan, profile=profile, prediction=None))
+
+
+@pytest.mark.parametrize("cut", [-1, -2])
+@pytest.mark.usefixtures("titan")
+def test_torchtitan_has_the_norm_where_the_plan_has_it(cut: int) -> None:
+    """With the head, or with the last block, as the plan cuts."""
+    plan, found = planned(3), dict[str, Any]()
+    edge = plan.profile.edges[cut - 1]
+    stages = (*plan.stages[:-2], replace(plan.stages[-2], stop=edge), replace(plan.stages[-1], start=edge))
+    exec(torchtitan_config(replace(plan, stages=stages, prediction=None)), found)
+    *_, before, last = found["parallelism"].module_fqns_per_model_part
+    assert last == (["lm_head"] if cut == -1 else ["norm", "lm_head"])
+    assert ("norm" in before) == (cut == -1)
+
+
 @pytest.mark.parametrize("write", [megatron_arguments, torchtitan_config, deepspeed_config])
 def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
     """Schedules, moved tensors, stages on several devices, and models that are no decoder, each by name."""
     plan = planned(3)
     for wrong, words in (
         (planned(3, schedule="pipedream"), "no schedule pipedream: plan with --schedule 1f1b"),
+        (in_precision("mixed-bfloat16"), "no precision mixed-bfloat16: plan with --precision float32 or"),
         (replace(plan, decisions=(MOVED,)), "does not move tensors"),
         (make_plan(random_profile(6), (2, 4), microbatches=2), "is no decoder"),
         (replace(plan, stages=(replace(plan.stages[0], grid=Grid.of(1)), replace(plan.stages[1], grid=Grid.of(0)),
@@ -210,7 +262,7 @@ def test_kubernetes_gets_a_service_and_a_job() -> None:
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (1, 1, "Indexed")
     pod = spec["template"]["spec"]
     (worker,) = pod["containers"]
-    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 3}
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": "3"}
     assert "--nproc-per-node=3" in worker["command"][2]
     assert shlex.split(worker["command"][2])[-1] == "it's.json"
     assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"]

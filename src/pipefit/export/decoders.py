@@ -8,6 +8,7 @@ recompute whole blocks, for all microbatches, so that a block of which the plan 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +25,8 @@ class Decoder:
     recomputed: tuple[int, ...]
     sequence: int
     bounds: tuple[int, ...]  # of stages, in blocks of pipefit: embedding and head count
+    norm: int  # the stage that has what follows the last block, which is the norm before the head, or both
+    tied: bool  # embedding and head share their weights
 
     @property
     def layers(self) -> int:
@@ -31,14 +34,14 @@ class Decoder:
         return sum(self.blocks)
 
 
-def decoder_of(plan: Plan, tool: str, schedules: tuple[str, ...]) -> Decoder:
-    """The plan as stages of decoder blocks.
+def decoder_of(plan: Plan, tool: str, schedules: Collection[str], precisions: Collection[str]) -> Decoder:
+    """The plan as stages of decoder blocks, for a tool with these schedules and precisions, in pipefit's words.
 
     Raises:
         UsageError: the plan does what `tool` cannot, or its model is no decoder of equal blocks; says what, and what to
             plan instead.
     """
-    _check(plan, tool, schedules)
+    _check(plan, tool, schedules, precisions)
     edges = plan.profile.edges
     if not {stage.start for stage in plan.stages} <= set(edges):
         raise UsageError(f"a stage begins inside a block, which {tool} does not divide: plan with granularity blocks")
@@ -52,13 +55,16 @@ def decoder_of(plan: Plan, tool: str, schedules: tuple[str, ...]) -> Decoder:
         recomputed=tuple(sum(whole[block] for block in blocks) for blocks in inside),
         sequence=max(plan.profile.fingerprint.lengths, default=0),
         bounds=bounds,
+        norm=max(stage for stage, start in enumerate(bounds[:-1]) if start <= last),
+        tied=_tied(plan, tool, edges[first], edges[last]),
     )
 
 
-def _check(plan: Plan, tool: str, schedules: tuple[str, ...]) -> None:
-    how = plan.training.schedule
-    if how not in schedules:
-        raise UsageError(f"{tool} has no schedule {how}: plan with --schedule {' or '.join(schedules)}")
+def _check(plan: Plan, tool: str, schedules: Collection[str], precisions: Collection[str]) -> None:
+    for what, asked, known in (("schedule", plan.training.schedule, schedules),
+                               ("precision", plan.training.precision, precisions)):  # fmt: skip
+        if asked not in known:
+            raise UsageError(f"{tool} has no {what} {asked}: plan with --{what} {' or '.join(known)}")
     if any(len(stage.devices) > 1 for stage in plan.stages) or len(set(plan.placement)) < len(plan.stages):
         raise UsageError(f"{tool} takes stages of one device each, in their order: plan with --data 1 --tensor 1")
     moved = [decision for decision in plan.decisions if decision.what is not What.RECOMPUTE]
@@ -67,6 +73,18 @@ def _check(plan: Plan, tool: str, schedules: tuple[str, ...]) -> None:
             f"{moved[0]}: {tool} does not move tensors as plans say: plan with --planner exact, and --recompute always "
             "if that does not fit"
         )
+
+
+def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
+    """Whether embedding and head share parameters; the blocks are layers `first` to `last - 1`.
+
+    Raises:
+        UsageError: other layers share one.
+    """
+    for shared in plan.measurement.shared:
+        if any(first <= user < last for user in shared.users):
+            raise UsageError(f"layers share {shared.name}: {tool} shares nothing but the weights of embedding and head")
+    return bool(plan.measurement.shared)
 
 
 def _equal(plan: Plan, tool: str) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 `partition` has the first block of every stage and the number of blocks; DeepSpeed divides by a rule of its own, so give
 these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`, `self._local_stop`.
-`activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan recomputes any. (DeepSpeed 0.19,
-`deepspeed.runtime.config`.)
+`activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan recomputes any. Its half precisions are
+those with master weights. (DeepSpeed 0.19, `deepspeed.runtime.config`.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from typing import Any
 from pipefit.export.decoders import decoder_of
 from pipefit.plans import Plan
 
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "master-bfloat16": {"bf16": {"enabled": True}},
+    "master-float16": {"fp16": {"enabled": True}},
+}
+
 
 def deepspeed_config(plan: Plan) -> str:
     """The file's text, JSON.
@@ -21,7 +27,7 @@ def deepspeed_config(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what DeepSpeed cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "DeepSpeed", ("1f1b",)), plan.training
+    found, training = decoder_of(plan, "DeepSpeed", ("1f1b",), _PRECISIONS), plan.training
     config: dict[str, Any] = {
         "train_batch_size": training.batch_size,
         "train_micro_batch_size_per_gpu": training.microbatch_size,
@@ -31,11 +37,6 @@ def deepspeed_config(plan: Plan) -> str:
             "partition": list(found.bounds),
             "activation_checkpoint_interval": 1 if any(found.recomputed) else 0,
         },
+        "gradient_clipping": training.clip_norm or 0.0,  # 0 clips nothing; its default clips
     }
-    if training.clip_norm is not None:
-        config["gradient_clipping"] = training.clip_norm
-    if training.precision.endswith("bfloat16"):
-        config["bf16"] = {"enabled": True}
-    elif training.precision.endswith("float16"):
-        config["fp16"] = {"enabled": True}
-    return json.dumps(config, indent=2) + "\n"
+    return json.dumps(config | _PRECISIONS[training.precision], indent=2) + "\n"

@@ -51,7 +51,7 @@ def kubernetes_job(plan: Plan, file: str) -> str:
         f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
         f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {shlex.quote(file)}"
     )
-    limits = f"\n            limits: {{nvidia.com/gpu: {each}}}" if plan.cluster.backend == "cuda" else " {}"
+    limits = f"\n            limits: {{nvidia.com/gpu: '{each}'}}" if plan.cluster.backend == "cuda" else " {}"
     return f"""\
 apiVersion: v1
 kind: Service

@@ -2,8 +2,9 @@
 
 A line for each argument, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. In the layout E is the
 embedding, t a decoder block and L the head with the loss; stages are divided by |. Megatron recomputes as many blocks
-on every stage: as many as the stage of the plan with the most. (Megatron Core, "Custom Pipeline Model Parallel Layout",
-and `PipelineParallelLayerLayout`, which reads the layout.)
+on every stage: as many as the stage of the plan with the most. Its half precisions are those with master weights, and
+embedding and head share their weights unless they are told not to. (Megatron Core, "Custom Pipeline Model Parallel
+Layout", and `PipelineParallelLayerLayout`, which reads the layout.)
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import shlex
 from pipefit.export.decoders import Decoder, decoder_of
 from pipefit.plans import Plan
 
-_PRECISIONS = {"bfloat16": "--bf16", "mixed-bfloat16": "--bf16", "master-bfloat16": "--bf16",
-               "float16": "--fp16", "mixed-float16": "--fp16", "master-float16": "--fp16"}  # fmt: skip
+_PRECISIONS = {"float32": (), "master-bfloat16": (("--bf16",),), "master-float16": (("--fp16",),)}
 
 
 def megatron_arguments(plan: Plan) -> str:
@@ -23,7 +23,7 @@ def megatron_arguments(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what Megatron cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "Megatron", ("1f1b",)), plan.training
+    found, training = decoder_of(plan, "Megatron", ("1f1b",), _PRECISIONS), plan.training
     lines: list[tuple[str, ...]] = [
         ("--num-layers", str(found.layers)),
         ("--pipeline-model-parallel-size", str(len(plan.stages))),
@@ -34,8 +34,9 @@ def megatron_arguments(plan: Plan) -> str:
     ]
     if found.sequence:
         lines.append(("--seq-length", str(found.sequence)))
-    if training.precision in _PRECISIONS:
-        lines.append((_PRECISIONS[training.precision],))
+    if not found.tied:
+        lines.append(("--untie-embeddings-and-output-weights",))
+    lines += _PRECISIONS[training.precision]
     return "".join(f"{shlex.join(words)}\n" for words in (*lines, *_recomputation(found)))
 
 

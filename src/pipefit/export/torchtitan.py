@@ -2,17 +2,20 @@
 
 Import the three names in a config_registry function of a model: `replace(config, parallelism=parallelism, ...)`. Its
 modules are named as torchtitan's decoders name theirs. It recomputes blocks on all stages or on none: on all if a plan
-recomputes any. (torchtitan 0.3, `torchtitan.config.configs`.)
+recomputes any. CUDA graphs are switched off, since its pipelines refuse them, and so is autocast. (torchtitan 0.3,
+`torchtitan.config.configs` and `torchtitan.trainer`.)
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
+from pipefit.errors import UsageError
 from pipefit.export.decoders import decoder_of
 from pipefit.plans import Plan
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+_PRECISIONS = ("float32", "bfloat16")  # its autocast is for one device and its replicas
 
 
 def torchtitan_config(plan: Plan) -> str:
@@ -21,14 +24,17 @@ def torchtitan_config(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what torchtitan cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "torchtitan", tuple(_SCHEDULES)), plan.training
+    found, training = decoder_of(plan, "torchtitan", _SCHEDULES, _PRECISIONS), plan.training
+    if found.tied and len(plan.stages) > 1:
+        raise UsageError("torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1")
     parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(found.blocks, initial=0))]
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "lm_head"]
+    parts[found.norm].append("norm")
+    parts[-1].append("lm_head")
+    local = training.batch_size if len(parts) > 1 else training.microbatch_size  # one device adds up gradients
     rows = "".join(f"        {part!r},\n" for part in parts)
     length = f"    seq_len={found.sequence},\n" if found.sequence else ""
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
-    dtype = "bfloat16" if training.precision == "bfloat16" else "float32"
     recomputes = "FullAC.Config()" if any(found.recomputed) else "None"
     return (
         f'"""A plan of pipefit: {plan.profile.model} in {len(parts)} stages."""\n\n'
@@ -39,7 +45,8 @@ def torchtitan_config(plan: Plan) -> str:
         f"    pipeline_parallel_schedule={_SCHEDULES[training.schedule]!r},\n"
         f"    pipeline_parallel_microbatch_size={training.microbatch_size},\n"
         f"    module_fqns_per_model_part=[\n{rows}    ],\n)\n"
-        f"training = TrainingConfig(\n    local_batch_size={training.batch_size},\n"
-        f"{length}    max_norm={norm},\n    dtype={dtype!r},\n)\n"
+        f"training = TrainingConfig(\n    local_batch_size={local},\n    global_batch_size={training.batch_size},\n"
+        f"{length}    max_norm={norm},\n    dtype={training.precision!r},\n"
+        "    mixed_precision_param='float32',\n    disable_cuda_graphs=True,\n)\n"
         f"activation_checkpoint = {recomputes}\n"
     )

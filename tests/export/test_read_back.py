@@ -1,0 +1,218 @@
+"""Plans in other tools' files, read by the tools themselves where they are installed: `make tools` installs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules
+
+from export.test_other_tools import LAYERS, arguments, held, in_precision, planned
+from pipefit.export.deepspeed import deepspeed_config
+from pipefit.export.launching import kubernetes_job, slurm_script
+from pipefit.export.megatron import megatron_arguments
+from pipefit.export.torchtitan import torchtitan_config
+from pipefit.plans import Plan
+
+
+def installed(name: str) -> Any:
+    """A module of another tool; the test is skipped where it is missing."""
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def some_recomputed() -> Plan:
+    """A plan that recomputes the blocks of its second stage alone."""
+    plan = planned(3, "always")
+    return replace(plan, decisions=tuple(one for one in plan.decisions if one.stage == 1))
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "one stage": lambda: planned(1),
+    "recomputed and clipped": lambda: planned(3, "always", clip_norm=0.5),
+    "tied": lambda: planned(5, tied=True),
+    "recomputed in part": some_recomputed,
+    "gpipe": lambda: planned(5, schedule="gpipe"),
+    "master weights": lambda: in_precision("master-bfloat16"),
+    "half": lambda: in_precision("bfloat16"),
+}
+MEGATRON = ("one stage", "recomputed and clipped", "tied", "recomputed in part", "master weights")
+TITAN = ("one stage", "recomputed and clipped", "gpipe", "half")
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_core_reads_layout_batch_and_recomputation(name: str) -> None:
+    """Its own classes take what its arguments become, and have the plan's stages and number of microbatches."""
+    layout = installed("megatron.core.transformer.pipeline_parallel_layer_layout")
+    counting = installed("megatron.core.num_microbatches_calculator")
+    config = installed("megatron.core.transformer.transformer_config")
+    plan = PLANS[name]()
+    found, size = arguments(megatron_arguments(plan)), len(plan.stages)
+    read = layout.PipelineParallelLayerLayout(found["--pipeline-model-parallel-layout"], size)
+    read.validate_layer_layout(int(found["--num-layers"]), None)
+    assert [
+        (any(kind.name == "embedding" for kind in stage), sum(kind.name == "decoder" for kind in stage),
+         any(kind.name == "loss" for kind in stage))
+        for (stage,) in read.layout
+    ] == held(plan)  # fmt: skip
+    counts = counting.ConstantNumMicroBatchesCalculator(
+        int(found["--global-batch-size"]), int(found["--micro-batch-size"]), 1, False, 0
+    )
+    assert counts.get() == plan.training.microbatches
+    number = found.get("--recompute-num-layers")
+    config.TransformerConfig(
+        num_layers=LAYERS, hidden_size=16, num_attention_heads=2, pipeline_model_parallel_size=size,
+        pipeline_model_parallel_layout=read, pipeline_dtype=torch.float32,
+        recompute_granularity=found.get("--recompute-granularity"), recompute_method=found.get("--recompute-method"),
+        recompute_num_layers=None if number is None else int(number),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed and validated as `pretrain_gpt.py` does it, beside the shape of a model, they mean the same."""
+    own = installed("megatron.training.arguments")
+    plan = PLANS[name]()
+    shape = "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 8 --transformer-impl local"
+    words = shlex.split(megatron_arguments(plan))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *shape.split()])
+    for key, value in {"WORLD_SIZE": len(plan.stages), "RANK": 0, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(key, str(value))
+    read = own.parse_args()
+    own.validate_args(read)
+    assert (read.pipeline_model_parallel_size, read.data_parallel_size) == (len(plan.stages), 1)
+    assert read.global_batch_size == plan.training.batch_size
+    assert read.micro_batch_size == plan.training.microbatch_size
+    assert read.clip_grad == (plan.training.clip_norm or 0.0)
+    assert read.bf16 == (plan.training.precision == "master-bfloat16")
+    assert read.untie_embeddings_and_output_weights == (not plan.measurement.shared)
+    assert (read.recompute_granularity == "full") == bool(plan.decisions)
+
+
+@pytest.mark.parametrize("name", TITAN)
+def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ConfigManager takes the file's names in a configuration of its own Llama of as many blocks, its trainer's
+    checks pass, and the modules that it leaves on every stage are the plan's.
+    """
+    manager = installed("torchtitan.config.manager")
+    splitting = installed("torchtitan.distributed.pipeline_parallel")
+    plan = PLANS[name]()
+    (tmp_path / "titan_plan.py").write_text(torchtitan_config(plan))
+    (tmp_path / "titan_models.py").write_text(
+        "from dataclasses import replace\n"
+        "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+        "from titan_plan import activation_checkpoint, parallelism, training\n"
+        "def planned():\n"
+        "    return replace(llama3_debugmodel(), parallelism=parallelism, training=training,\n"
+        "                   activation_checkpoint=activation_checkpoint)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("titan_plan", "titan_models"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    read = manager.ConfigManager().parse_args(["--module", "titan_models", "--config", "planned"])
+    assert read.parallelism.pipeline_parallel_degree == len(plan.stages)
+    steps = read.training.global_batch_size // read.training.local_batch_size
+    pieces = read.training.local_batch_size // read.parallelism.pipeline_parallel_microbatch_size
+    assert steps * (pieces if len(plan.stages) > 1 else 1) == plan.training.microbatches
+    assert (read.activation_checkpoint is not None) == bool(plan.decisions)
+    with torch.device("meta"):
+        whole = read.model_spec.model.build()
+    parts = [splitting._split_module(whole, names) for names in read.parallelism.module_fqns_per_model_part]
+    assert [(part.tok_embeddings is not None, len(part.layers), part.lm_head is not None) for part in parts] == held(
+        plan
+    )
+    kept = sum(len(list(part.parameters())) for part in parts)
+    assert kept == len(list(whole.parameters()))
+    assert schedules.get_schedule_class(read.parallelism.pipeline_parallel_schedule)
+
+
+DEEPSPEED = """
+import json, os, sys
+import deepspeed, torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+config = json.load(open("deepspeed.json"))
+bounds, stages = config["pipeline"]["partition"], config["pipeline"]["stages"]
+
+class Planned(PipelineModule):
+    def _partition_layers(self, method="uniform"):
+        self.parts = bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=bounds[stage], stop=bounds[stage + 1])
+
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a kernel for CPUs, which it would compile
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=stages)
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+layers = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(bounds[-1])]
+module = Planned(layers, num_stages=stages)
+read = DeepSpeedConfig("deepspeed.json", mpu=module.mpu())
+held = [int(name) for name, _ in module.named_children() if name.isdigit()]
+print("READ", json.dumps([
+    read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps,
+    read.gradient_clipping, read.bfloat16_config.enabled, read.pipeline["activation_checkpoint_interval"], held,
+]))
+"""
+
+
+@pytest.mark.parametrize(("name", "rank"), [("recomputed and clipped", 1), ("master weights", 2)])
+@pytest.mark.timeout(300)
+def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, rank: int, tmp_path: Path) -> None:
+    """Its own configuration has the plan's batch, clipping and precision, and a PipelineModule the stage's blocks."""
+    installed("deepspeed")
+    plan = PLANS[name]()
+    (tmp_path / "deepspeed.json").write_text(deepspeed_config(plan))
+    (tmp_path / "read.py").write_text(DEEPSPEED)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "read.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280,
+        check=True, env=environment(rank, len(plan.stages)),
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
+    asked, edges = plan.training, plan.profile.edges
+    stage = plan.stages[rank]
+    blocks = [block for block, start in enumerate(edges[:-1]) if stage.start <= start < stage.stop]
+    assert json.loads(line.removeprefix("READ ")) == [
+        asked.batch_size, asked.microbatch_size, asked.microbatches, asked.clip_norm or 0.0,
+        asked.precision == "master-bfloat16", int(bool(plan.decisions)), blocks,
+    ]  # fmt: skip
+
+
+def environment(rank: int, size: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29511}
+    return os.environ | {name: str(value) for name, value in told.items()} | {"DS_ACCELERATOR": "cpu"}
+
+
+def test_kubernetes_own_types_have_every_field() -> None:
+    """Its client makes its objects of the documents, required fields included, and loses nothing of them."""
+    client = installed("kubernetes.client")
+    yaml = installed("yaml")
+    documents = list(yaml.safe_load_all(kubernetes_job(planned(3), "it's.json")))
+    for document, kind in zip(documents, ("V1Service", "V1Job"), strict=True):
+        api = client.ApiClient()
+        made = api.deserialize(json.dumps(document), kind, "application/json")
+        assert api.sanitize_for_serialization(made) == document
+
+
+def test_slurm_would_start_the_script(tmp_path: Path) -> None:
+    """`sbatch --test-only` takes it, where a SLURM answers."""
+    if shutil.which("sbatch") is None or subprocess.run(["sinfo"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a running SLURM")
+    (tmp_path / "train.sbatch").write_text(slurm_script(planned(3), "a plan.json"))
+    done = subprocess.run(
+        ["sbatch", "--test-only", "train.sbatch"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
