@@ -266,18 +266,23 @@ class StageStorages:
     def unlike_gradients(self) -> list[tuple[int, int]]:
         """Boundaries at which a gradient has other bytes than a whole gradient for each value would have.
 
-        There the gradient of a value is a slice of a larger one. Each comes with the boundary at which that gradient is
-        made, because only a stage that holds both boundaries meets the exception: one that ends between them receives
-        whole gradients.
+        There the gradient of a value is a slice of a larger one, or that of another value too. Each comes with the last
+        boundary at which that is so, because only a stage that holds both boundaries meets the exception: one that ends
+        between them, or at the second, receives whole gradients.
         """
-        born = {g.storage: n for n in range(self.count + 1) for g in self._present(n)}
-        found = dict[tuple[int, int], None]()
-        for number in range(self.count + 1):
-            holders = Counter(g.storage for g in self._present(number))
-            for g in self._present(number):
-                if not g.contiguous or self._gradient_sizes[g.storage] != g.nbytes or holders[g.storage] > 1:
-                    found[number, born[g.storage]] = None
-        return list(found)
+        unlike = [self._unlike(boundary) for boundary in range(self.count + 1)]
+        last = {storage: boundary for boundary, storages in enumerate(unlike) for storage in storages}
+        return [(boundary, last[storage]) for boundary, storages in enumerate(unlike) for storage in sorted(storages)]
+
+    def _unlike(self, boundary: int) -> set[int]:
+        """The storages of gradients at a boundary that are no whole gradient of one value."""
+        present = self._present(boundary)
+        holders = Counter(g.storage for g in present)
+        return {
+            g.storage
+            for g in present
+            if not g.contiguous or self._gradient_sizes[g.storage] != g.nbytes or holders[g.storage] > 1
+        }
 
     @property
     def _gradient_sizes(self) -> list[int]:

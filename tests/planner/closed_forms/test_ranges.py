@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
-from pipefit.layer_costs import Origin, Span
+from pipefit.layer_costs import GradientOrigin, Origin, Span
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import Measurement
 from range_account import range_account
@@ -52,6 +52,22 @@ def test_the_account_knows_every_field_of_a_band() -> None:
     band = Ranges(hostile(Random(0), 2)).band(2)
     fields = {name for name in type(band).__dataclass_fields__ if not name.startswith("_")}
     assert fields - {"first", "valid"} == range_account(hostile(Random(0), 2), 0, 2).keys()
+
+
+def test_blocks_that_end_with_a_sum_are_not_computed_one_by_one() -> None:
+    """Inside a residual block the gradient of its output is that of two values, and where it ends of one, so that no
+    stage of whole blocks is an exception: 64 of them are 2,080 ranges of up to 128 layers.
+    """
+    pair, alone = (value(8), value(8)), (value(8),)
+    both = GradientOrigin(kind="output", index=0)
+    split = layer(alone, pair, storages=(8,), origins=(Origin(kind="input", index=0), Origin(kind="own", index=0)))
+    add = layer(pair, alone, storages=(8,), saved=(), input_gradients=(both, both), gradient_storages=())
+    loss = layer((*alone, value(4, requires_grad=False)), (value(4),))
+    ranges = Ranges(measurement([split, add] * 64, loss), range(0, 129, 2))
+    assert not ranges.layers_one_by_one(64)
+    assert Ranges(ranges.measurement).layers_one_by_one(2)
+    assert_band_is_the_account(measurement([split, add] * 3, loss), 3, 0, 2, blocks=[2] * 3)
+    assert_band_is_the_account(measurement([split, add] * 3, loss), 6, 0, 5)
 
 
 def test_two_values_that_share_a_storage_further_back_are_released_together() -> None:

@@ -263,8 +263,8 @@ class _BandMaker:
         ends = stops + (stops == self.ranges.layers)  # the loss counts as a last layer
         for layer in self.ranges.lasting:
             repeats |= (starts < layer) & (ends > layer)
-        for boundary, born in self.ranges.unlike:
-            repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
+        for boundary, last in self.ranges.unlike:
+            repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= last)) | (starts == boundary)
         return repeats & self._valid
 
     # ---------------------------------------------------------------- tables
