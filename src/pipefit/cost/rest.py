@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from pipefit.actions import Subject
@@ -36,6 +37,7 @@ class StageRest:
     def __init__(self, storages: StageStorages, microbatches: int, *, share: Share | None = None) -> None:
         self.storages, self.microbatches, self.share = storages, microbatches, share
         self._updates: dict[tuple[int, int, bool], Effect] = {}
+        self._sums: dict[LayerState, list[int]] = {}
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -83,11 +85,7 @@ class StageRest:
 
     def weight_bytes_of(self, start: int, stop: int) -> int:
         """The parameters of layers `start` to `stop - 1` that are trained."""
-        every = (self.storages.costs[n - self.storages.start] for n in range(start, stop))
-        shared = (
-            again.shared for again in self.storages.repetitions if start <= again.later + self.storages.start < stop
-        )
-        return sum(cost.trained_bytes for cost in every) - sum(one.nbytes for one in shared if one.gradient_bytes)
+        return sum(self._trained_bytes[start - self.storages.start : stop - self.storages.start])
 
     @cached_property
     def versions_bytes(self) -> tuple[int, ...]:
@@ -113,12 +111,18 @@ class StageRest:
 
     def whole_bytes_of(self, kind: LayerState, start: int, stop: int) -> int:
         """All of it; the state of a shared parameter belongs to the stage's first user."""
-        storages, field = self.storages, _FIELDS[kind]
-        first, end = start - storages.start, stop - storages.start
-        repeated = (again.shared for again in storages.repetitions if first <= again.later < end)
-        shared = sum(one.nbytes if kind == "parameters" else getattr(one, field) for one in repeated)
-        whole: int = sum(getattr(cost, field) for cost in storages.costs[first:end])
-        return whole - shared
+        before, first = self._before(kind), self.storages.start
+        return before[stop - first] - before[start - first]
+
+    def _before(self, kind: LayerState) -> list[int]:
+        """All of it, of the layers before every position."""
+        if kind not in self._sums:
+            field = _FIELDS[kind]
+            sizes: list[int] = [getattr(cost, field) for cost in self.storages.costs]
+            for again in self.storages.repetitions:
+                sizes[again.later] -= again.shared.nbytes if kind == "parameters" else getattr(again.shared, field)
+            self._sums[kind] = [0, *accumulate(sizes)]
+        return self._sums[kind]
 
     def gathered_bytes(self, layer: int) -> int:
         """Parameters of a layer that its owner brings to the other replicas: the trained ones, after an update; or all
@@ -126,9 +130,15 @@ class StageRest:
         """
         if self.share is not None and "parameters" in self.share.divided:
             return self.whole_bytes_of("parameters", layer, layer + 1)
-        place = layer - self.storages.start
-        repeated = (again.shared for again in self.storages.repetitions if again.later == place)
-        return self.storages.costs[place].trained_bytes - sum(one.nbytes for one in repeated if one.gradient_bytes)
+        return self._trained_bytes[layer - self.storages.start]
+
+    @cached_property
+    def _trained_bytes(self) -> list[int]:
+        """The parameters of every position that are trained; a shared one belongs to its first user."""
+        found = [cost.trained_bytes for cost in self.storages.costs]
+        for again in self.storages.repetitions:
+            found[again.later] -= again.shared.nbytes if again.shared.gradient_bytes else 0
+        return found
 
     def state_bytes_of(self, subject: Subject) -> int:
         """A state of one layer, as actions name it; of the optimizer, from the first step on. Nothing moves of a layer

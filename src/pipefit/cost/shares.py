@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipefit.actions import Action, Kind
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
 
 _DIVIDED: dict[Sharding, frozenset[str]] = {  # states, as `LayerState` names them
@@ -117,15 +117,19 @@ class Gathered:
 
 def share_of(plan: Plan, stage: int, device: int) -> Share | None:
     """The share of a device in the state of its stage; None where nothing is divided."""
-    grid = plan.stages[stage].grid
-    if grid.shard == "none":
+    place = plan.stages[stage]
+    if place.grid.shard == "none":
         return None
-    return Share(plan.stages[stage].start, owners(plan, stage), grid.replica_of(device), _DIVIDED[grid.shard])
+    return share_among(place, device, owners(StageStorages.of(plan, stage), place.grid))
 
 
-def owners(plan: Plan, stage: int) -> tuple[int, ...]:
+def share_among(place: Stage, device: int, owners: tuple[int, ...]) -> Share:
+    """The share of a device of a stage whose layers have these owners."""
+    return Share(place.start, owners, place.grid.replica_of(device), _DIVIDED[place.grid.shard])
+
+
+def owners(storages: StageStorages, grid: Grid) -> tuple[int, ...]:
     """The replica that owns each layer of a stage: those with the most divided bytes are dealt out first."""
-    grid, storages = plan.stages[stage].grid, StageStorages.of(plan, stage)
     sizes, first = _sizes(storages, _DIVIDED[grid.shard]), _first_users(storages)
     together = Counter[int]()  # bytes, by the first of the layers that share a parameter
     for layer, nbytes in enumerate(sizes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property
 
 from pipefit.actions import Action, Kind, Subject
@@ -13,40 +12,33 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.messages import Sent
 from pipefit.cost.rest import StageRest
-from pipefit.cost.shares import Share, share_of
+from pipefit.cost.shares import Share, owners, share_among
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import Seconds, copy_seconds, host_update_seconds, layer_seconds
 from pipefit.devices import DeviceKind, Host
+from pipefit.grids import Stage
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.training import Training
 
 
 class StageCost:
-    """The costs of layers `start` to `stop - 1`; what has been computed is kept.
+    """The costs of the layers of a stage whose microbatches are these `flights`; what has been computed is kept.
 
     `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device; `share` is what
-    the device keeps of what replicas divide, and `sent` how often it sends what leaves the stage.
+    the device keeps of what replicas divide.
     """
 
     def __init__(
-        self,
-        measurement: Measurement,
-        start: int,
-        stop: int,
-        times: Sequence[Seconds],
-        kind: DeviceKind,
-        training: Training,
-        share: Share | None = None,
-        sent: Sent = Sent(),  # noqa: B008 - it is frozen
+        self, flights: Flights, times: Sequence[Seconds], kind: DeviceKind, microbatches: int, share: Share | None
     ) -> None:
-        self.start, self.stop, self.share = start, stop, share
+        self.flights, self.storages, self.share = flights, flights.storages, share
+        self.start, self.stop = self.storages.start, self.storages.stop
         self._times = times
-        self.storages = StageStorages(measurement, start, stop, rooms=training.versions == "everything")
-        self.flights = Flights(self.storages, sent)
-        self.rest = StageRest(self.storages, training.microbatches, share=share)
-        self.layers = frozenset(range(start, stop))
+        self.rest = StageRest(self.storages, microbatches, share=share)
+        self.layers = frozenset(range(self.start, self.stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
+        self._collected: dict[Kind, list[int]] = {}
         self._kind = kind
 
     @property
@@ -57,12 +49,6 @@ class StageCost:
     def keeps_gradients(self, layer: int) -> bool:
         """Whether the device keeps the gradients of a layer when they have been summed."""
         return self.share is None or self.share.keeps("gradients", layer)
-
-    def forgetful(self) -> StageCost:
-        """The same costs, with flights that remember nothing yet."""
-        found = copy(self)
-        found.flights = Flights(self.storages, self.flights.sent)
-        return found
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
@@ -98,22 +84,29 @@ class StageCost:
         """
         if action.kind is Kind.REDUCE and isinstance(action.subject, Subject):
             return self.storages.measurement.shared[action.subject.layer].gradient_bytes
-        return sum(self._collected_bytes(action, layer) for layer in range(*(action.layers or (self.start, self.stop))))
+        return sum(self._collected_bytes(action))
 
     def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
         """Of these bytes, those of the layers that every replica owns; None where each replica gets the sum of all."""
         if self.share is None or isinstance(action.subject, Subject):
             return None
-        found = [0] * replicas
-        for layer in range(*(action.layers or (self.start, self.stop))):
-            found[self.share.owner(layer)] += self._collected_bytes(action, layer)
+        found, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
+        for position, nbytes in enumerate(self._collected_bytes(action), start=first):
+            found[self.share.owners[position]] += nbytes
         return found
 
-    def _collected_bytes(self, action: Action, layer: int) -> int:
-        """Bytes of one layer in a collective of its stage."""
-        if action.kind is Kind.REDUCE:
+    def _collected_bytes(self, action: Action) -> list[int]:
+        """Bytes of every layer in a collective of its stage."""
+        if action.kind not in self._collected:
+            self._collected[action.kind] = [self._bytes_in(action.kind, n) for n in range(self.start, self.stop)]
+        first, end = action.layers or (self.start, self.stop)
+        return self._collected[action.kind][first - self.start : end - self.start]
+
+    def _bytes_in(self, kind: Kind, layer: int) -> int:
+        """Bytes of a layer in collectives of a kind."""
+        if kind is Kind.REDUCE:
             return self.rest.whole_bytes_of("gradients", layer, layer + 1) - self._summed_bytes[layer]
-        return self.rest.gathered_bytes(layer) if action.kind is Kind.UNSHARD else 0
+        return self.rest.gathered_bytes(layer) if kind is Kind.UNSHARD else 0
 
     @cached_property
     def _summed_bytes(self) -> Counter[int]:
@@ -137,6 +130,9 @@ class Costs:
         self._measurements = {(one.microbatch_size, one.tensor): one for one in (*slices, measurement)}
         self._size, self._training = measurement.microbatch_size, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
+        self._storages: dict[tuple[object, ...], StageStorages] = {}
+        self._flights: dict[tuple[object, ...], Flights] = {}
+        self._owners: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by samples and kind of device
 
     @staticmethod
@@ -165,24 +161,14 @@ class Costs:
         """
         own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
         degree = self._size // data, 1 if ring is None else ring.members
-        key = (start, stop, kind.key, own, degree, share, ring, sent)
-        found = self._stages.get(key)
-        if found is None:
-            found = self._stages[key] = (
-                self.stage(start, stop, kind, data=data, share=share, ring=ring, sent=sent).forgetful()
-                if own
-                else StageCost(
-                    self._measurements[degree],
-                    start,
-                    stop,
-                    self._seconds(kind, degree, ring),
-                    kind,
-                    self._training,
-                    share,
-                    sent,
-                )
-            )
-        return found
+        flight = start, stop, degree, own, sent
+        key = *flight, kind.key, share, ring
+        if key not in self._stages:
+            if flight not in self._flights:
+                self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
+            times = self._seconds(kind, degree, ring)
+            self._stages[key] = StageCost(self._flights[flight], times, kind, self._training.microbatches, share)
+        return self._stages[key]
 
     def of_device(
         self, plan: Plan, stage: int, device: int, devices: Sequence[int], bundles: Sequence[tuple[Subject, ...]] = ()
@@ -197,10 +183,28 @@ class Costs:
             plan.cluster.devices[device].kind,
             bundles,
             data=grid.data,
-            share=share_of(plan, stage, grid.devices[replica * grid.tensor + shard]),
+            share=self._share(place, grid.devices[replica * grid.tensor + shard]),
             ring=Ring.of(plan.cluster, group) if grid.tensor > 1 else None,
             sent=Sent.of(plan, stage, shard),
         )
+
+    def _storages_of(self, start: int, stop: int, degree: tuple[int, int]) -> StageStorages:
+        """The storages of layers `start` to `stop - 1`, at so many samples and divided between so many ranks."""
+        key = start, stop, degree
+        if key not in self._storages:
+            rooms = self._training.versions == "everything"
+            self._storages[key] = StageStorages(self._measurements[degree], start, stop, rooms=rooms)
+        return self._storages[key]
+
+    def _share(self, place: Stage, device: int) -> Share | None:
+        """What a device of a stage has of what its replicas divide."""
+        grid = place.grid
+        if grid.shard == "none":
+            return None
+        there = place.start, place.stop, (self._size // grid.data, grid.tensor)
+        if (*there, grid.shard) not in self._owners:
+            self._owners[*there, grid.shard] = owners(self._storages_of(*there), grid)
+        return share_among(place, device, self._owners[*there, grid.shard])
 
     def _seconds(self, kind: DeviceKind, degree: tuple[int, int], ring: Ring | None) -> tuple[Seconds, ...]:
         """The seconds of all layers, at so many samples and divided between so many ranks, on a device of `kind`."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipefit.planner.bounds import in_flight
 from pipefit.planner.closed_forms.bands import stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid import Search
@@ -80,7 +80,7 @@ class Runs:
 
     def _run(self, measurement: Measurement, microbatches: int) -> tuple[Floats, Floats]:
         """Peaks of every block alone, and what each adds to the one before it; the first adds what it has alone."""
-        band = Ranges(measurement, self.question.edges, microbatches=microbatches).band(2)
+        band = ranges_of(measurement, self.question.edges, microbatches).band(2)
         peaks = stage_peak(band, surroundings("gpipe", *_RUN, microbatches)).astype(float)
         alone = peaks[0]
         pairs = peaks[1, :-1] if len(peaks) > 1 else alone[:0]

@@ -6,7 +6,7 @@ an answer is never slower than what Megatron and DeepSpeed do by such splits, as
 replicas sum in more buckets, beside the backward, and divide their state, where that is faster.
 
 Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
-budget of actions in their programs.
+budget of work.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import NamedTuple
 
 from pipefit.cost.time import layer_seconds
 from pipefit.errors import UsageError
-from pipefit.planner.driver import plan_of
 from pipefit.planner.parameters import parameters
 from pipefit.planner.question import Planner, Question, Split
 from pipefit.planner.replicas import in_replicas
+from pipefit.planner.simulations import Simulations
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
-from pipefit.simulator import Simulation
 
-_ACTIONS = 60_000  # in the programs of plans after which no other is simulated
+_WORK = 60_000  # after which no other plan is simulated
 _BUCKETS = 4, 16, 64
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 
@@ -40,9 +39,9 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def nearby(question: Question, best: Timed | None) -> Timed | None:
+def nearby(simulations: Simulations, best: Timed | None) -> Timed | None:
     """The fastest of a plan and of those beside it that fit; None if none does."""
-    search = _Search(question)
+    question, search = simulations.question, _Search(simulations)
     best = search.first(alike(question), best, following=True)
     while best is not None:
         found = search.first(_moved(best.split), best)
@@ -84,8 +83,9 @@ def _together(question: Question, split: Split) -> Iterator[Split]:
 class _Search:
     """Simulations for one question, within a budget."""
 
-    def __init__(self, question: Question) -> None:
-        self._question, self._spent = question, 0
+    def __init__(self, simulations: Simulations) -> None:
+        self._question, self._simulations = simulations.question, simulations
+        self._until = simulations.work + _WORK
         self._before: Callable[[int, int], Sequence[float]] = cache(self._seconds_before)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
@@ -99,16 +99,16 @@ class _Search:
 
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:
         """A split that fits and is faster than the best."""
-        if self._spent > _ACTIONS or (best is not None and self._least(split) >= best.seconds):
+        if self._simulations.work > self._until or (best is not None and self._least(split) >= best.seconds):
             return None
         try:
-            simulation = Simulation(plan_of(self._question, split))
-            self._spent += simulation.actions
-            full = (p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True))
+            simulation = self._simulations.of(split)
         except UsageError:  # what they exchange cannot be divided, or not be held by replicas
             return None
+        if any(p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True)):
+            return None
         seconds = simulation.step_seconds[-1]
-        return Timed(split, seconds) if not any(full) and (best is None or seconds < best.seconds) else None
+        return Timed(split, seconds) if best is None or seconds < best.seconds else None
 
     def _least(self, split: Split) -> float:
         """What the passes of the slowest stage take, on the fastest kind of device."""

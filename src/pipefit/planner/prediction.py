@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Ints, stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
@@ -79,7 +79,7 @@ def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recomp
     Raises:
         UsageError: no such schedule, or a microbatch size that was not profiled.
     """
-    ranges = Ranges(profile.at(training.microbatch_size), profile.edges, microbatches=training.microbatches)
+    ranges = ranges_of(profile.at(training.microbatch_size), profile.edges, training.microbatches)
     band = ranges.band(ranges.count)
 
     @cache

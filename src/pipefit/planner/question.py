@@ -11,7 +11,7 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
 from pipefit.grids import SHARDINGS, Grid, Sharding
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree, degrees_of
 from pipefit.planner.techniques import Means
@@ -162,7 +162,7 @@ class Question:
     @cached_property
     def ranges(self) -> Ranges:
         """The memory of every range of blocks."""
-        return Ranges(self.measurement, self.edges, microbatches=self.training.microbatches)
+        return ranges_of(self.measurement, self.edges, self.training.microbatches)
 
     @property
     def stages(self) -> int:

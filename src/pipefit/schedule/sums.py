@@ -121,7 +121,8 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
         before[layer + 1] = at = at + (
             cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
         )
-    allowed = [layer for layer in range(place.start + 1, place.stop) if not _divides(plan, stage, layer)]
+    together = _together(plan, stage)
+    allowed = [n for n in range(place.start + 1, place.stop) if not any(a < n <= b for a, b in together)]
     cuts = {before[layer]: layer for layer in reversed(allowed)}  # of layers without any bytes the first
     nearest = _nearest(sorted(cuts), at, place.grid.buckets)
     return [cuts[size] for size in nearest if 0 < size < at]
@@ -139,11 +140,11 @@ def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
             yield size
 
 
-def _divides(plan: Plan, stage: int, layer: int) -> bool:
-    """Whether a cut before a layer would part what has to stay together."""
+def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """The first and the last layers of what no cut may part."""
     place = plan.stages[stage]
-    together = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
+    found = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
     for shared in plan.measurement.shared:
         users = [user for user in shared.users if place.start <= user < place.stop]
-        together += [(users[0], users[-1])] if users and shared.gradient_bytes else []
-    return any(first < layer <= last for first, last in together)
+        found += [(users[0], users[-1])] if users and shared.gradient_bytes else []
+    return found

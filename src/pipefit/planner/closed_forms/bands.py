@@ -7,7 +7,7 @@ says what the arrays hold.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,12 @@ class Band:
     weights: Ints
     early: Ints
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
+
+    def with_losses(self, nbytes: int, blocks: int) -> Band:
+        """The band with so many bytes of losses in the ranges that end a model of so many blocks."""
+        width, starts = self.valid.shape
+        ends = self.first + np.arange(starts) + np.arange(1, width + 1)[:, None] == blocks
+        return replace(self, static=self.static + nbytes * ends, _sums={})
 
     def step_peak(self) -> Ints:
         """The peak of the optimizer step, the first one or a later one."""

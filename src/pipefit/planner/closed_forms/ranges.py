@@ -15,13 +15,16 @@ simulator's.
     weights         parameters that are trained, of which there may be several versions
 
 A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range. Ranges for which sums
-over layers are not enough are computed one by one, some 60 microseconds for each of their layers, and remembered for
-all `Ranges` of an equal measurement; a band that is only to be `estimated` has the sums for them too.
+over layers are not enough are computed one by one, some 60 microseconds for each of their layers; a band that is only
+to be `estimated` has the sums for them too. `ranges_of` remembers ranges and their bands for equal measurements, which
+a search over microbatch sizes, replicas and schedules meets many times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,8 +60,9 @@ class Ranges:
     """
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
-        self.measurement, self.microbatches = measurement, microbatches
+        self.measurement = measurement
         self._one_by_one = one_by_one(measurement)
+        self._known: dict[tuple[int, ...], Band] = {}
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -115,22 +119,33 @@ class Ranges:
         self.ends_first = span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
         self.ends_later = span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
+    def of_step(self, microbatches: int) -> Ranges:
+        """The same ranges, which share their bands, in a step of so many microbatches."""
+        found = copy(self)
+        found.loss_bytes = 4 * microbatches
+        return found
+
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
         """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
-        return self._maker(width, first, last).make(estimated=estimated)
+        last = self.count - 1 if last is None else last
+        alike = width, first, last, estimated
+        key = *alike, self.loss_bytes
+        if alike not in self._known:
+            self._known[alike] = self._maker(width, first, last).make(estimated=estimated)
+        if key not in self._known:
+            self._known[key] = self._known[alike].with_losses(self.loss_bytes, self.count)
+        return self._known[key]
 
     def layers_one_by_one(self, width: int) -> int:
         """The layers of all ranges of up to `width` blocks that a band computes one by one: what it costs."""
-        return self._maker(width, 0, None).layers_one_by_one()
+        return self._maker(width, 0, self.count - 1).layers_one_by_one()
 
-    def _maker(self, width: int, first: int, last: int | None) -> _BandMaker:
-        last = self.count - 1 if last is None else last
+    def _maker(self, width: int, first: int, last: int) -> _BandMaker:
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1)
 
     def whole_stage(self, start: int, stop: int) -> dict[str, int]:
         """The arrays of a band for which sums may not be enough: the range of these layers as a stage by itself."""
-        found = self._one_by_one.of(start, stop)
-        return found | {"static": found["static"] + (self.loss_bytes if stop == self.layers else 0)}
+        return self._one_by_one.of(start, stop)
 
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
@@ -162,8 +177,18 @@ class Ranges:
         return np.cumsum(saved)[self.edges], np.cumsum(born)[self.edges]
 
 
+def ranges_of(measurement: Measurement, edges: Sequence[int], microbatches: int) -> Ranges:
+    """The ranges of a measurement in a step of so many microbatches; what equal measurements share is made once."""
+    return _ranges_of(measurement, tuple(edges)).of_step(microbatches)
+
+
+@lru_cache(maxsize=32)
+def _ranges_of(measurement: Measurement, edges: tuple[int, ...]) -> Ranges:
+    return Ranges(measurement, edges)
+
+
 class _BandMaker:
-    """Makes a band from tables of boundaries and of layers.
+    """Makes a band without losses from tables of boundaries and of layers.
 
     Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at layer i = starts[c]. Tables
     have one row more than the longest range needs, because a range that ends the model contains the loss too. At last
@@ -213,7 +238,7 @@ class _BandMaker:
         fed_back = ended(at(r.fed_back)) - self._start(r.fed_back)
         inputs = self._plus_loss(self._start(r.input_bytes).repeat(self.longest, axis=0), r.target_bytes)
         return {
-            "static": self._plus_loss(self._sums(r.static, r.repeated), r.loss_bytes),
+            "static": self._sums(r.static, r.repeated),
             "gradients": ended(born) - self._start(r.gradients),
             "state": ended(at(r.state)) - self._start(r.state),
             "retained": ended(held),

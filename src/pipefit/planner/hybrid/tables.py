@@ -21,7 +21,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.layer_costs import Value
 from pipefit.planner.closed_forms.bands import Band, stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided import least
@@ -132,7 +132,7 @@ class DegreeTables:
     @cached_property
     def _ranges(self) -> Ranges:
         question = self.question
-        return Ranges(self.measurement, question.edges, microbatches=question.training.microbatches)
+        return ranges_of(self.measurement, question.edges, question.training.microbatches)
 
     @cached_property
     def _band(self) -> Band:

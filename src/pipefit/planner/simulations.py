@@ -1,0 +1,45 @@
+"""Simulations of the splits of one question, whose stages may have several devices.
+
+Plans that are compared differ in a stage or two, so that what their other devices do is known (`simulator.assembled`).
+
+Costs: some ten microseconds for each action of a device that is new, and half a microsecond for each of the others. The
+unit of work is a new action.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pipefit.cost.stage import Costs
+from pipefit.decisions import Decision
+from pipefit.planner.driver import plan_of
+from pipefit.planner.question import Question, Split
+from pipefit.simulator.assembled import Assembled, Parts
+
+_KNOWN = 16  # actions of devices that are known take as long as a new one
+
+
+class Simulations:
+    """Simulates splits of a question; `work` is what that has taken."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.work = question, 0
+
+    def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
+        """The simulation of a split with these decisions, or those that the question asks for.
+
+        Raises:
+            UsageError: it cannot be carried out, as where what replicas exchange cannot be divided.
+        """
+        before = self._parts.actions
+        try:
+            found = Assembled(plan_of(self.question, split, decisions=decisions or None), self._parts)
+        finally:
+            self.work += self._parts.actions - before
+        self.work += found.actions // _KNOWN
+        return found
+
+    @cached_property
+    def _parts(self) -> Parts:
+        question = self.question
+        return Parts(Costs(question.measurement, question.training, question.profile.measurements))
