@@ -44,20 +44,23 @@ class Mixed(NamedTuple):
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
 
 
-def mixed(question: Question) -> Mixed | None:
-    """The fastest plan; None if none fits. Stages save memory where that is faster, or where nothing else fits."""
+def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
+    """The fastest plan; None if none fits. Stages save memory where that is faster, or where nothing else fits.
+
+    With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too.
+    """
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
     simulations = Simulations(question)
-    best = _simulated(simulations, fastest(question, _MOST, first), None)
-    near = nearby(simulations, None if best is None else Timed(best.split, best.seconds))
+    best = _simulated(simulations, fastest(question, _MOST, first, at_most * (1 + _CLOSE)), None)
+    near = nearby(simulations, None if best is None else Timed(best.split, best.seconds), at_most)
     best = None if near is None else Mixed(question, near.split, near.seconds, simulations.of(near.split).peak_bytes)
     if first == every and not again:
         return best
-    if best is not None and candidates(question, every, again=again) > _CANDIDATES:
+    at_most = at_most if best is None else min(at_most, best.seconds)
+    if at_most < float("inf") and candidates(question, every, again=again) > _CANDIDATES:
         return best
-    at_most = float("inf") if best is None else best.seconds * (1 + _CLOSE)
-    others = fastest(question, _MOST, every, at_most, again=again)
+    others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
     if best is not None:
         others = [one for one in others if any(stage.way != WHOLE for stage in one.stages)]
     return _simulated(simulations, others, best)

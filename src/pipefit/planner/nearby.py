@@ -39,9 +39,11 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def nearby(simulations: Simulations, best: Timed | None) -> Timed | None:
-    """The fastest of a plan and of those beside it that fit; None if none does."""
-    question, search = simulations.question, _Search(simulations)
+def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Timed | None:
+    """The fastest of a plan and of those beside it that fit; None if none does. Those that are certain to take
+    `at_most` seconds or more are left out.
+    """
+    question, search = simulations.question, _Search(simulations, at_most)
     best = search.first(alike(question), best, following=True)
     while best is not None:
         found = search.first(_moved(best.split), best)
@@ -83,8 +85,8 @@ def _together(question: Question, split: Split) -> Iterator[Split]:
 class _Search:
     """Simulations for one question, within a budget."""
 
-    def __init__(self, simulations: Simulations) -> None:
-        self._question, self._simulations = simulations.question, simulations
+    def __init__(self, simulations: Simulations, at_most: float) -> None:
+        self._question, self._simulations, self._at_most = simulations.question, simulations, at_most
         self._until = simulations.work + _WORK
         self._before: Callable[[int, int], Sequence[float]] = cache(self._seconds_before)
 
@@ -99,7 +101,8 @@ class _Search:
 
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:
         """A split that fits and is faster than the best."""
-        if self._simulations.work > self._until or (best is not None and self._least(split) >= best.seconds):
+        known = self._at_most if best is None else min(self._at_most, best.seconds)
+        if self._simulations.work > self._until or self._least(split) >= known:
             return None
         try:
             simulation = self._simulations.of(split)
