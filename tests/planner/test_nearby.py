@@ -70,6 +70,21 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
     assert all(best.seconds <= one.step_seconds[-1] for one in (*fitting, *beside))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_within_what_another_takes_is_found_as_without_that(seed: int) -> None:
+    """Where the best plan is faster than one that is known; where it is not, no plan is made up."""
+    asked = question(seed)
+    best = mixed(asked)
+    if best is None:
+        assert mixed(asked, 1.0) is None
+        return
+    within = mixed(asked, 1.02 * best.seconds)
+    assert within is not None
+    assert within.seconds <= 1.01 * best.seconds
+    above = mixed(asked, 0.1 * best.seconds)
+    assert above is None or above.seconds >= best.seconds
+
+
 def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None:
     """Two replicas of a stage on slow links: several buckets, and no number of them is faster by a tenth."""
     asked = question(6)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
+from typing import get_args
 
 import pytest
 
@@ -64,15 +65,19 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
     assert compared >= 10
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
-def test_replicas_are_put_together_too(shard: Sharding) -> None:
-    """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both."""
+def test_replicas_are_put_together_too() -> None:
+    """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both, whatever
+    they divide: plans that divide something else, in other buckets or with another cut, came before.
+    """
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
-    count = len(plan.profile.layers)
-    grids = Grid(devices=(0, 1), data=2, shard=shard), Grid(devices=(2,))
-    stages = tuple(Stage(start=at, stop=at + 3 if not n else count, grid=grids[n]) for n, at in enumerate((0, 3)))
-    plan = replace(plan, stages=stages, decisions=())
-    assert told(plan, Parts(Costs.of(plan))) == told(plan, None) != "refused"
+    count, parts = len(plan.profile.layers), Parts(Costs.of(plan))
+    for shard, buckets, cut in product(get_args(Sharding), (1, 3), (3, 4)):
+        grids = Grid(devices=(0, 1), data=2, shard=shard, buckets=buckets), Grid(devices=(2,))
+        stages = tuple(
+            Stage(start=at, stop=at + cut if not n else count, grid=grids[n]) for n, at in enumerate((0, cut))
+        )
+        made = replace(plan, stages=stages, decisions=())
+        assert told(made, parts) == told(made, None) != "refused"
 
 
 def test_what_is_known_is_not_read_again() -> None:
