@@ -6,8 +6,7 @@ programming over any predictor, here ours. The questions: VGG-11 and AmoebaNet-D
 models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`tests/made_up.py`) under 1F1B with four
 microbatches for each device.
 
-    PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--bayesian N]
-        [--whole LAYERSxDEVICES ...] [--json FILE]
+    PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--bayesian N] [--json FILE]
 
 Ten minutes, half of them for `bayesian`, which is asked the first N questions of every size, with one seed. Peaks are
 the simulator's, over two steps. "over optimum" is the fullest device's against that of `exact`; "all as low" says
@@ -15,10 +14,6 @@ whether all devices have the peaks of `exact`, which makes the next fullest devi
 Seconds are the CPU's, in one thread, the least of as many runs as fit in two seconds, at most a hundred: "search" is
 the search alone, "plan" the whole call, which checks the question and simulates the answer's step time. What is looked
 at are candidate stages in `exact` and `bisection`, whole splits in the others.
-
-With `--whole 128x64` a third table has the seconds of whole calls of `joint`, which chooses everything: GPT of so many
-layers on so many A100 of 40 GB, eight to a host, profiled at microbatches of 1 to 16 samples, with a batch of four
-samples for each device; "gap" is how far its plan is at most from the fastest of all.
 """
 
 from __future__ import annotations
@@ -40,11 +35,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import made_up
-from bench_grids import cluster as a100s
 from measured_on import machine
 from pipefit.cluster import Cluster
 from pipefit.grids import Grid, Stage
-from pipefit.planner import PLANNERS, Found, Question, best_split, plan, solved, true_peaks
+from pipefit.planner import PLANNERS, Found, Question, best_split, solved, true_peaks
 from pipefit.planner.exhaustive import LIMIT
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -134,7 +128,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--skip", nargs="+", choices=SEARCHES[1:], default=[], help="searches to leave out")
     parser.add_argument("--bayesian", type=int, default=2, help="questions of every size for Bayesian optimisation")
-    parser.add_argument("--whole", nargs="+", default=[], metavar="LAYERSxDEVICES", help="calls of joint to time")
     parser.add_argument("--json", type=Path, help="write summary, versions and rows here")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -147,11 +140,8 @@ def main() -> None:
                 print(line(row), flush=True)
     summary = summarise(rows)
     print(f"\n{SUMMARY_HEADINGS}", *map(summary_line, summary), sep="\n")
-    whole = [whole_call(*map(int, size.split("x"))) for size in options.whole]
-    for call in whole:
-        print(f"joint: {call}", flush=True)
     if options.json is not None:
-        document = {"machine": machine(), "summary": summary, "rows": [asdict(row) for row in rows], "whole": whole}
+        document = {"machine": machine(), "summary": summary, "rows": [asdict(row) for row in rows]}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -197,19 +187,6 @@ def drawn(chain: str, layers: int, rng: Random) -> Measurement:
             return made_up.skewed(rng, layers, heaviest=14, spread=1.5)
         case _:
             return made_up.heavy(layers, times=100 if chain == "heavy" else 1)
-
-
-def whole_call(layers: int, devices: int) -> dict[str, float]:
-    """What a call of `joint` takes that chooses everything, and how far its plan is at most from the fastest."""
-    task = build("gpt", layers=layers - 3, hidden=1024, heads=16, sequence=512)
-    costs = profile(task, microbatch_size=[1 << power for power in range(5)], target="cuda")
-    on, began = a100s(devices), time.process_time()
-    made = plan(costs, on, batch_size=4 * devices)
-    seconds = time.process_time() - began
-    assert made.provenance is not None
-    assert made.provenance.bound
-    gap = made.provenance.value / made.provenance.bound - 1
-    return {"layers": layers, "devices": devices, "seconds": seconds, "step": made.provenance.value, "gap": gap}
 
 
 # -------------------------------------------------------------------- searches

@@ -61,7 +61,7 @@ class Ranges:
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement = measurement
-        self._one_by_one = one_by_one(measurement)
+        self.one_by_one = one_by_one(measurement)
         self._known: dict[tuple[int, ...], Band] = {}
         model = lifetimes(measurement)
         costs = model.layers
@@ -142,10 +142,6 @@ class Ranges:
 
     def _maker(self, width: int, first: int, last: int) -> _BandMaker:
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1)
-
-    def whole_stage(self, start: int, stop: int) -> dict[str, int]:
-        """The arrays of a band for which sums may not be enough: the range of these layers as a stage by itself."""
-        return self._one_by_one.of(start, stop)
 
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
@@ -265,7 +261,7 @@ class _BandMaker:
     def _corrected(self, band: Band) -> Band:
         """The band, with the ranges computed one by one for which sums over layers are not enough."""
         for row, column in zip(*np.nonzero(self._one_by_one()), strict=True):
-            found = self.ranges.whole_stage(int(self.starts[column]), int(self.stops[row, column]))
+            found = self.ranges.one_by_one.of(int(self.starts[column]), int(self.stops[row, column]))
             for name, nbytes in found.items():
                 getattr(band, name)[row, column] = nbytes
         return band
