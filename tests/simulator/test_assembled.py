@@ -67,7 +67,7 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
 
 def test_replicas_are_put_together_too() -> None:
     """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both, whatever
-    they divide: plans that divide something else, in other buckets or with another cut, came before.
+    they divide: plans that divide something else, in other buckets, with another cut or without replicas, came before.
     """
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
     count, parts = len(plan.profile.layers), Parts(Costs.of(plan))

@@ -11,7 +11,7 @@ import pytest
 
 from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
 from pipefit.layer_costs import GradientOrigin, Origin, Span
-from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.profiles import Measurement
 from range_account import range_account
 from sampled import seeds
@@ -22,7 +22,7 @@ def assert_band_is_the_account(
 ) -> None:
     """Every field of a band, for every range in it; of blocks of so many layers, by default one."""
     edges = [0, *accumulate(blocks or [1] * len(model.layers))]
-    band = Ranges(model, edges if blocks else None, microbatches=microbatches).band(width, first=first, last=last)
+    band = ranges_of(model, edges, microbatches).band(width, first=first, last=last)
     count = len(edges) - 1
     for (row, column), valid in np.ndenumerate(band.valid):
         start, stop = first + int(column), first + int(column) + int(row) + 1
@@ -41,7 +41,7 @@ def test_every_range_costs_what_the_account_of_it_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_remembered_of_a_measurement_holds_for_any_number_of_microbatches(seed: int) -> None:
-    """Ranges that were computed one by one for a step of three microbatches are right for one of seven, too."""
+    """Bands of a step of three microbatches, and ranges computed one by one for it, are right for one of seven, too."""
     model = hostile(Random(seed), 5)
     for microbatches in (3, 7, 3):
         assert_band_is_the_account(model, 5, 0, 4, microbatches=microbatches)
