@@ -1,5 +1,6 @@
 """MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory` of the folder or the environment.
 
+`megatron:FILE` and `torchtitan:NAME` are one of the first two, with the shape that another tool's configuration has.
 A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all our rights: name your own.
 """
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from pipefit.zoo.settings import Setting
 
 _FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own; pipefit models lists them"
-_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head",
+_ELSEWHERE = ("megatron", "torchtitan")
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size", "vocab_size", "n_embd", "n_layer", "n_head",
          "d_model", "num_layers", "num_heads", "sequence", "attention", "optimizer")  # fmt: skip
 
 
@@ -43,8 +46,8 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
 
 
 def _task(model: str, settings: Sequence[str]) -> Task:
-    source, name = _parts(model)
-    arguments = parse_settings(settings)
+    source, name, shape = _parts(model)
+    arguments = {**shape, **parse_settings(settings)}
     if source == "hf":
         from pipefit.zoo.huggingface import hf
 
@@ -56,11 +59,17 @@ def _task(model: str, settings: Sequence[str]) -> Task:
     return _from_factory(source, name, arguments)
 
 
-def _parts(model: str) -> tuple[str, str]:
+def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
+    """Where a model is from, its name there, and settings that its configuration has."""
     source, _, name = model.partition(":")
     if not source or not name:
         raise UsageError(f"{model!r} is not a model: {_FORMS}")
-    return source, name
+    if source not in _ELSEWHERE:
+        return source, name, {}
+    from pipefit.zoo.configurations import CONFIGURATIONS
+
+    ours, shape = CONFIGURATIONS[source](name)
+    return (*ours.split(":"), shape)  # type: ignore[return-value]
 
 
 def settings_of(model: str) -> tuple[Setting, ...]:
@@ -71,15 +80,15 @@ def settings_of(model: str) -> tuple[Setting, ...]:
     """
     from pipefit.zoo import settings
 
-    source, name = _parts(model)
+    source, name, shape = _parts(model)
     if source == "hf":
         from pipefit.zoo.huggingface import settings_of_architecture
 
-        return settings_of_architecture(name)
+        return _with(settings_of_architecture(name), shape)
     if source == "zoo":
         from pipefit import zoo
 
-        return settings.settings_of(zoo.factory(name))
+        return _with(settings.settings_of(zoo.factory(name)), shape)
     with redirect_stdout(sys.stderr):
         factory = _factory(source, name)
     try:
@@ -88,13 +97,18 @@ def settings_of(model: str) -> tuple[Setting, ...]:
         return ()
 
 
+def _with(settings: tuple[Setting, ...], shape: dict[str, Any]) -> tuple[Setting, ...]:
+    """Settings with the defaults that a configuration has."""
+    return tuple(item._replace(default=shape.get(item.name, item.default)) for item in settings)
+
+
 def check_factory(model: str) -> None:
     """Check that MODEL may be called with settings by name, as far as its signature shows; it is not called.
 
     Raises:
         UsageError: it takes arguments of which none has a default, or does not tell what it takes.
     """
-    source, name = _parts(model)
+    source, name, _ = _parts(model)
     if source in ("hf", "zoo"):
         return
     with redirect_stdout(sys.stderr):
@@ -117,7 +131,8 @@ def built_with(model: str, settings: Sequence[str]) -> str:
     """
     given = parse_settings(settings)
     known = {item.name: item.default for item in settings_of(model)}
-    shown = known if not model.startswith("hf:") else {key: value for key, value in known.items() if key in _SHAPE}
+    of_transformers = _parts(model)[0] == "hf"
+    shown = {key: value for key, value in known.items() if key in _SHAPE or not of_transformers}
     texts = [f"{key}={value}" for key, value in {**shown, **given}.items()]
     return f"Built with {', '.join(texts)}." if texts else ""
 

@@ -94,5 +94,6 @@ def _paragraph(name: str, settings: dict[str, object]) -> str:
 
 _OTHERS = (
     "hf:NAME is an architecture of Hugging Face transformers with random weights: pipefit models hf: names them. "
-    "package.module:factory is a model of your own; pipefit models MODEL tells what each setting may be."
+    "package.module:factory is a model of your own; megatron:FILE and torchtitan:NAME have the shape that a file of "
+    "Megatron's arguments, or a configuration of torchtitan, says. pipefit models MODEL tells what each setting may be."
 )

@@ -1,0 +1,110 @@
+"""Configurations of other tools as models of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipefit.cli.model import built_with, resolve
+from pipefit.errors import FileError, UsageError
+from pipefit.zoo.configurations import CONFIGURATIONS, megatron
+
+GPT = """
+#!/bin/bash is a comment
+--num-layers 3 --hidden-size 64 --num-attention-heads 4
+--seq-length 16 --max-position-embeddings=16 --vocab-size 200
+--micro-batch-size 2 --lr 1e-4 --bf16 --tensor-model-parallel-size 2
+"""
+LLAMA = (
+    GPT
+    + """
+--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
+--group-query-attention --num-query-groups 2 --ffn-hidden-size 96
+"""
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def parameters(model: str) -> int:
+    """How many a model has, built over tensors without bytes."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in resolve(model, []).build().parameters())
+
+
+def test_megatrons_gpt_has_the_parameters_of_its_formula(here: Path) -> None:
+    """V H + S H + L (12 H^2 + 13 H) + 2 H with the head tied, and V padded to a multiple of 128 for each rank."""
+    (here / "gpt.args").write_text(GPT)
+    hidden, words = 64, 256
+    assert (
+        parameters("megatron:gpt.args")
+        == words * hidden + 16 * hidden + 3 * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    )
+    assert "layers=3" in built_with("megatron:gpt.args", [])
+    assert "optimizer=sgd" in built_with("megatron:gpt.args", ["optimizer=sgd"])
+    assert resolve("megatron:gpt.args", ["layers=1"]).batch(2)[0].shape == (2, 16)
+
+
+def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
+    """Two matrices of words; in a block queries, keys and values of two groups, the output, three of SwiGLU, norms."""
+    (here / "llama.args").write_text(LLAMA)
+    hidden, words, inner = 64, 256, 96
+    block = hidden * (hidden + 2 * hidden // 2) + hidden**2 + 3 * hidden * inner + 2 * hidden
+    assert parameters("megatron:llama.args") == 2 * words * hidden + 3 * block + hidden
+    assert "num_key_value_heads=2" in built_with("megatron:llama.args", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GPT + "--num-experts 8", "nothing here knows what --num-experts does to a model"),
+        (GPT.replace("--vocab-size 200", ""), "has no --vocab-size"),
+        (GPT + "--swiglu", "neither a GPT nor a Llama"),
+        (GPT.replace("embeddings=16", "embeddings=32"), "as many positions as tokens"),
+        (GPT + "--hidden-dropout 0", "one dropout"),
+        (LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1"), "drops no hidden states"),
+        (GPT.replace("--num-layers 3", "--num-layers three"), "--num-layers must be a number, not 'three'"),
+        (GPT + "--optimizer muon", "--optimizer muon has no counterpart here"),
+        ("num-layers 3", "begins with 'num-layers'"),
+        ("--num-layers '3", "No closing quotation"),
+    ],
+)
+def test_what_is_no_decoder_of_ours_is_refused(text: str, words: str, here: Path) -> None:
+    """By the name of the argument."""
+    (here / "wrong.args").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        megatron("wrong.args")
+
+
+def test_a_missing_file_and_a_missing_tool_are_sentences() -> None:
+    """Neither ends in a traceback."""
+    with pytest.raises(FileError, match=r"nowhere\.args cannot be read"):
+        megatron("nowhere.args")
+    with pytest.raises(UsageError, match="needs torchtitan with such a model"):
+        CONFIGURATIONS["torchtitan"]("nothing.nothing_8b")
+
+
+def test_a_plans_own_arguments_say_part_of_it(here: Path) -> None:
+    """What `pipefit export --to megatron` writes is read too; it lacks the model's width."""
+    (here / "plan.args").write_text(
+        "--num-layers 4\n--pipeline-model-parallel-layout 'Et|t|ttL'\n--clip-grad 0.0\n--seq-length 64\n"
+    )
+    with pytest.raises(UsageError, match="has no --hidden-size"):
+        megatron("plan.args")
+
+
+@pytest.mark.parametrize("name", ["llama3_debugmodel", "llama3_8b", "llama3_70b"])
+def test_torchtitans_llama_has_its_parameters(name: str) -> None:
+    """As many as torchtitan's own model has, where it is installed."""
+    registry = pytest.importorskip("torchtitan.models.llama3.config_registry", exc_type=ImportError)
+    with torch.device("meta"):
+        whole = getattr(registry, name)().model_spec.model.build()
+    assert parameters(f"torchtitan:llama3.{name}") == sum(one.numel() for one in whole.parameters())
