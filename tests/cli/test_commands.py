@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -190,6 +191,19 @@ def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert out.count("Exit codes") == 2
     assert pipefit.__version__ in out
+
+
+def test_garbage_is_looked_for_less_often_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command imports and makes stays. A process that calls `main` with arguments keeps its own settings."""
+    known = gc.get_threshold()
+    try:
+        assert main(["--version"]) == 0
+        assert gc.get_threshold() == known
+        monkeypatch.setattr(sys, "argv", ["pipefit", "--version"])
+        assert main() == 0
+        assert gc.get_threshold()[0] > known[0]
+    finally:
+        gc.set_threshold(*known)
 
 
 @pytest.mark.parametrize("reader", ["head -c 1", "true"])

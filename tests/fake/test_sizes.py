@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -108,6 +109,16 @@ def test_two_traces_do_for_all_sizes() -> None:
     assert traces(asking(lambda _: False), 3, 2, 5, 8, 1) == [1, 8]
     assert traces(asking(lambda samples: samples == 1), 3, 2, 5, 8, 1) == [1, 8, 2]
     assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
+
+
+def test_a_trace_serves_a_task_with_another_optimizer() -> None:
+    """Master weights are the optimizer's: a model in bfloat16 is traced once, with them and without."""
+    task = replace(asking(lambda _: False), precision="bfloat16")
+    chains, other = Chains(task, (2,)), replace(task, precision="master-bfloat16")
+    first = OnDemand(task, target="cuda", chains=chains)(2)
+    with mock.patch.object(sizes, "fake_chain"):  # nothing is traced any more
+        second = OnDemand(other, target="cuda", chains=chains.also_for(other))(2)
+    assert second == profile(other, microbatch_size=2, target="cuda") != first
 
 
 def test_sizes_of_which_none_lies_between_are_traced_when_they_are_asked_for() -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _DEVICE = torch.ops.prim.device.default  # torch's C++ code asks it of every tensor, more often than all else
@@ -101,7 +100,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._made(found, tensors)
         out = self._run(func, types, args, kwargs)
         if self._key(args, kwargs, []) == key:
-            found = _found(out, tensors, len(tensors) - _count(kwargs.values()), set())
+            found = _found(out, tensors, set())
             if found is not None:
                 known[1][key] = found
         return out
@@ -138,7 +137,6 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     item.shape,
                     item.stride(),
                     item.storage_offset(),
-                    item.untyped_storage().nbytes(),
                     item.fake_device,
                     item.requires_grad,
                 )
@@ -188,27 +186,21 @@ def _follows_from_forms(func: Any) -> bool:
     )
 
 
-def _count(items: Iterable[Any]) -> int:
-    """How many tensors there are in arguments."""
-    return sum(_count(item) if isinstance(item, list | tuple) else isinstance(item, Tensor) for item in items)
+def _found(out: Any, tensors: list[FakeTensor], fresh: set[int]) -> Any:
+    """What to remember of the results for these tensors among the arguments; None where that cannot be told.
 
-
-def _found(out: Any, tensors: list[FakeTensor], positional: int, fresh: set[int]) -> Any:
-    """What to remember of the results for these tensors among the arguments, of which the first ones have no keyword.
-
-    None where it is none of what can be remembered. `fresh` are the storages of the results before, and becomes those
-    of all.
+    `fresh` are the storages of the results before, and becomes those of all.
     """
     if out is None:
         return _NOTHING
     if isinstance(out, list | tuple):
-        results = tuple(_found(one, tensors, positional, fresh) for one in out)
+        results = tuple(_found(one, tensors, fresh) for one in out)
         return None if None in results else _Several(getattr(out, "_make", type(out)), results)
     if type(out) is not FakeTensor or out.constant is not None:
         return None
     same = [number for number, tensor in enumerate(tensors) if tensor is out]
     if same:
-        return _Argument(same[0]) if len(same) == 1 and same[0] < positional else None
+        return _Argument(same[0]) if len(same) == 1 else None
     if out.layout is not torch.strided or out.is_neg() or out.is_conj() or out.requires_grad:
         return None
     storage, shape, offset = out.untyped_storage(), tuple(out.shape), int(out.storage_offset())

@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that help costs no more than t
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import sys
@@ -43,6 +44,7 @@ from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_ALLOCATIONS = 50_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
 _EPILOG = (
     "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
     "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
@@ -74,15 +76,15 @@ def pipefit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given.
 
-    Only where they are those of the process may a signal end it.
+    Only where they are those of the process may a signal end it, and is garbage looked for less often.
     """
     _fill_streams()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, own = list(sys.argv[1:] if arguments is None else arguments), arguments is None
+    gc.set_threshold(*(_ALLOCATIONS if own else gc.get_threshold()))
     failure = _Failure(debug=_take(words, "--debug"), as_json="--json" in _options(words))
     words = words or ["--help"]
     if words[:1] == ["--version"]:
         return _print_version()
-    own = arguments is None
     try:
         with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)

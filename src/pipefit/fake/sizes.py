@@ -37,6 +37,12 @@ class Chains:
         self._family: Family | None = None
         self._writes = True
 
+    def also_for(self, task: Task) -> Chains:
+        """The chains of a task that differs from this one's in nothing that a trace sees, such as the optimizer."""
+        found = Chains(task, self._sizes)
+        found._traced = self._traced
+        return found
+
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain for so many samples, of which `like` is a batch, over tensors of `fake`. Call it inside `fake`."""
         if samples in self._traced:

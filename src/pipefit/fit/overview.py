@@ -16,6 +16,7 @@ from itertools import pairwise
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.fake.sizes import Chains
 from pipefit.fit.attempts import attempt
 from pipefit.fit.growth import with_devices
 from pipefit.fits import Attempt
@@ -221,11 +222,15 @@ def _blocks(plan: Plan) -> Iterator[tuple[LayerCost, ...]]:
 
 def _precisions(task: Task, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
     """The task's own precision, and the usual others unless the model has very many layers."""
-    own = look.profiles(1).assumptions.precision
+    own, chains = look.profiles(1).assumptions.precision, dict[object, Chains]()
     for precision in (own, *(other for other in _PRECISIONS if other != own and not look.many)):
         other = look
         if precision != own:
-            profiles = OnDemand(replace(task, precision=precision), target=target, threads=threads)
+            cast = replace(task, precision=precision)
+            types = cast.dtype, cast.autocast
+            known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
+            chains[types] = known
+            profiles = OnDemand(cast, target=target, threads=threads, chains=known)
             try:
                 other = _Look(
                     profiles, look.cluster, microbatches=look.microbatches, schedule=look.schedule, say=look.say

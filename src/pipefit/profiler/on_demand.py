@@ -24,7 +24,7 @@ from pipefit.validation import whole
 class OnDemand:
     """A function that profiles `task`, for every size and numbers of ranks once; arguments are those of `profile`.
 
-    `sizes` are those that may be asked for, as far as they are known.
+    `sizes` are those that may be asked for, as far as they are known; `chains` are the task's own, if there are some.
     """
 
     def __init__(
@@ -35,10 +35,11 @@ class OnDemand:
         threads: int = 1,
         progress: Progress | None = None,
         sizes: Iterable[int] = (),
+        chains: Chains | None = None,
     ) -> None:
         whole("threads", threads, 1, MOST_THREADS)
         self.sizes = tuple(sorted(sizes))
-        self.chains = Chains(task, self.sizes)
+        self.chains = chains or Chains(task, self.sizes)
         self._task, self._target, self._threads, self._progress = task, target, threads, progress
         self._known: dict[tuple[int, tuple[int, ...]], ModelProfile] = {}
 
