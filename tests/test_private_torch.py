@@ -26,9 +26,10 @@ FAKES = {
         "missing_shapes",
         "chain",
         "fingerprint",
+        "results",
         "sizes",
     )
-} | {"capture/fake_results.py"}
+}
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {
     f"capture/{name}.py"

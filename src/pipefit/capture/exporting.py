@@ -7,7 +7,6 @@ Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import logging
@@ -32,7 +31,6 @@ from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.endings import everything, the_loss
-from pipefit.capture.fake_results import Known, QuickFakeMode
 from pipefit.capture.foreign_draws import refuse_foreign_draws
 from pipefit.capture.no_gpu import without_gpus
 from pipefit.capture.pretrained import configure
@@ -72,7 +70,7 @@ def export(
         casting_for(target),
         _autocasting(autocast),
     ):
-        mode = QuickFakeMode(_known(), shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         own = _fake_copy(module, mode)
         configure(own, own_loss=own_loss)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
@@ -100,12 +98,6 @@ def export(
             refuse_export(error, name, own, own_loss=own_loss)
     call_them(program, calls)
     return program
-
-
-@functools.cache
-def _known() -> Known:
-    """What operations return while a model is traced, as it is found in this process."""
-    return {}
 
 
 def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

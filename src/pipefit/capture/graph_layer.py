@@ -34,8 +34,9 @@ class GraphLayer(nn.Module):
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
-        code = graph.python_code("self")
-        self._write(code.src, _without_layouts(graph).python_code("self").src, code.globals)
+        code, plain = graph.python_code("self"), _without_layouts(graph)
+        operations = code if plain is graph else plain.python_code("self")
+        self._write(code.src, operations.src, code.globals)
 
     def rewrite(self, code: str, operations: str) -> None:
         """Do what other code says, which calls the same functions; `operations` are those of the new code."""

@@ -53,7 +53,6 @@ from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipefit.capture.fake_results import Known, QuickFakeMode
 from pipefit.capture.no_gpu import without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
@@ -62,6 +61,7 @@ from pipefit.fake.by_value import assumed, unknown
 from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
+from pipefit.fake.results import Known, QuickFakeMode
 from pipefit.kernels import KernelMemory
 
 Target = Literal["cpu", "cuda"]

@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*args) if func is _DEVICE else self.operation(func, args, kwargs or {})
+        return args[0].device if func is _DEVICE else self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and count what it allocated."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.capture.fake_results import QuickFakeMode
+from pipefit.fake.results import QuickFakeMode
 from pipefit.fake.target import FakeTarget, Target
+from pipefit.meter.cpu import Meter
 from saving import MODELS, OPTIMIZERS, TARGETS, train
 
 aten = torch.ops.aten
@@ -56,9 +57,9 @@ def form(tensor: Tensor, known: list[Tensor]) -> object:
 
 
 def trained(target: Target, name: str, optimizer: str) -> list[object]:
-    """What a step of training does."""
+    """What a step of training does under a meter."""
     build, shape = MODELS[name]
-    with FakeTarget(target) as fake:
+    with FakeTarget(target) as fake, Meter(0):
         model = build().to(fake.device)
         stepper = OPTIMIZERS[optimizer](model.parameters())
         with Diary() as diary:

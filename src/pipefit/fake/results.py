@@ -12,13 +12,14 @@ arguments, or a tensor in a storage of its own. All else is asked of torch each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-_DEVICE = torch.ops.prim.device.default  # torch's C++ code asks it of every tensor, more often than all else
+_DEVICE = torch.ops.prim.device.default  # torch's C++ code asks it of every fake tensor, more often than all else
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -26,7 +27,7 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, to
 _META = torch.device("meta")
 
 Key = tuple[object, ...]
-Known = dict[int, tuple[Any, dict[Key, Any]] | None]  # by the identity of an operation: itself, and results by key
+Known = dict[Any, dict[Key, Any]]  # by operation and key
 
 
 class _Fresh(NamedTuple):
@@ -57,9 +58,9 @@ class _Nothing(NamedTuple):
 
 
 class _Several(NamedTuple):
-    """Results in a tuple, a list or a tuple with names, which `made` makes of them."""
+    """A tuple or a list of results. One with names has none behind torch's dispatcher, and has none here."""
 
-    made: Callable[[Iterable[Any]], Any]
+    kind: type[tuple[Any, ...] | list[Any]]
     results: tuple[Any, ...]
 
 
@@ -85,24 +86,19 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:
             return args[0].device
         kwargs = kwargs or {}
-        try:
-            known = self._known[id(func)]
-        except KeyError:
-            known = self._known[id(func)] = (func, {}) if _follows_from_forms(func) else None
-        if known is None:
+        if not _follows_from_forms(func):
             return self._run(func, types, args, kwargs)
+        known = self._known.setdefault(func, {})
         tensors: list[FakeTensor] = []
         key = self._key(args, kwargs, tensors)
-        if key is None:
-            return self._run(func, types, args, kwargs)
-        found = known[1].get(key)
+        found = None if key is None else known.get(key)
         if found is not None:
             return self._made(found, tensors)
         out = self._run(func, types, args, kwargs)
-        if self._key(args, kwargs, []) == key:
+        if key is not None and self._key(args, kwargs, []) == key:
             found = _found(out, tensors, set())
             if found is not None:
-                known[1][key] = found
+                known[key] = found
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -172,10 +168,11 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 view = torch.as_strided(tensors[0], known.shape, known.strides, known.offset)
             return FakeTensor(self, view, tensors[0].fake_device)
         if isinstance(known, _Several):
-            return known.made(self._made(one, tensors) for one in known.results)
+            return known.kind(self._made(one, tensors) for one in known.results)
         return tensors[known.number] if isinstance(known, _Argument) else None
 
 
+@functools.cache
 def _follows_from_forms(func: Any) -> bool:
     """Whether the form of what an operation returns may follow from the forms of its arguments."""
     return (
@@ -195,7 +192,7 @@ def _found(out: Any, tensors: list[FakeTensor], fresh: set[int]) -> Any:
         return _NOTHING
     if isinstance(out, list | tuple):
         results = tuple(_found(one, tensors, fresh) for one in out)
-        return None if None in results else _Several(getattr(out, "_make", type(out)), results)
+        return None if None in results else _Several(list if isinstance(out, list) else tuple, results)
     if type(out) is not FakeTensor or out.constant is not None:
         return None
     same = [number for number, tensor in enumerate(tensors) if tensor is out]
