@@ -246,3 +246,20 @@ def test_granularity_changes_no_number() -> None:
     ]
     assert len({(found.layers, found.measurements, found.fingerprint) for found in profiles}) == 1
     assert profiles[0].edges != profiles[2].edges
+
+
+class Factored(nn.Module):
+    """The module itself computes with two weights of one size in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.left * self.right)
+
+
+def test_a_layer_has_one_name_in_every_trace() -> None:
+    """It is the same where two parameters could give it, for a plan knows its layers by their names."""
+    found = [cut(Factored(), torch.randn(2, WIDTH), granularity="layers").layers for _ in range(8)]
+    assert {tuple(layer.name for layer in layers) for layers in found} == {("left",)}

@@ -109,9 +109,13 @@ def _innermost(flow: Flow, start: int, stop: int) -> str:
 
 
 def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
-    """A name for what the root module does: its largest parameter, otherwise the first operation that computes."""
+    """A name for what the root module does: its largest parameter, otherwise the first operation that computes.
+
+    Of parameters of one size it is the first by name, so that every trace of the model has the same.
+    """
     own = [node for node in nodes if not any(stack(node))] or nodes
-    largest = max((parameter for node in own for parameter in _parameters(flow, node)), key=nbytes, default=None)
+    used = (parameter for node in own for parameter in _parameters(flow, node))
+    largest = min(used, key=lambda parameter: (-nbytes(parameter), parameter.name), default=None)
     if largest is not None and (meaning := role(largest)):
         return meaning.name
     return operator_name(next((node for node in own if flow.computes(node)), own[0]))
