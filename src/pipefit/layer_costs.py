@@ -87,6 +87,7 @@ class Parameter:
     """One parameter of a layer, by its name in the layer.
 
     `copy_bytes` are those of the half-precision copy in which autocast multiplies; 0 for a parameter without one.
+    A `changed` one is changed by a forward too, as that of `nn.Embedding(max_norm=...)`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -97,6 +98,7 @@ class Parameter:
     nbytes: int
     trainable: bool
     copy_bytes: int = 0
+    changed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,19 @@ class LayerCost:
     def trained_bytes(self) -> int:
         """Bytes of the parameters that an update changes."""
         return sum(parameter.nbytes for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def changed_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that a forward changes, trainable or not."""
+        return tuple(parameter for parameter in self.parameters if parameter.changed)
+
+    @property
+    def alone(self) -> str:
+        """Why no replicas can hold it: what a forward changes would become another in each; empty if they can."""
+        if self.fed_back:
+            return f"computes with {', '.join(self.fed_back)} and changes it in every forward"
+        changed = self.changed_parameters
+        return f"changes its parameter {changed[0].name!r} in every forward" if changed else ""
 
     @property
     def copy_bytes(self) -> int:

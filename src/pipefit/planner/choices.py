@@ -83,15 +83,16 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
 
 def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
     """The decisions about what belongs to no microbatch."""
-    there, others = menus[: choice.updates], menus[choice.updates :]
+    others, alone = menus[choice.updates :], [menu for menu in menus[: choice.updates] if menu.stays]
     moved: tuple[tuple[StateKind, Sequence[Menu]], ...] = (
-        ("optimizer", menus[choice.updates : choice.states]),
+        ("optimizer", [*alone, *menus[choice.updates : choice.states]]),
         ("gradients", others[: choice.gradients]),
-        ("parameters", others[: choice.parameters]),
+        ("parameters", [menu for menu in others[: choice.parameters] if not menu.stays]),
     )
-    for menu in there:
+    for menu in menus[: choice.updates]:
         state = State(start=menu.start, stop=menu.stop, kind="optimizer")
-        yield Decision(stage=stage, subject=state, what=What.UPDATE, place=host)
+        if not menu.stays:
+            yield Decision(stage=stage, subject=state, what=What.UPDATE, place=host)
     for kind, blocks in moved:
         for menu in blocks:
             state = State(start=menu.start, stop=menu.stop, kind=kind)

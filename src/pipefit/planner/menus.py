@@ -61,6 +61,7 @@ class Menu(NamedTuple):
     stop: int
     recipes: tuple[Recipe, ...]
     tensors: tuple[Movable, ...]
+    stays: bool = False  # its weights are on its device alone, since a forward changes them
 
     @property
     def movable_bytes(self) -> int:
@@ -81,7 +82,7 @@ class Menu(NamedTuple):
         by = start - self.start
         recipes = (r._replace(runs=tuple((a + by, b + by) for a, b in r.runs)) for r in self.recipes)
         tensors = (t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors)
-        return Menu(start, self.stop + by, tuple(recipes), tuple(tensors))
+        return Menu(start, self.stop + by, tuple(recipes), tuple(tensors), self.stays)
 
 
 class Menus:
@@ -149,7 +150,8 @@ class _Block:
     def menu(self) -> Menu:
         hull = _hull(sorted({Recipe(), *self._recipes()}, key=lambda r: (r.nbytes, r.seconds)))
         moves = self.means.host or self.means.peers
-        return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else ())
+        stays = any(cost.changed_parameters for cost in self.storages.costs)
+        return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else (), stays)
 
     def _recipes(self) -> Iterator[Recipe]:
         """The recipes that the planner may use."""

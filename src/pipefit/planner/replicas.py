@@ -50,9 +50,15 @@ def representative(question: Question, degree: Degree) -> Question:
     """The question of one replica of the whole pipeline, or of one shard of it, without what shards do together.
 
     Raises:
-        UsageError: there are no devices for it.
+        UsageError: there are no devices for it, or a layer can have no replicas.
     """
     groups = groups_of(question, degree)
+    for layer, cost in zip(question.profile.layers, question.measured(degree).costs, strict=True):
+        if degree.data > 1 and cost.alone:
+            raise UsageError(
+                f"layer {layer} {cost.alone}, which would become another in each of {degree.data} replicas: leave data "
+                "out, so that its stage can be on one device"
+            )
     how, options, profile = question.training, question.options, question.profile
     asked = options.stages
     if asked is not None and asked > len(groups):

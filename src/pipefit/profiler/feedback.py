@@ -44,6 +44,7 @@ class Feedback:
     ]  # those of them with which it computes; all that it has, where what it does depends on values
     fed_back_bytes: int
     unrepeatable: str  # in words; empty if there is nothing else
+    parameters: frozenset[str]  # that it changes
 
 
 def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
@@ -66,12 +67,14 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     fed_back = [b for b in buffers if b.storage in read and b.storage in {one.storage for one in changed}]
     fed_back = buffers if sources.reads_numbers else fed_back
     names = [other.name for other in others if other.is_changed(sources.written)]
+    parameters = frozenset(names) & {name for name, _ in module.named_parameters()}
     names += filter(None, (changed_name(before, plain), changed_name(plain, plain_attributes(owner))))
     return Feedback(
         changed=frozenset(buffer.name for buffer in changed),
         fed_back=tuple(buffer.name for buffer in fed_back),
         fed_back_bytes=sum({b.storage: b.tensor.untyped_storage().nbytes() for b in fed_back}.values()),
         unrepeatable=_unrepeatable(names, draws=sources.draws),
+        parameters=parameters,
     )
 
 

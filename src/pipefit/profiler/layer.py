@@ -134,7 +134,7 @@ class LayerMeter:
         held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
-            parameters=tuple(self._parameter(name, p) for name, p in self.module.named_parameters()),
+            parameters=tuple(self._parameter(*named, second) for named in self.module.named_parameters()),
             buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))),
@@ -216,7 +216,7 @@ class LayerMeter:
         with using(self._copied, self._autocast, values):
             return self._call(values)
 
-    def _parameter(self, name: str, parameter: Tensor) -> Parameter:
+    def _parameter(self, name: str, parameter: Tensor, second: Feedback) -> Parameter:
         copies = (copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter)
         return Parameter(
             name=name,
@@ -225,6 +225,7 @@ class LayerMeter:
             nbytes=parameter.untyped_storage().nbytes(),
             trainable=parameter.requires_grad,
             copy_bytes=sum(copies),
+            changed=name in second.parameters,
         )
 
     # ---------------------------------------------------------------- the runs
@@ -318,8 +319,7 @@ class LayerMeter:
         given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
         del incoming
         backward(graph)
-        work, spans = self.meter.work, self.meter.spans
-        outgoing = graph.outgoing or (None,) * len(self.like)
+        work, spans, outgoing = self.meter.work, self.meter.spans, graph.outgoing or (None,) * len(self.like)
         gradients = gradients_of(self.meter, outgoing, given, usual)
         return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
 

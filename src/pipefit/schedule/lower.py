@@ -22,6 +22,7 @@ from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program, UncheckedProgram, joined
 from pipefit.schedule.bundles import Bundles, bundles_of
+from pipefit.schedule.changed_weights import check_changed_weights
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import copied
 from pipefit.schedule.endless import carried, check_endless, check_in_turn
@@ -226,6 +227,7 @@ def _synchronous(
 ) -> tuple[_OfDevices, Bundles]:
     """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`."""
     _check_shared(plan)
+    check_changed_weights(plan)
     own, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches, ranks), bundles_of(plan)
     orders = dict(zip(ranks, recomputed(own, plan, sums=update), strict=True))
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
@@ -247,6 +249,7 @@ def _endless(
     """
     check_slices(plan, None)
     check_endless(plan)
+    check_changed_weights(plan)
     if microbatches:
         check_in_turn(plan, entered)
     steps = -(-entered // plan.training.microbatches) if steps is None else steps

@@ -153,10 +153,10 @@ class DegreeTables:
 
     @cached_property
     def barred(self) -> Floats:
-        """Infinity for ranges with a layer that replicas cannot hold: it computes with a buffer and changes it."""
+        """Infinity for ranges with a layer that replicas cannot hold: it computes with what it changes."""
         edges, costs = self.question.edges, self.measurement.costs
-        fed_back = [float(any(cost.fed_back for cost in costs[a:b])) for a, b in pairwise(edges)]
-        held = ranges(np.concatenate(([0.0], np.cumsum(fed_back))))
+        alone = [float(any(cost.alone for cost in costs[a:b])) for a, b in pairwise(edges)]
+        held = ranges(np.concatenate(([0.0], np.cumsum(alone))))
         found: Floats = np.where((held > 0) & (self.degree.data > 1), np.inf, 0.0)
         return found
 

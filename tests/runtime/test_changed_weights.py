@@ -1,0 +1,180 @@
+"""Parameters that a forward changes, as an embedding with a largest norm does: trained as plainly, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.grids import Grid
+from pipefit.places import parse_place
+from pipefit.planner import plan as plan_of_profile
+from pipefit.planner.choices import StageChoice, decisions_of
+from pipefit.planner.menus import Menu, Menus, Recipe
+from pipefit.planner.question import Question
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer
+from pipefit.schedule import lower
+from tiny import alone, batch_of, plan_of
+
+SIZE = 4
+
+
+class Follower(nn.Module):
+    """Follows another layer's weight with one that is not trained, by which it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.slow = nn.Parameter(self.own.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.lerp_(self.own.weight, 0.1)
+        return self.own(x) - F.linear(x, self.slow)
+
+
+def task(front: type[nn.Module] | None = None) -> Task:
+    """Words, whose vectors are scaled down as they are read; or rows through `front`."""
+
+    def build() -> nn.Module:
+        words = nn.Embedding(12, 8, max_norm=0.5), nn.Flatten(), nn.Linear(24, 8)
+        return nn.Sequential(*(words if front is None else [front()]), nn.Tanh(), nn.Linear(8, 4))
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 12, (size, 3)) if front is None else torch.randn(size, 8), torch.randn(size, 4)
+
+    return Task(build, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9))
+
+
+@cache
+def profiled(front: type[nn.Module] | None = None) -> ModelProfile:
+    return profile(task(front), microbatch_size=(SIZE, SIZE // 2))
+
+
+def planned(front: type[nn.Module] | None = None) -> Plan:
+    return plan_of(task(front), (3, 2) if front is None else (1, 2), size=SIZE, profiled=profiled(front))
+
+
+def deciding(plan: Plan, kind: StateKind, what: What = What.OFFLOAD) -> Plan:
+    """The plan with a state of the first layer at the host."""
+    state = State(start=0, stop=1, kind=kind)
+    return replace(plan, decisions=(Decision(stage=0, subject=state, what=what, place=parse_place("host")),))
+
+
+def twofold(plan: Plan) -> Plan:
+    """The plan with two replicas of the first stage."""
+    first, *others = plan.stages
+    later = [replace(stage, grid=Grid.of(2)) for stage in others]
+    stages = (replace(first, grid=Grid(devices=(0, 1), data=2)), *later)
+    return replace(plan, stages=stages, cluster=Cluster.emulated((3, 1 << 30)))
+
+
+def under(plan: Plan, schedule: str) -> Plan:
+    return replace(plan, training=replace(plan.training, schedule=schedule))
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "optimizer state moves"])
+def test_the_change_is_plain_trainings(moves: bool) -> None:
+    """Losses and weights of three steps are those of a plain loop, bit by bit."""
+    plan = planned()
+    chosen, trained = deciding(plan, "optimizer") if moves else plan, task()
+    trainer, (losses, expected) = Trainer(trained, chosen), alone(task(), plan, steps=3)
+    assert [trainer.step(batch_of(trained, plan, step)) for step in range(3)] == losses
+    assert all(torch.equal(trainer.state_dict()[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (lambda: under(planned(), "pipedream"), "schedule pipedream has several versions of it"),
+        (lambda: deciding(planned(), "optimizer", What.UPDATE), r"elsewhere too \(stage 0: update optimizer"),
+        (lambda: deciding(planned(), "parameters"), r"elsewhere too \(stage 0: offload parameters"),
+        (lambda: deciding(planned(Follower), "parameters"), r"elsewhere too \(stage 0: offload parameters"),
+    ],
+)
+def test_what_has_another_copy_is_refused(plan, why: str) -> None:  # type: ignore[no-untyped-def]
+    """By name, since that copy would miss the change."""
+    with pytest.raises(UsageError, match=f"changes its parameter .*, and .*{why}.*, which would miss the change"):
+        lower(plan())
+
+
+def test_float32_copies_are_refused() -> None:
+    """An update writes them over what the forward has changed."""
+    trained = replace(task(), precision="master-bfloat16", loss=lambda out, y: F.mse_loss(out.float(), y.float()))
+    plan = plan_of(trained, (5,), size=SIZE, profiled=profile(trained, microbatch_size=SIZE))
+    with pytest.raises(UsageError, match=r"master-bfloat16 updates a float32 copy of it.*use precision mixed-bfloat16"):
+        lower(plan)
+
+
+def test_what_is_not_trained_has_one_version() -> None:
+    """What a forward changes and no update does is there once under an endless schedule, and is allowed."""
+    assert lower(under(planned(Follower), "pipedream"))
+
+
+@pytest.mark.parametrize("front", [None, Follower])
+def test_replicas_are_refused(front: type[nn.Module] | None) -> None:
+    """Each would change its own, trained or not."""
+    with pytest.raises(UsageError, match=r"changes its parameter .* in every forward, which would become another in"):
+        lower(twofold(planned(front)))
+
+
+class Centred(nn.Embedding):
+    """Whose vectors are less their mean, which follows what has been read."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = super().forward(words)
+        self.mean.lerp_(found.detach().mean((0, 1)), 0.1)
+        return found - self.mean
+
+
+FRONTS = {"scaled": partial(nn.Embedding, 64, 64, max_norm=1), "mean": Centred}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_planners_choose_no_replicas_of_it(name: str) -> None:
+    """Where plain layers would be in replicas, the fastest plan has each layer once."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(FRONTS[name](), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 4))
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 64, (size, 32)), torch.randn(size, 32, 4)
+
+    found = profile(Task(build, batch=batch, loss=F.mse_loss), microbatch_size=(8, 4))
+    plan = plan_of_profile(found, Cluster.emulated((2, 400_000)), batch_size=32)
+    assert [stage.grid.data for stage in plan.stages] == [1, 1]
+
+
+def test_planners_leave_it_on_its_device() -> None:
+    """Of blocks that the host would update, it is one whose optimizer state alone moves, and its parameters stay."""
+    usual, other = Menu(0, 1, (Recipe(),), ()), Menu(1, 2, (Recipe(),), ())
+    choice = StageChoice.keep(2)._replace(states=2, updates=1)
+
+    def chosen(menu: Menu, **changed: int) -> list[str]:
+        return [str(one) for one in decisions_of(0, choice._replace(**changed), [menu, other], parse_place("host"))]
+
+    moved = "stage 0: offload optimizer of layers 1 to 1 to host"
+    assert chosen(usual) == ["stage 0: update optimizer of layers 0 to 0 on host", moved]
+    stays = usual._replace(stays=True)
+    assert chosen(stays) == ["stage 0: offload optimizer of layers 0 to 0 to host", moved]
+    away = {"updates": 0, "states": 0, "parameters": 2}
+    assert len(chosen(usual, **away)) == 2
+    assert chosen(stays, **away) == ["stage 0: offload parameters of layers 1 to 1 to host"]
+    plan = planned()
+    menus = Menus(Question(profile=plan.profile, cluster=plan.cluster, training=plan.training)).blocks
+    assert [menu.stays for menu in menus] == [True, False, False, False, False]
