@@ -191,6 +191,20 @@ def test_parameter_groups_and_schedulers() -> None:
     assert [report.learning_rate for report in reports] == [0.05, 0.025, 0.0125]
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau.* stepped after every update, without arg"),
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [float, float]), "not a list"),
+        (lambda optimizer: None, "None.* stepped after every update"),
+    ],
+)
+def test_schedulers_that_cannot_be_stepped_are_refused(scheduler: Any, words: str) -> None:
+    """As the trainer is made, by name and with what works, instead of behind the first update."""
+    with pytest.raises(UsageError, match=rf"the scheduler of .*{words}"):
+        Trainer(*make(scheduler=scheduler))
+
+
 def test_gradients_accumulate_over_batches() -> None:
     """With accumulate=2 every second batch updates, with the mean of both."""
     task, plan = make()

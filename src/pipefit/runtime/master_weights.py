@@ -12,6 +12,7 @@ factor are applied to them, because half-precision gradients would lose digits t
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
+from pipefit.errors import UsageError, in_one_line
 from pipefit.runtime.agreement import Agreement
+from pipefit.texts import counted, kind_of
 
 Group = dict[str, Any]  # a parameter group, as `torch.optim` takes it
 
@@ -121,10 +123,30 @@ def make_optimizer(
 
 
 def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> Any:
-    """The task's learning-rate scheduler; None where there is none, or nothing to schedule."""
+    """The task's learning-rate scheduler; None where there is none, or nothing to schedule.
+
+    Raises:
+        UsageError: it cannot be made of this stage's groups, or be stepped after every update without arguments.
+    """
     if task.scheduler is None or optimizer is None:
         return None
-    return task.scheduler(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer)
+    try:
+        made = task.scheduler(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer)
+    except Exception as error:
+        raise UsageError(
+            f"the scheduler of {task.name} cannot be made of {counted(len(optimizer.param_groups), 'parameter group')} "
+            f"({in_one_line(error)}): every stage makes one, and has a group for each layer, so give one number or "
+            "function for all groups, not a list"
+        ) from error
+    try:
+        signature(made.step).bind()
+    except (AttributeError, TypeError) as error:
+        raise UsageError(
+            f"the scheduler of {task.name} ({kind_of(made)}) is stepped after every update, without arguments, and "
+            f"cannot be ({in_one_line(error)}): use one that follows the number of steps alone, such as LambdaLR, not "
+            "ReduceLROnPlateau"
+        ) from error
+    return made
 
 
 def copies_of(optimizer: Optimizer | MasterWeights | None) -> Mapping[Tensor, nn.Parameter]:
