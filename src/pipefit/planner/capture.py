@@ -15,6 +15,7 @@ instead of being made. (Dreuning, Verstoep, Bal and van Nieuwpoort, HiPC 2023.)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,10 +58,12 @@ def capture(question: Question, options: CaptureOptions | None = None) -> Found:
 
 
 class Runs:
-    """Profile runs of single blocks and of pairs, and the lines through them."""
+    """Profile runs of single blocks and of pairs, and the lines through them: of all sizes of microbatches that the
+    profile has, or of some `sizes`.
+    """
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, question: Question, sizes: Collection[int] | None = None) -> None:
+        self.question, self.sizes = question, sizes
         self._lines = cache(self._lines_of)
 
     def predicted(self, degree: Degree, microbatches: int) -> Floats:
@@ -73,7 +76,8 @@ class Runs:
 
     def _lines_of(self, tensor: int, microbatches: int) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """Of every block, alone and added: the fixed part and the slope over samples in a microbatch."""
-        measured = [one for one in self.question.profile.measurements if one.tensor == tensor]
+        of_degree = [one for one in self.question.profile.measurements if one.tensor == tensor]
+        measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
         sizes = np.array([one.microbatch_size for one in measured], float)
         return _line(sizes, np.array([alone for alone, _ in runs])), _line(sizes, np.array([more for _, more in runs]))

@@ -1,0 +1,343 @@
+"""Claim: with a measured profile, the simulated step of two workers that share a model in any way is within 15 % of the
+real one, in the median; and of larger plans on paced devices and links, the one that is predicted to be faster is.
+
+    python benchmarks/bench_degrees_real.py [--part measured|paced] [--turns 3] [--steps 5] [--json FILE]
+
+`measured`: each of `MODELS` on two workers of one thread, in four microbatches of four samples, as two stages, as two
+replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Each turn measures the profile
+and the link between two processes (small and large messages of gloo), predicts, and trains all plans, so that what else
+the machine does is in both. A plan's error is the median over turns of measured against predicted seconds of a step.
+
+`paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
+not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
+and so are messages and sums: each begins when the link to its target is free, and arrives when the link has carried it.
+Two plans are in order, and count, as in `bench_overlap.py`.
+
+A quarter of an hour on a quiet machine, which `measured` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import multiprocessing as mp
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations, count, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pipefit
+from bench_joint_real import pace, slowed
+from bench_overlap import Row, agreement, line, row
+from measured_on import machine
+from pipefit.actions import SENDS, Action
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.cost.collectives import Ring
+from pipefit.cost.time import layer_seconds
+from pipefit.devices import Link
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
+from pipefit.places import Member
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime.passes import Passes
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.transport import Network
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from pipefit.work import Collective
+from pipefit.zoo import build
+
+RESULTS = Path(__file__).parent / "results" / "degrees_real.json"
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt", {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000, "sequence": 128}),
+    "bert": ("bert", {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000, "sequence": 128}),
+    "mlp": ("mlp", {"widths": (1024, 1024, 1024, 1024), "inputs": 1024}),
+}
+SIZE, MICROBATCHES = 4, 4
+WAYS: dict[str, dict[str, Any]] = {
+    "pp 2": {"stages": 2, "data": 1, "tensor": 1},
+    "dp 2": {"stages": 1, "data": 2, "tensor": 1, "shard": "none"},
+    "dp 2, ZeRO-1": {"stages": 1, "data": 2, "tensor": 1, "shard": "optimizer"},
+    "dp 2, ZeRO-3": {"stages": 1, "data": 2, "tensor": 1, "shard": "parameters"},
+    "tp 2": {"stages": 1, "data": 1, "tensor": 2},
+}
+SMALL, LARGE, MESSAGES = 1, 1 << 20, 10  # numbers in a message, and how many go there and back
+PACED = 4  # devices
+PASSES, SUMS = 0.5, 0.5  # seconds of a microbatch through all layers, and of all gradients over a link
+NOISE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Seconds of a plan's steps, in the median over turns, and how far they are from the turn's prediction."""
+
+    model: str
+    way: str
+    predicted_seconds: float
+    seconds: float
+    error: float  # measured / predicted - 1
+
+
+# -------------------------------------------------------------------- measured
+
+
+def measured(turns: int, steps: int) -> list[Step]:
+    """All plans of all models."""
+    return [one for model in MODELS for one in of_model(model, turns, steps)]
+
+
+def of_model(model: str, turns: int, steps: int) -> Iterator[Step]:
+    """All plans of a model, predicted and trained by turns."""
+    name, settings = MODELS[model]
+    make: Callable[[], Task] = partial(build, name, **settings)
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(turns):
+        costs = profile(make(), microbatch_size=[SIZE, SIZE // 2], tensor=2, device="cpu")
+        cluster = linked(*link_between_processes())
+        for way in WAYS:
+            plan = plan_of(costs, cluster, way)
+            _, trace = pipefit.train(make, plan, steps=steps)
+            predicted, seconds = Simulation(plan).step_seconds[-1], statistics.median(trace.step_seconds[1:])
+            taken[way].append((predicted, seconds))
+            print(f"{model:6} {way:14} predicted {predicted:.4f} s  measured {seconds:.4f} s", flush=True)
+    for way, found in taken.items():
+        predictions, seconds = zip(*found, strict=True)
+        yield Step(
+            model=model,
+            way=way,
+            predicted_seconds=statistics.median(predictions),
+            seconds=statistics.median(seconds),
+            error=statistics.median(real / predicted - 1 for predicted, real in found),
+        )
+
+
+def plan_of(costs: ModelProfile, cluster: Cluster, way: str) -> Plan:
+    """The plan of a way; stages take as equal times as they can."""
+    how = Training(batch_size=SIZE * MICROBATCHES, microbatches=MICROBATCHES)
+    return pipefit.plan(costs, cluster, how, planner="time", **WAYS[way])
+
+
+def linked(latency: float, rate: float) -> Cluster:
+    """Two emulated devices with ample memory, and a link between them."""
+    ample = Cluster.emulated((2, 1 << 40))
+    link = Link(members=ample.links[0].members, bytes_per_second=rate, latency_seconds=latency)
+    return replace(ample, links=(link,))
+
+
+def link_between_processes() -> tuple[float, float]:
+    """Seconds of a small message between two processes, and the rate of large ones in bytes per second."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = context.SimpleQueue()
+        ends = [context.Process(target=_exchange, args=(rank, f"{folder}/store", answers)) for rank in range(2)]
+        for end in ends:
+            end.start()
+        found = answers.get()
+        for end in ends:
+            end.join()
+    small, large = found
+    return small, 4 * LARGE / max(large - small, 1e-9)
+
+
+def _exchange(rank: int, store: str, answers: Any) -> None:
+    """Send messages of both sizes there and back, and tell the median seconds of one way."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found = []
+    for size in (SMALL, LARGE):
+        tensor, times = torch.zeros(size), []
+        for _ in range(MESSAGES):
+            began = time.perf_counter()
+            for turn in range(2):
+                (dist.send if turn == rank else dist.recv)(tensor, 1 - rank)
+            times.append((time.perf_counter() - began) / 2)
+        found.append(statistics.median(times))
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------- paced
+
+
+def small_gpt() -> Task:
+    """What is trained on paced devices; its layers are hardly computed."""
+    return build("gpt", layers=6, hidden=64, heads=4, vocabulary=256, sequence=16, optimizer="sgd")
+
+
+def paced_plans() -> Iterator[tuple[str, Plan]]:
+    """All degrees of all stages on four devices, with one bucket and many, recomputed and not, of two sizes."""
+    costs = profile(small_gpt(), microbatch_size=[8, 4, 2, 1], tensor=[2, 4])
+    cluster = paced_cluster(costs)
+    ways = product((8, 4), ((4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)), ("never", "always"))
+    for size, (stages, data, tensor), again in ways:
+        how = Training(batch_size=32, microbatches=32 // size)
+        shard: Sharding | None = "none" if data > 1 else None
+        try:
+            plan = pipefit.plan(
+                costs, cluster, how, planner="time", stages=stages, data=data, tensor=tensor, shard=shard,
+                recompute=again,
+            )  # fmt: skip
+        except UsageError:
+            continue
+        name = f"b{size} pp{stages} dp{data} tp{tensor}{' again' if again == 'always' else ''}"
+        yield name, plan
+        if data > 1:
+            stages_ = (replace(one, grid=replace(one.grid, buckets=8)) for one in plan.stages)
+            yield f"{name} buckets", replace(plan, stages=tuple(stages_))
+
+
+def paced_cluster(costs: ModelProfile) -> Cluster:
+    """Devices and links between every two of them, so slow as the claim says."""
+    ample = Cluster.emulated((PACED, 1 << 40))
+    measurement, fast = costs.at(8), ample.devices[0].kind
+    passes = sum(one.forward + one.backward for one in layer_seconds(measurement, fast))
+    kind = slowed(fast, PASSES / passes)
+    rate = sum(cost.gradient_bytes for cost in measurement.costs) / SUMS
+    devices = [Member.device(number) for number in range(PACED)]
+    links = (Link(members=pair, bytes_per_second=rate) for pair in combinations(devices, 2))
+    return replace(ample, devices=tuple(replace(one, kind=kind) for one in ample.devices), links=tuple(links))
+
+
+def paced_task(plan: Plan) -> Task:
+    """The task, in a worker whose computing and messages are paced as the plan's profile and cluster say."""
+    if mp.parent_process() is not None:
+        grid = plan.stages[0].grid
+        kind, ring = plan.cluster.devices[0].kind, Ring.of(plan.cluster, grid.group_of(grid.devices[0]))
+        pace(Passes, StageRunner, layer_seconds(plan.measured(0), kind, plan.training.dtype, ring))
+        pace_messages(Network, Wires(), plan.cluster)
+    return small_gpt()
+
+
+class Later:
+    """Transfers that begin, for torch, when their link has carried them."""
+
+    def __init__(self, begin: Callable[[], list[Any]]) -> None:
+        self._begin, self._there, self._found = begin, threading.Event(), list[Any]()
+        self._error: RuntimeError | None = None
+
+    def run(self) -> None:
+        """Begin them."""
+        try:
+            self._found = self._begin()
+        except RuntimeError as error:  # a peer is gone: told where they are waited for
+            self._error = error
+        self._there.set()
+
+    def wait(self, *arguments: Any) -> None:
+        """Wait until they are there."""
+        self._there.wait()
+        if self._error is not None:
+            raise self._error
+        for one in self._found:
+            one.wait(*arguments)
+
+
+class Wires:
+    """The links of a device to others: each carries one transfer after the other, and a thread says when."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, float] = {}
+        self._due: list[tuple[float, int, Later]] = []
+        self._number, self._changed = count(), threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def carry(self, target: int, seconds: float, begin: Callable[[], list[Any]]) -> Later:
+        """Transfers to a device that begin so many seconds after its link is free."""
+        until = max(time.monotonic(), self._free.get(target, 0.0)) + seconds
+        self._free[target], later = until, Later(begin)
+        with self._changed:
+            heapq.heappush(self._due, (until, next(self._number), later))
+            self._changed.notify()
+        return later
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or self._due[0][0] > time.monotonic():
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                later = heapq.heappop(self._due)[2]
+            later.run()
+
+
+def pace_messages(network: type[Network], wires: Wires, cluster: Cluster) -> None:
+    """Make sends and sums take what the cluster's links take."""
+    start, collect = network.start, network.collect
+
+    def started(self: Network, action: Action, tensors: list[Tensor], message: Any) -> Any:
+        if action.kind not in SENDS or message.target == self.device:
+            return start(self, action, tensors, message)
+        route = cluster.route(Member.device(self.device), Member.device(message.target))
+        seconds = route.seconds(sum(tensor.nbytes for tensor in tensors))
+        return [wires.carry(message.target, seconds, lambda: start(self, action, tensors, message))]
+
+    def collected(
+        self: Network, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Any = ()
+    ) -> Any:
+        around = members[(members.index(device) + 1) % len(members)]
+        summed = Collective(kind="all_reduce", nbytes=sum(tensor.nbytes for tensor in tensors))
+        seconds = Ring.of(cluster, members).seconds([summed])
+        return [wires.carry(around, seconds, lambda: collect(self, action, tensors, members, device, owners))]
+
+    network.start, network.collect = started, collected  # type: ignore[method-assign]
+
+
+def paced(turns: int, steps: int) -> list[Row]:
+    """All paced plans, trained by turns."""
+    plans = list(paced_plans())
+    taken: dict[str, list[float]] = {name: [] for name, _ in plans}
+    for turn in range(turns):
+        for name, plan in plans:
+            _, trace = pipefit.train(partial(paced_task, plan), plan, steps=steps)
+            taken[name] += trace.step_seconds[1:]
+            print(f"turn {turn} {name:24} {statistics.median(taken[name]):.3f} s, predicted", end=" ")
+            print(f"{Simulation(plan).step_seconds[-1]:.3f} s", flush=True)
+    return [row(name, plan, taken[name]) for name, plan in plans]
+
+
+def main() -> None:
+    """Run a part, print, and write the JSON, which keeps the other part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["measured", "paced"], default="measured")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore", pipefit.PipefitWarning)
+    found: dict[str, Any]
+    if asked.part == "measured":
+        made = measured(asked.turns, asked.steps)
+        error = statistics.median(abs(one.error) for one in made)
+        for one in made:
+            print(f"{one.model:6} {one.way:14} {one.error:+.1%}")
+        print(f"median error {error:.1%}")
+        found = {"rows": [*map(asdict, made)], "median_error": error}
+    else:
+        rows = paced(asked.turns, asked.steps)
+        agreed = agreement(rows, NOISE)
+        print(*map(line, rows), sep="\n")
+        print(f"{agreed.in_order} of {agreed.pairs} pairs in order; tau over all pairs {agreed.tau:.2f}")
+        found = {"rows": [*map(asdict, rows)], "agreement": asdict(agreed)}
+    known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    known[asked.part] = {"machine": machine(), "turns": asked.turns, "steps": asked.steps, **found}
+    asked.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The benchmark of stages on several workers: how it paces messages and sums."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench_degrees_real import Later, Wires, pace_messages
+from pipefit.actions import Action, Kind
+from pipefit.cluster import Cluster
+from pipefit.devices import Link
+from pipefit.places import Member
+
+SECONDS = 0.05  # of a transfer
+
+
+def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -> None:
+    """Each begins, for torch, when it would be there; links to other devices are free meanwhile."""
+    wires, there, began = Wires(), list[tuple[str, float]](), time.monotonic()
+
+    def begin(name: str) -> list[Any]:
+        there.append((name, time.monotonic() - began))
+        return []
+
+    names = (("first", 1), ("second", 1), ("other", 2))
+    for transfer in [wires.carry(to, SECONDS, lambda name=name: begin(name)) for name, to in names]:  # type: ignore[misc]
+        transfer.wait()
+    at = dict(there)
+    assert at["first"] >= SECONDS and at["other"] >= SECONDS and at["second"] >= 2 * SECONDS
+    assert there[-1][0] == "second"
+
+
+def test_what_fails_is_told_where_it_is_waited_for() -> None:
+    """Of a peer that is gone, in torch's words."""
+
+    def begin() -> list[Any]:
+        raise RuntimeError("connection closed by peer")
+
+    transfer = Wires().carry(0, 0.0, begin)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        transfer.wait()
+
+
+def test_sends_and_sums_take_what_their_link_takes_and_receives_nothing() -> None:
+    """Bytes over the rate; of a sum over three, twice two thirds of them, and a latency for each of four rounds."""
+
+    class Network:
+        device = 0
+
+        def start(self, action: Action, tensors: object, message: object) -> list[str]:
+            return [f"started {action.kind}"]
+
+        def collect(self, *_: object) -> list[str]:
+            return ["collected"]
+
+    carried = list[tuple[int, float]]()
+
+    class Noted(Wires):
+        def carry(self, target: int, seconds: float, begin: Any) -> Later:
+            carried.append((target, seconds))
+            return super().carry(target, 0.0, begin)
+
+    ample = Cluster.emulated((3, 1 << 30))
+    devices = tuple(map(Member.device, range(3)))
+    cluster = replace(ample, links=(Link(members=devices, bytes_per_second=1e3, latency_seconds=0.5),))
+    pace_messages(Network, Noted(), cluster)  # type: ignore[arg-type]
+    tensors, network = [torch.zeros(75)], Network()
+    message = SimpleNamespace(source=1, target=2)
+    network.start(Action(kind=Kind.SEND_FORWARD, stage=0, microbatch=0), tensors, message)
+    assert network.start(Action(kind=Kind.RECV_FORWARD, stage=0, microbatch=0), tensors, message) == [
+        f"started {Kind.RECV_FORWARD}"
+    ]
+    network.collect(Action(kind=Kind.REDUCE, stage=0), tensors, (0, 1, 2), 0)
+    assert carried == [(2, pytest.approx(0.8)), (1, pytest.approx(0.4 + 4 * 0.5))]
