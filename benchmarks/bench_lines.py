@@ -1,4 +1,5 @@
-"""Claim: between two microbatch sizes, what a stage needs is on a straight line within a percent, and beyond them not.
+"""How far straight lines between microbatch sizes are from exact profiles: half of all stages are on them, and the worst
+are off by as much as a sixth.
 
 CAPTURE predicts the peak of a stage from runs at some batch sizes, by a straight line through them. Here lines go
 through runs at `FITTED` samples, and what they say of every range of blocks at other sizes is compared with runs at
