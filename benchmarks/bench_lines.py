@@ -1,5 +1,4 @@
-"""How far straight lines between microbatch sizes are from exact profiles: half of all stages are on them, and the worst
-are off by as much as a sixth.
+"""How far straight lines between two microbatch sizes are from exact profiles, between them and beyond.
 
 CAPTURE predicts the peak of a stage from runs at some batch sizes, by a straight line through them. Here lines go
 through runs at `FITTED` samples, and what they say of every range of blocks at other sizes is compared with runs at
