@@ -18,6 +18,7 @@ from pipefit.plans import Plan
 from pipefit.report.page import page
 from pipefit.report.page.lesson import _own, axes_of, lesson, points
 from pipefit.simulator import simulate
+from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
 from pipelines import make_plan, random_profile
 
@@ -84,7 +85,8 @@ def test_the_plans_own_figures_stand_beside_the_grid() -> None:
         zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True), key=lambda one: one[0] / one[1]
     )
     step = format_seconds(made.prediction.step_seconds)
-    assert f"This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in lesson(made)
+    assert f"This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in _own(made)
+    assert kept_together(_own(made)) in lesson(made)
     assert "always" in [axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)]
     moved = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD,
                      place=parse_place("host0"))  # fmt: skip

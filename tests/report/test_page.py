@@ -29,7 +29,7 @@ from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import Stretch, traffic
 from pipefit.simulator import simulate
 from pipefit.trace import CATEGORIES, Trace
-from pipefit.units import parse_bytes
+from pipefit.units import format_bytes, parse_bytes
 from pipelines import random_profile
 
 LARGEST_PAGE = 2_000_000  # bytes
@@ -259,6 +259,46 @@ def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], st
     assert "<polygon" in seen[seen.index('id="memory"') :]
 
 
+def test_a_film_shows_what_every_device_holds_and_leaves_the_page_as_it_was(tmp_path: Path) -> None:
+    """In its middle each bar has the bytes of that moment's sample; stopped, and at its end, all is as before."""
+    script = """<script>
+    const failed = []; addEventListener("error", (event) => failed.push(event.message));
+    const find = (id) => document.getElementById(id), bars = () => find("bars").outerHTML;
+    const wait = setInterval(() => {
+      if (document.documentElement.dataset.ready !== "yes") return;
+      clearInterval(wait);
+      document.querySelector(".devices").closest("section").id = "bars";
+      let clock = performance.now(), frames = [];
+      performance.now = () => clock;
+      window.requestAnimationFrame = (next) => { frames.push(next); return frames.length; };
+      const run = (seconds) => { clock += 1e3 * seconds; frames.splice(0).forEach((next) => next(clock)); };
+      find("whole").click();
+      const before = bars();
+      find("play").click();
+      run(4);
+      const at = [...document.querySelectorAll(".device .figure")].map((one) => one.firstChild.textContent.trim());
+      const told = find("bars").querySelector("h2").textContent;
+      const moving = /at (position )?[0-9.]+( s| ms| us|)$/.test(told) && find("play").textContent === "stop";
+      run(5);
+      const ended = bars() === before && find("play").textContent === "play";
+      find("timeline").dispatchEvent(new KeyboardEvent("keydown", { key: " " }));
+      run(1);
+      find("play").click();
+      const output = document.createElement("output");
+      output.textContent = `told:${failed.length}:${moving}:${ended}:${bars() === before}:${at.join(",")}:end`;
+      document.body.append(output);
+    }, 20);</script></body>"""
+    trace = simulate(planned())
+    seen = browsed(page(trace).replace("</body>", script), tmp_path)
+    found = re.search(r"told:0:true:true:true:(.*?):end", seen)
+    assert found, re.search(r"told:[^<]*", seen)
+    end = max(event.end_seconds for device in trace.devices for event in device.events)
+    held = [
+        [sample for sample in device.memory if sample.seconds <= end / 2][-1].total_bytes for device in trace.devices
+    ]
+    assert found[1].split(",") == [format_bytes(nbytes) for nbytes in held]
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(tmp_path: Path, *, dark: bool) -> None:
     """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action. Texts
@@ -271,7 +311,7 @@ def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(tmp_p
     const wait = setInterval(() => {{
       if (document.documentElement.dataset.ready !== "yes") return;
       clearInterval(wait);
-      for (const id of ["nearer", "farther", "whole", "step", "peak"]) find(id).click();
+      for (const id of ["nearer", "farther", "whole", "step", "play", "peak"]) find(id).click();
       const keys = "ArrowRight ArrowRight + - 0 p ArrowUp ArrowUp ArrowUp ArrowDown ArrowLeft";
       keys.split(" ").forEach(press);
       const told = `told:${{find("device").value}}:${{failed.length}}:${{find("readout").textContent}}`;

@@ -20,7 +20,8 @@ def command(
 ) -> None:
     """Compare what was predicted and measured.
 
-    Peaks of every device, to the byte, and seconds of the last step. What two plans do otherwise tells pipefit diff.
+    Peaks of every device, to the byte, and seconds of the last step. pipefit diff tells what two plans do
+    otherwise.
     """
     from pipefit.files import load
     from pipefit.report.compare import compare, describe_comparison

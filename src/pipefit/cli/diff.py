@@ -21,7 +21,7 @@ def command(
     """Tell what differs between two plans or traces.
 
     What was asked, which layers moved, what is recomputed or moved away and why, and what that does to the peak of
-    every device and to a step. How far a prediction is from what was measured tells pipefit compare.
+    every device and to a step. pipefit compare tells how far a prediction is from what was measured.
     """
     from pipefit.errors import UsageError
     from pipefit.files import load, name_of_kind

@@ -20,7 +20,8 @@ def command(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="zoo:NAME, hf:NAME, hf: for the names of all architectures, or package.module:factory.",
+            help="zoo:NAME, hf:NAME, hf: for the names of all architectures, megatron:FILE, "
+            "torchtitan:NAME, or package.module:factory.",
         ),
     ] = None,
     as_json: Json = False,

@@ -51,7 +51,7 @@ AfterDeath = Annotated[
     typer.Option(
         "--post-mortem",
         metavar="FILE",
-        help="Where it goes what held a device's memory, should it run out; beside PLAN unless given.",
+        help="Save here what held a device's memory, should it run out; beside PLAN unless given.",
     ),
 ]
 PredictedSteps = Annotated[

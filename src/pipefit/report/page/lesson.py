@@ -21,6 +21,7 @@ from pipefit.planner import Options, Question, exact, solved
 from pipefit.plans import Plan
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.simulator import simulate
+from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
@@ -139,7 +140,7 @@ def lesson(plan: Plan) -> str:
     data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
     return (
         "<p>Each position is a plan for the lowest peak, computed when this page was made, with microbatches of "
-        f"{plan.training.microbatch_size}.{_own(plan)}</p>"
+        f"{plan.training.microbatch_size}.{kept_together(_own(plan))}</p>"
         f'<div class="whatif">{controls}</div>'
         '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
         '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'

@@ -293,7 +293,50 @@
     return devices.reduce((best, device, n) => (share(device) > share(devices[best]) ? n : best), 0);
   }
 
+  // ------------------------------------------------------------------ a film of what is in view
+
+  const SECONDS = 8;  // that it takes, however long the step is
+  let end = null;  // ends the film that runs
+
+  function play() {
+    if (end) { end(); return; }
+    const { from, to, scene } = state, shown = [...document.querySelectorAll(".devices .device")], begun = performance.now();
+    const found = shown.length === scene.devices.length ? shown : [], before = found.map((row) => row.innerHTML);
+    const heading = found.length ? found[0].closest("section").querySelector("h2") : document.createElement("h2"), told = heading.textContent;
+    let next = 0;
+    end = () => {
+      heading.textContent = told;
+      cancelAnimationFrame(next);
+      found.forEach((row, n) => { row.innerHTML = before[n]; });
+      byId("play").textContent = "play";
+      end = null;
+      draw();
+    };
+    const frame = (now) => {
+      const share = (now - begun) / SECONDS / 1e3;
+      if (share >= 1 || state.from !== from || state.to !== to || state.scene !== scene) { end(); return; }
+      state.cursor = from + Math.max(0, share) * (to - from);
+      document.querySelectorAll("line.cursor").forEach((line) => ["x1", "x2"].forEach((x) => line.setAttribute(x, place(state.cursor))));
+      found.forEach((row, n) => holding(row, scene.devices[n], state.cursor));
+      heading.textContent = `What fills each device at ${timeText(state.cursor)}`;
+      next = requestAnimationFrame(frame);
+    };
+    byId("play").textContent = "stop";
+    state.cursor = from;
+    draw();
+    readout.textContent = "The space bar ends the film.";
+    next = requestAnimationFrame(frame);
+  }
+
+  function holding(row, { memory: { times, bytes, totals }, budget }, tick) {  // a device's bar at a moment
+    const n = after(times, tick) - 1, most = Math.max(...state.scene.devices.map((one) => Math.max(one.peak, one.budget)), 1);
+    const parts = bytes.map((levels, category) => (n >= 0 && levels[n] ? `<i class="c${category}" style="width:${100 * levels[n] / most}%"></i>` : ""));
+    row.querySelector(".bar").innerHTML = parts.join("") + (budget ? `<u style="left:${100 * budget / most}%"></u>` : "");
+    row.querySelector(".figure").innerHTML = `${bytesText(n >= 0 ? totals[n] : 0)} <small>${budget ? `${(100 * (n >= 0 ? totals[n] : 0) / budget).toFixed(1)} %` : ""}</small>`;
+  }
+
   const pressed = {
+    " ": play,
     ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), "+": () => zoom(.5), "=": () => zoom(.5), "-": () => zoom(2), 0: () => view(0, state.scene.end), p: toPeak,
     ArrowUp: () => choose(Math.max(0, state.device - 1)), ArrowDown: () => choose(Math.min(state.scene.devices.length - 1, state.device + 1)),
   };
@@ -341,6 +384,7 @@
   byId("whole").addEventListener("click", () => view(0, state.scene.end));
   byId("step").addEventListener("click", lastStep);
   byId("peak").addEventListener("click", toPeak);
+  byId("play").addEventListener("click", play);
   document.querySelectorAll(".device").forEach((row) => row.addEventListener("click", () => choose(row.dataset.device)));
   window.addEventListener("resize", draw);
   window.addEventListener("beforeprint", draw);
