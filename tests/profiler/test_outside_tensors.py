@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,8 +13,10 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
 from random_cases import Case, accounts
 from tiny import alone, batch_of, plan_of
 
@@ -61,6 +64,18 @@ def test_a_loss_has_tensors_of_its_own(name: str) -> None:
         for account in accounts(Case(name=name, settings={}, task=task, plan=plan))
     ]
     assert found == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("name", ["module", "arithmetic"])
+def test_ranks_of_a_tensor_group_have_them_too(name: str) -> None:
+    """Every rank computes with all of them: the losses are plain training's, and dry run and meter agree."""
+    task = task_of(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES)), LOSSES[name])
+    found = profile(task, microbatch_size=2, tensor=2, threads=torch.get_num_threads())
+    whole = plan_of(task, [3], devices=2, profiled=found)
+    plan = replace(whole, stages=(Stage(start=0, stop=3, grid=Grid(devices=(0, 1), tensor=2)),))
+    trainer, (wanted, _) = Trainer(task, plan), alone(task, plan, steps=2)
+    assert [trainer.step(batch_of(task, plan, step)) for step in range(2)] == pytest.approx(wanted, rel=1e-5)
+    assert certify(task, plan).peak_bytes == trainer.trace.peak_bytes == simulate(plan).peak_bytes
 
 
 @pytest.mark.parametrize("name", LOSSES)

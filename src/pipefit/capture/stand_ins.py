@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -33,6 +34,12 @@ def standing_in(values: tuple[Tensor, ...]) -> AbstractContextManager[object]:
     """Inside, real tensors that meet `values` are replaced by fake ones, if those are fake."""
     like = values[0]
     return _StandIns(like) if isinstance(like, FakeTensor) else nullcontext()
+
+
+def left_real(tensor: Tensor) -> AbstractContextManager[object]:
+    """Inside, a real tensor can be copied where a fake mode is on, and the copy is real; fake ones stay with theirs."""
+    outside = not isinstance(tensor, FakeTensor) and active_fake_mode() is not None
+    return _disable_current_modes() if outside else nullcontext()
 
 
 class _StandIns(TorchFunctionMode):

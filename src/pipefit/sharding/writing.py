@@ -18,6 +18,7 @@ from pipefit.capture.binding import register
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.copying import copy_hooks, hooks_of
 from pipefit.capture.graph_layer import Contexts, layer_class
+from pipefit.capture.stand_ins import left_real
 from pipefit.errors import UsageError
 from pipefit.sharding.collectives import Collectives
 from pipefit.sharding.forms import Form, R, Split
@@ -131,7 +132,9 @@ class RankTensors:
         for name, tensor in tensors_of(layer.module):
             register(module, name, self.part(tensor, name), persistent=name in kept)
         for name, node in code.constants.items():
-            register(module, name, self.part(self.stage.tensor(node), name), persistent=False)
+            tensor = self.stage.tensor(node)
+            with left_real(tensor):  # a loss may hold real ones beside fake layers
+                register(module, name, self.part(tensor, name), persistent=False)
         return replace(layer, module=module.train(layer.module.training), packing="bare")
 
     def part(self, tensor: Tensor, name: str) -> Tensor:
