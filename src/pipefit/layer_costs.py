@@ -243,8 +243,7 @@ class LayerCost:
         """Why no replicas can hold it: what a forward changes would become another in each; empty if they can."""
         if self.fed_back:
             return f"computes with {', '.join(self.fed_back)} and changes it in every forward"
-        changed = self.changed_parameters
-        return f"changes its parameter {changed[0].name!r} in every forward" if changed else ""
+        return self.unrepeatable
 
     @property
     def copy_bytes(self) -> int:

@@ -122,10 +122,22 @@ def test_what_is_not_trained_has_one_version() -> None:
     assert lower(under(planned(Follower), "pipedream"))
 
 
-@pytest.mark.parametrize("front", [None, Follower])
+class Counting(nn.Module):
+    """Multiplies by how often it has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize("front", [None, Follower, Counting])
 def test_replicas_are_refused(front: type[nn.Module] | None) -> None:
-    """Each would change its own, trained or not."""
-    with pytest.raises(UsageError, match=r"changes its parameter .* in every forward, which would become another in"):
+    """Each would change its own, trained or not, parameter or number."""
+    with pytest.raises(UsageError, match=r"changes '\w+', which is no buffer: that would become another in"):
         lower(twofold(planned(front)))
 
 

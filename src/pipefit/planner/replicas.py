@@ -56,8 +56,8 @@ def representative(question: Question, degree: Degree) -> Question:
     for layer, cost in zip(question.profile.layers, question.measured(degree).costs, strict=True):
         if degree.data > 1 and cost.alone:
             raise UsageError(
-                f"layer {layer} {cost.alone}, which would become another in each of {degree.data} replicas: leave data "
-                "out, so that its stage can be on one device"
+                f"layer {layer} {cost.alone}: that would become another in each of {degree.data} replicas, so leave "
+                "data out, and its stage can be on one device"
             )
     how, options, profile = question.training, question.options, question.profile
     asked = options.stages

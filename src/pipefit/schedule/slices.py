@@ -155,8 +155,8 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):
         if cost.alone:
             raise UsageError(
-                f"{where}, and layer {layer} {cost.alone}, which would become another in each replica: put this layer "
-                "into a stage on one device"
+                f"{where}, and layer {layer} {cost.alone}: that would become another in each replica, so put this "
+                "layer into a stage on one device"
             )
     for shared, stages in plan.summed.items() if stage.grid.divides_gradients else ():
         if number in stages:
