@@ -7,6 +7,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -54,17 +57,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command of its own process, which does not ignore Ctrl-C as programs in the background do."""
+    """A command of its own process, which does not ignore Ctrl-C as programs in the background do, and leaves nothing
+    among temporary files or in shared memory.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment | {"OMP_NUM_THREADS": "1", "TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert left_by(temporary) == []
+    return done
+
+
+def left_by(temporary: str) -> list[str]:
+    """Files in a folder of temporary files, and processes to which it belongs, when they have had time to end."""
+    until, word = time.monotonic() + 20, f"TMPDIR={temporary}".encode()
+    while True:
+        found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
+        for process in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is somebody else's
+                found += [process.parent.name] if word in process.read_bytes().split(b"\0") else []
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
 
 
 def word(number: signal.Signals) -> str:
