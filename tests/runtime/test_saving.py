@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pipefit.checkpoints import find, folders, load_state_dict
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.runtime import Trainer, checkpointing, saver
 from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
+from state_away import SWAPPED, one_stage, task_named
 from tiny import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +129,33 @@ def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:
     assert saved is not None
     assert (saved.step, saved.nbytes, saved.snapshot_bytes) == (1, nbytes, nbytes)
     trainer.finish()
+
+
+def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been read for the copy is gone when training goes on."""
+    gate, read = Gate(monkeypatch), list[weakref.ref[Tensor]]()
+    plan = one_stage(*SWAPPED)
+    trainer = Trainer(task_named("adamw"), plan, numbers=False)
+    trainer.step(batch_of(trainer.task, plan))
+    usual = saver.copied
+
+    def copied(tensors: dict[str, Tensor], *more: Any) -> dict[str, Tensor]:
+        read.extend(weakref.ref(tensor) for key, tensor in tensors.items() if key.startswith("optimizer/"))
+        return usual(tensors, *more)
+
+    monkeypatch.setattr(saver, "copied", copied)
+    trainer.save(tmp_path)
+    kept = [
+        state for stage in trainer.stages if stage.optimizer is not None for state in stage.optimizer.state.values()
+    ]
+    here = {id(tensor) for state in kept for tensor in state.values()}
+    left = [tensor for one in read if (tensor := one()) is not None]
+    gate.opened.set()
+    assert {id(tensor) for tensor in left} <= here and len(left) < len(read)
+    trainer.finish()
+    assert find(tmp_path).manifest.step == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -105,15 +105,16 @@ class Saver:
             raise error
         if failures:
             return
+        nbytes = found.nbytes
         tensors = found.tensors if at_once else copied(found.tensors, lambda: self.on_save(False))
-        self._writing = _Writing(self, target, partial, hold, tensors, found, join)
+        self._writing = _Writing(self, target, partial, hold, tensors, replace(found, tensors={}), join)
         self._writing.start()
         if at_once:  # the tensors are those that the next step changes
             self.wait()
         self.last = Saved(
             step=target.step,
-            nbytes=found.nbytes,
-            snapshot_bytes=0 if at_once else found.nbytes,
+            nbytes=nbytes,
+            snapshot_bytes=0 if at_once else nbytes,
             still_seconds=time.perf_counter() - began,
         )
 
@@ -177,7 +178,7 @@ class _Writing:
     partial: Path
     hold: folders.Hold | None  # of the first worker
     tensors: Mapping[str, Tensor] | None
-    snapshot: Snapshot
+    snapshot: Snapshot  # without its tensors
     join: Join
     written_bytes: int = 0
     failure: FileError | None = None

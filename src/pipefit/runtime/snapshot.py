@@ -38,7 +38,7 @@ from pipefit.texts import dtype_name
 class Snapshot:
     """The state of some stages: `tensors` by their keys, and the settings."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     stored: tuple[StoredTensor, ...]
     stages: tuple[TrainedStage, ...]
     groups: tuple[GroupSettings, ...]
@@ -105,12 +105,15 @@ def snapshot(
     )
 
 
-def copied(tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Copies of tensors in the host's memory; `progress` is called before each."""
+def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Copies of tensors in the host's memory; `progress` is called before each.
+
+    Each is taken out of `tensors`, so that what is away, and was read for this alone, is freed as it is copied.
+    """
     found = dict[str, Tensor]()
-    for key, tensor in tensors.items():
+    for key in list(tensors):
         progress()
-        found[key] = tensor.detach().to("cpu", copy=True)
+        found[key] = tensors.pop(key).detach().to("cpu", copy=True)
     return found
 
 
