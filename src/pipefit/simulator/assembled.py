@@ -3,20 +3,21 @@
 What a device does in a step, what it holds at its peak and how long it computes follow from its own stages, from where
 the stages next to them are, and from what is decided about its own. So of two plans that differ in a stage only that
 stage's devices are lowered and read again. What devices do to each other is left to the clock and to arenas, which are
-put together for every plan. Nothing checks that sends and receives meet, as they do in whatever is lowered.
+put together for every plan. Nothing checks that sends and receives meet, as they do in whatever is lowered. Replicas
+that do the same with other rows and neighbours hold the same bytes, so that the ledger of one of them tells for all.
 
 Costs: what changed, at some ten microseconds for an action; and one and a half for every action of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from pipefit.actions import FORWARDS, Action, Kind
+from pipefit.actions import COLLECTIVE, FORWARDS, MESSAGES, Action, Kind
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
@@ -27,7 +28,7 @@ from pipefit.schedule import distinct_steps, rank_programs
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
 from pipefit.schedule.bundles import Bundles
 from pipefit.simulator.levels import at_rest, highest
-from pipefit.simulator.readings import reading
+from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
@@ -56,6 +57,7 @@ class _Read(NamedTuple):
 
 
 _NOTHING: tuple[Action, ...] = ()
+_Told = dict[Hashable, tuple[Reading, int]]  # readings, with peaks
 
 
 class Parts:
@@ -105,14 +107,22 @@ class Parts:
     def _read(self, plan: Plan, rank: int, steps: int) -> _Read:
         programs = rank_programs(plan, rank, steps)
         actions = sum(len(own) for program in programs for own in program.actions)
-        devices = plan.stages[plan.ranks[rank][0]].devices
-        return _Read({device: self._part(plan, rank, device, programs, steps) for device in devices}, actions)
+        devices, told = plan.stages[plan.ranks[rank][0]].devices, _Told()
+        return _Read({device: self._part(plan, rank, device, programs, steps, told) for device in devices}, actions)
 
-    def _part(self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int) -> Part:
+    def _part(
+        self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int, told: _Told
+    ) -> Part:
+        """What a device does; `told` is what ledgers of the rank's devices have told."""
         last = programs[-1]
         stages = {n: self._costs_of(plan, n, device, last.bundles) for n in plan.ranks[rank]}
-        read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
-        changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
+        key = _alike(programs, device, stages)
+        if key not in told:
+            read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
+            changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
+            rest = at_rest((one.rest for one in stages.values()), 0, read.away)
+            told[key] = read, highest(rest, changes)
+        read, peak_bytes = told[key]
         every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
         actions = in_a_row(every, device) if last.endless else last.actions[device]
         nbytes = moved_bytes(last, {number: stage.rest for number, stage in stages.items()})
@@ -125,7 +135,7 @@ class Parts:
             counts=tuple(len(program.actions[device]) for program in every),
             forwards=_positions(last.actions[device], FORWARDS),
             backwards=_positions(last.actions[device], frozenset({Kind.BACKWARD})),
-            peak_bytes=highest(at_rest((one.rest for one in stages.values()), 0, read.away), changes),
+            peak_bytes=peak_bytes,
             arenas=tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)),
         )
 
@@ -136,6 +146,22 @@ class Parts:
     def storages(self, plan: Plan) -> list[StageStorages]:
         """The storages of every stage."""
         return [self._costs_of(plan, n, stage.devices[0]).storages for n, stage in enumerate(plan.stages)]
+
+
+def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[int, StageCost]) -> Hashable:
+    """Equal for devices whose ledgers tell the same: their stages cost the same, and they do the same with rows as far
+    from their first one, and with neighbours in the same order. What is lent to a device is its own.
+    """
+    peers, first = dict[object, int](), min((a.part[0] for a in programs[0].actions[device] if a.part), default=0)
+    found = list[object]()
+    for program in programs:
+        for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
+            if place is not None and kind not in MESSAGES and kind not in COLLECTIVE:
+                return device
+            peer = -1 if place is None else peers.setdefault(place, len(peers))
+            rows = None if part is None else (part[0] - first, part[1] - first)
+            found.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
+    return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(found)
 
 
 class Assembled:
