@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from random import Random
 
 import pytest
 
-from made_up import devices, plain, skewed
+from made_up import AMPLE, devices, keeping, plain, skewed
 from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, What
+from pipefit.decisions import Decision, Run, State, What
+from pipefit.devices import Host, Link
 from pipefit.grids import Grid, Stage
-from pipefit.planner import Options, Question, plan
+from pipefit.places import Member, parse_place
+from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
 from pipefit.plans import Plan
@@ -83,3 +86,40 @@ def test_a_plan_of_different_degrees_says_what_its_recomputation_frees() -> None
     made = plan(profile, devices(*[int(lean.provenance.value)] * 3), how, shard="none", effort=0.1)
     assert made.decisions and made.prediction and made.prediction.compactions
     assert made.prediction.peak_bytes == Simulation(made).peak_bytes
+
+
+def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
+    """The answer is no slower than a plan by hand in which replicas divide gradients, and the host has the state."""
+    heavy = [1 << 12] * 6
+    profile = sized(keeping(Random(0), widths=[1 << 6] * 7, weights=heavy), 4, 2)
+    bare = devices(*[AMPLE] * 2)
+    links = [Link(members=(Member.device(n), Member.host(0)), bytes_per_second=1e4) for n in range(2)]
+    links.append(Link(members=(Member.device(0), Member.device(1)), bytes_per_second=1e4))
+    ample = replace(bare, links=tuple(links), hosts=(Host(memory_bytes=1 << 40, memory_bandwidth=1e4),))
+    how = Training(batch_size=12, microbatches=3)
+    grid = Grid(devices=(0, 1), data=2, shard="gradients", buckets=6)
+    by_hand = Plan(
+        profile=profile,
+        cluster=ample,
+        training=how,
+        stages=(Stage(start=0, stop=6, grid=grid),),
+        decisions=tuple(
+            Decision(
+                stage=0,
+                subject=State(start=n, stop=n + 1, kind="optimizer"),
+                what=What.UPDATE,
+                place=parse_place("host"),
+                ahead=1,
+            )
+            for n in range(6)
+        ),
+    )
+    budget = peak(by_hand)
+    tight = tuple(replace(one, memory_bytes=budget) for one in ample.devices)
+    question = Question(profile=profile, cluster=replace(ample, devices=tight), training=how)
+    assert mixed(replace(question, means=Means(host=False, recompute="never"))) is None
+    found = mixed(replace(question, means=Means(recompute="never")))
+    assert found is not None
+    assert found.seconds <= Simulation(by_hand).step_seconds[-1]
+    made = plan_of(found.question, found.split, decisions=found.decisions)
+    assert peak(made) <= budget and Simulation(made).step_seconds[-1] == found.seconds

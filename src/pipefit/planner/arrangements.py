@@ -75,7 +75,7 @@ class Trials:
             UsageError: no arrangement can be carried out; as one of them says.
         """
         if self.space.count > 1 or self.space.grids:
-            for size in self._visited() if self.space.grids else ():
+            for size in self._visited(slices=True) if self.space.grids else ():
                 self._mix(size)
             for size in self._visited():
                 self._look_at(self._widest(size))
@@ -123,7 +123,8 @@ class Trials:
             question = self.space.question_of(size, self._profile(size))
             least = self._least[size] = least_seconds(question)
             at_most = self._fastest * (1 + _ROOM)
-            found = mixed(question, at_most) if least < at_most and exact_in_time(question) else None
+            looks = least < at_most and exact_in_time(question)
+            found = mixed(question, at_most, hosts=not self._keeps) if looks else None
             self.mixed += [found] if found is not None else []
 
     def question(self, arrangement: Arrangement) -> Question:
@@ -194,8 +195,11 @@ class Trials:
 
     # ---------------------------------------------------------------- what is looked at
 
-    def _visited(self) -> Iterator[int]:
-        """The sizes in the order in which they are looked at, of each direction until one is of no use."""
+    def _visited(self, *, slices: bool = False) -> Iterator[int]:
+        """The sizes in the order in which they are looked at, of each direction until one is of no use.
+
+        Where nothing fits, larger ones are of use if `slices` of them need no more memory, on as many devices.
+        """
         order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
         given_up = {True: False, False: False}  # smaller sizes, and larger ones
         for size in order:
@@ -208,7 +212,8 @@ class Trials:
             before = self._fastest
             yield size
             useful = any(map(self._may_win, self._bounds[looked_at:])) or self._fastest < before * (1 - _GAIN)
-            given_up[smaller] = not useful and size != order[0] and (self._fastest < math.inf or not smaller)
+            may_fit = smaller or (slices and size < min(order) * len(self.space.question.cluster.devices))
+            given_up[smaller] = not useful and size != order[0] and (self._fastest < math.inf or not may_fit)
 
     def _widest(self, size: int) -> Arrangement:
         """The arrangement of a size with the most stages."""

@@ -78,9 +78,9 @@ _STATES: tuple[tuple[States, float], ...] = (  # what of the state is at the hos
     ("needed", 0.0),
     ("spill", 0.0),
 )
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 100_000, 80_000, 20_000, 40_000  # actions in the programs of each part
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 160_000, 80_000, 20_000, 40_000  # actions in the programs of each part
 _SPARING = 20_000
-_LITTLE = 0.25  # of these where nothing may be recomputed
+_LITTLE = 0.5  # of these where nothing may be recomputed
 _NEAR = 1 / 32  # of all budgets: what a plan may lack that small changes are tried on
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
 _OTHER_SPLITS = 1  # that are polished beside the best
@@ -238,8 +238,7 @@ def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) ->
     which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
     """
     question, budget, means = filler.question, Budget(filler.evaluator, _FILLING), filler.question.means
-    if best is None or not best.found.fits or not _keeps(best):
-        best = _best_of(filler, others, best, budget)
+    best = _best_of(filler, others, best, budget)
     if best is None or not best.found.fits or not _keeps(best):
         balance = Balance(question)
         parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
