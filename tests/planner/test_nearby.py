@@ -62,7 +62,7 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
     if best is None:
         assert not fitting
         return
-    made = plan_of(asked, best.split)
+    made = plan_of(asked, best.split, decisions=best.decisions or None)
     beside = [
         one for one in map(Simulation, moved(made)) if all(map(int.__le__, one.peak_bytes, asked.cluster.budgets))
     ]
@@ -92,7 +92,7 @@ def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None
     asked = replace(asked, cluster=replace(asked.cluster, links=slow), options=Options(data=2, stages=1))
     best = mixed(asked)
     assert best is not None
-    made = plan_of(asked, best.split)
+    made = plan_of(asked, best.split, decisions=best.decisions or None)
     seconds = [Simulation(in_buckets(made, buckets)).step_seconds[-1] for buckets in range(1, 17)]
     assert best.seconds < seconds[0]
     assert best.seconds <= 1.1 * min(seconds)
