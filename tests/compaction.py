@@ -99,7 +99,7 @@ def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Ite
                 stage=stage,
                 subject=SavedTensors(tensors=tuple(free)),
                 what=What.OFFLOAD,
-                place=random_place(plan, plan.stages[stage].device, rng),
+                place=random_place(plan, stage, rng),
                 microbatches=share,
                 behind=rng.choice(_times(plan)),
                 ahead=rng.choice(_times(plan)),
@@ -110,7 +110,7 @@ def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection
     """The saved tensors of a stage that may be moved, one for each storage, and the layers that save that storage."""
     storages, place, seen = StageStorages.of(plan, stage), plan.stages[stage], set[int]()
     for layer in range(place.start, place.stop):
-        for saved in plan.measurement.costs[layer].saved:
+        for saved in plan.measured(stage).costs[layer].saved:
             subject = Subject(layer, saved.index)
             with suppress(UsageError):  # of a parameter, or kept by a custom function for itself
                 number = storages.storage(subject)
@@ -133,8 +133,17 @@ def _with_state(plan: Plan, rng: Random) -> Plan:
 
 
 def _may_move(plan: Plan, decision: Decision) -> bool:
-    """Whether a decision moves something else than parameters, or those of layers all of which are trained."""
-    if not (isinstance(decision.subject, State) and decision.subject.kind == "parameters"):
+    """Whether a decision moves something else than parameters, or those of layers all of which are trained; and nothing
+    that replicas divide or have together.
+    """
+    if not isinstance(decision.subject, State):
+        return True
+    shard = plan.stages[decision.stage].grid.shard
+    if shard != "none" and (decision.subject.kind in ("parameters", "gradients")):
+        return False
+    if shard == "optimizer" and decision.what is What.UPDATE:
+        return False
+    if decision.subject.kind != "parameters":
         return True
     costs = plan.measurement.costs[decision.subject.start : decision.subject.stop]
     return any(cost.trained_bytes for cost in costs) and all(c.trained_bytes == c.parameter_bytes for c in costs)
@@ -151,7 +160,7 @@ def _versions(plan: Plan, rng: Random) -> Iterator[Decision]:
                     stage=number,
                     subject=State(start=start, stop=stop, kind="versions"),
                     what=What.OFFLOAD,
-                    place=random_place(plan, stage.device, rng),
+                    place=random_place(plan, number, rng),
                     behind=rng.choice(_times(plan)),
                     ahead=rng.choice(_times(plan)),
                 )

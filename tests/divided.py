@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -16,6 +16,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
+from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
@@ -79,6 +80,7 @@ def tied() -> list[nn.Module]:
     return [first, nn.Tanh(), Wide(), nn.Tanh(), Again(first), nn.Linear(WIDTH, 4)]
 
 
+GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 4), (2, 2)]  # of data and of tensor parallelism
 MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {"dropped": dropped, "normed": normed, "tied": tied}
 
 
@@ -95,6 +97,13 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 
 def _built(name: str) -> nn.Sequential:
     return nn.Sequential(*(MODELS | {"still": still})[name]()).double()
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    """The profile of a model with momentum, at the sizes of all slices, whole and divided."""
+    task = divided(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return profile(task, microbatch_size=(12, 6, 4), tensor=(1, 2, 4))
 
 
 Degrees = tuple[int, int]  # of data and of tensor parallelism

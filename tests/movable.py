@@ -28,9 +28,10 @@ def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
     return list(names.values())
 
 
-def random_place(plan: Plan, device: int, rng: Random) -> Place:
-    """The host, its disk if it has one, another device, or shares of several of them."""
-    disks = ["disk"] * bool(plan.cluster.hosts[plan.cluster.devices[device].host].disk_bytes)
-    members = ["host", *disks, *(f"device{n}" for n in range(len(plan.cluster.devices)) if n != device)]
+def random_place(plan: Plan, stage: int, rng: Random) -> Place:
+    """The host of a stage, its disk if it has one, a device of another stage, or shares of several of them."""
+    own = plan.stages[stage].devices
+    disks = ["disk"] * bool(plan.cluster.hosts[plan.cluster.devices[own[0]].host].disk_bytes)
+    members = ["host", *disks, *(f"device{n}" for n in range(len(plan.cluster.devices)) if n not in own)]
     chosen = rng.sample(members, rng.randint(1, min(3, len(members))))
     return parse_place("+".join(f"{member}*{rng.randint(1, 3)}" for member in chosen))

@@ -44,7 +44,7 @@ def moving(plan: Plan, rng: Random) -> Plan:
     """
     plan = replace(plan, decisions=()) if rng.random() < 0.5 else plan
     decisions = []
-    for number, stage in enumerate(plan.stages):
+    for number in range(len(plan.stages)):
         names = movable(plan, number)
         rng.shuffle(names)
         for _ in range(rng.randint(1, 3)):
@@ -56,7 +56,7 @@ def moving(plan: Plan, rng: Random) -> Plan:
                         stage=number,
                         subject=SavedTensors(tensors=tuple(taken)),
                         what=What.OFFLOAD,
-                        place=random_place(plan, stage.device, rng),
+                        place=random_place(plan, number, rng),
                         microbatches=Microbatches(rng.randint(1, every), every, rng.randrange(every)),
                         behind=rng.choice([0, 0, 1, 2]),
                         ahead=rng.choice([0, 0, 1, 2]),

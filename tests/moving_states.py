@@ -28,14 +28,14 @@ def _of_stage(plan: Plan, number: int, rng: Random, kinds: Sequence[StateKind]) 
     for start, stop in runs(stage.start, stage.stop, rng) if "optimizer" in kinds else ():
         what = rng.choice([What.OFFLOAD, What.OFFLOAD, What.UPDATE, None])
         if what is not None:
-            place = parse_place("host") if what is What.UPDATE else random_place(plan, stage.device, rng)
+            place = parse_place("host") if what is What.UPDATE else random_place(plan, number, rng)
             yield _about(number, start, stop, "optimizer", place, rng, what)
         updated.update(range(start, stop) if what is What.UPDATE else ())
     inside = inside_recomputed(plan, number)
     for kind in ("parameters", "gradients"):
         for start, stop in runs(stage.start, stage.stop, rng, avoid=inside) if kind in kinds else ():
             if rng.random() < 0.6 and updated.isdisjoint(range(start, stop)):
-                place = random_place(plan, stage.device, rng)
+                place = random_place(plan, number, rng)
                 yield _about(number, start, stop, kind, place, rng)
 
 

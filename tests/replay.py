@@ -2,7 +2,8 @@
 
 Nothing of pipefit's runtime takes part. Every minibatch goes through all stages, one after the other, each with the
 weights that it had so many updates ago, as tensors of their own; then all stages are updated. Buffers change in the
-order of the minibatches.
+order of the minibatches. A stage of several replicas is mapped over its slices of the minibatch, and the results are
+put together again before the next stage, all in one graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.capture import Task
+from pipefit.grids import Stage as GridStage
 from pipefit.plans import Plan
 from pipefit.runtime.draws import seed_layer
 
@@ -32,9 +34,9 @@ class Numbers(NamedTuple):
 class Stage:
     """Layers `start` to `stop - 1`, their optimizer, and all weights that they ever had."""
 
-    def __init__(self, task: Task, chain: nn.Sequential, start: int, stop: int, late: int) -> None:
-        self.layers = {number: chain[number] for number in range(start, stop)}
-        self.late = late  # in updates
+    def __init__(self, task: Task, chain: nn.Sequential, stage: GridStage, late: int) -> None:
+        self.layers = {number: chain[number] for number in range(stage.start, stage.stop)}
+        self.late, self.slices = late, stage.grid.data  # in updates
         named = [p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad]
         self.parameters = list({id(p): p for p in named}.values())
         self.optimizer = task.optimizer(self.parameters) if self.parameters else None
@@ -77,7 +79,7 @@ def replayed(
     chain, alone = task.build(), plan.training.schedule == "pipedream"
     assert isinstance(chain, nn.Sequential)
     count = len(plan.stages)
-    stages = [Stage(task, chain, s.start, s.stop, count - 1 - n if alone else 1) for n, s in enumerate(plan.stages)]
+    stages = [Stage(task, chain, s, count - 1 - n if alone else 1) for n, s in enumerate(plan.stages)]
     losses: list[float] = []
     begun = 0  # updates before the last drain
     for step, batch in enumerate(batches):
@@ -87,8 +89,9 @@ def replayed(
             used = [stage.weights(max(begun, done - stage.late)) for stage in stages]
             with torch.random.fork_rng(devices=[]):
                 value = _forward(stages, used, x, (seed, step, microbatch))
-                seed_layer(CPU, seed, step, microbatch, len(chain))
-                loss = task.loss(value, y)
+                slices = stages[-1].slices
+                seed_layer(CPU, seed, step, microbatch * slices, len(chain))
+                loss = sum(task.loss(*one) for one in zip(value.chunk(slices), y.chunk(slices), strict=True)) / slices
             share = 1.0 if alone else len(y) / sum(len(other) for _, other in parts)
             loss.backward(torch.full((), share, dtype=loss.dtype))
             losses.append(loss.item())
@@ -114,8 +117,18 @@ def _forward(
 ) -> Any:
     """A minibatch through all layers, each with the weights of its stage and draws of its own."""
     for stage, weights in zip(stages, used, strict=True):
-        for number, layer in stage.layers.items():
-            seed_layer(CPU, *draws, number)
-            own = {name: weights[id(p)] for name, p in layer.named_parameters() if id(p) in weights}
-            value = functional_call(layer, own, (value,))
+        parts = value.chunk(stage.slices) if stage.slices > 1 else [value]
+        found = [
+            _through(stage, weights, part, (*draws[:2], draws[2] * stage.slices + n)) for n, part in enumerate(parts)
+        ]
+        value = torch.cat(found) if stage.slices > 1 else found[0]
+    return value
+
+
+def _through(stage: Stage, weights: dict[int, Tensor], value: Any, draws: tuple[int, int, int]) -> Any:
+    """A minibatch, or a slice of it, through the layers of a stage."""
+    for number, layer in stage.layers.items():
+        seed_layer(CPU, *draws, number)
+        own = {name: weights[id(p)] for name, p in layer.named_parameters() if id(p) in weights}
+        value = functional_call(layer, own, (value,))
     return value

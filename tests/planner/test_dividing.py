@@ -12,6 +12,7 @@ from every_plan import BUCKETS, every_plan, simulated
 from made_up import AMPLE, devices, heavy, hostile, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import plan
+from pipefit.schedule import ENDLESS
 from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
@@ -32,14 +33,17 @@ def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:
     )
 
 
-def check(seed: int) -> None:
+def check(seed: int, schedule: str | None = None) -> None:
     rng = Random(seed)
     size, count = rng.choice((2, 4, 6)), rng.randrange(1, 4)
     profile = sized(rng.choice((plain, hostile, skewed))(rng, count), size, size // 2, *([1] if size == 4 else []))
     sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
     cluster = devices(*(sizes if rng.random() < 0.5 else [AMPLE] * len(sizes)))
-    how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
-    recompute = rng.choice((*RECOMPUTE, "never", "never"))
+    microbatches = 3 if schedule is None else 4
+    how = Training(
+        batch_size=size * microbatches, microbatches=microbatches, schedule=schedule or rng.choice(SCHEDULES)
+    )
+    recompute = rng.choice((*RECOMPUTE, "never", "never") if schedule is None else ("always", "never", "never"))
     made = plan(profile, cluster, how, objective="peak", recompute=recompute, allow_infeasible=True)
     every = [lowest(one, cluster.budgets) for one in simulated(every_plan(profile, cluster, how, recompute))]
     assert made.provenance and made.prediction
@@ -51,6 +55,13 @@ def check(seed: int) -> None:
 def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
     """Cuts, replicas, what they divide and devices of several sizes: the lowest peak of all that there are."""
     check(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
+    """The same, with versions of weights on every replica, and without parameters that they divide."""
+    check(seed, schedule)
 
 
 @pytest.mark.gallery
@@ -122,6 +133,6 @@ def test_there_have_to_be_replicas_that_divide() -> None:
                 batch_size=8,
                 microbatch_size=4,
                 planner=planner,
-                shard="optimizer",
+                shard="parameters",
                 schedule="pipedream",
             )

@@ -164,7 +164,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 12", {"data": 4}),
     ("3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2", {"data": 3}),
     ("data is 1 or more, not 0", {"data": 0}),
-    ("schedule pipedream updates with microbatches in flight", {"data": 2, "schedule": "pipedream"}),
+    ("schedule pipedream updates with microbatches in flight", {"shard": "parameters", "schedule": "pipedream"}),
     ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
     ("a stage of 5 replicas of 1 shard each needs 5 devices, and there are 4", {"data": 5}),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from divided import MODELS, divided, grid_plan
+from divided import GRIDS, MODELS, divided, grid_plan, profiled
 from movable import movable
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
@@ -22,7 +22,6 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, certify_numbers, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
@@ -31,17 +30,9 @@ from sampled import sampled
 from slices import Plain, batches, equal
 from tiny import batch_of, in_one_process
 
-SIZES = (12, 6, 4)
-GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 4), (2, 2)]
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@cache
-def profiled(name: str) -> ModelProfile:
-    """The profile of a model, at the sizes of all slices, whole and divided."""
-    return profile(divided(name, optimizer=MOMENTUM), microbatch_size=SIZES, tensor=(1, 2, 4))
 
 
 def random_plan(name: str, seed: int, **training: Any) -> Plan:

@@ -86,12 +86,6 @@ def test_every_device_receives_its_rows_once_and_nobody_sends_for_another(seed: 
                 assert max(counts) - min(counts) <= 12 // there.data
 
 
-def test_shards_of_an_endless_schedule_are_refused() -> None:
-    """Its updates are made with microbatches in flight."""
-    with pytest.raises(UsageError, match="stage 1 has 2 tensor shards, and schedule pipedream updates with"):
-        lower(sharded((1, 1), (1, 2), schedule="pipedream"))
-
-
 def tied(form: str = "") -> SharedParameter:
     """A parameter of two layers."""
     return SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0, form=form)

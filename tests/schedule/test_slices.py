@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
 
+from pipefit.actions import MESSAGES, Action, Kind
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
-from pipefit.program import parse_program
-from pipefit.schedule import lower, lower_evaluation
+from pipefit.program import Program, joined, parse_program
+from pipefit.runtime.programs import Programs
+from pipefit.schedule import ENDLESS, Entered, lower, lower_evaluation
 from pipefit.sharing import SharedParameter
-from pipefit.training import Training
+from pipefit.training import Training, Versions
 from pipelines import equal_profile, make_cluster, make_plan
 from profiles_in_slices import gridded
+
+
+def divided(schedule: str, shard: Sharding, versions: Versions = "weights") -> Plan:
+    """Two stages, the first of which has two replicas that divide something."""
+    plan = gridded(2, 1, microbatches=2, schedule=schedule)
+    first = replace(plan.stages[0], grid=replace(plan.stages[0].grid, shard=shard))
+    return replace(plan, stages=(first, plan.stages[1]), training=replace(plan.training, versions=versions))
 
 
 def drawn(text: str) -> list[str]:
@@ -120,10 +130,47 @@ def test_random_degrees_make_programs_that_end(seed: int) -> None:
     assert len(program.actions) == sum(degrees)
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: int) -> None:
+    """What one step starts the next one joins, and what is in flight of a smaller microbatch has its rows in all steps:
+    of every microbatch each stage receives and sends as many as it computes, whenever the pipeline is drained.
+    """
+    rng = Random(seed)
+    degrees = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.randint(2, 4))]
+    plan, steps = gridded(*degrees, samples=24, microbatches=5, schedule=schedule), rng.randint(1, 6)
+    least = len(degrees) if schedule == "pipedream-2bw" else 1
+    sizes = [[24] * rng.randint(least - 1, 4) + [rng.choice([12, 24])] for _ in range(steps)]
+    programs, entered, made = Programs(plan), Entered(), list[Program]()
+    for own in sizes:
+        made.append(programs.training(len(own), entered, update=True, last=own[-1]))
+        entered = programs.then(entered, own)
+    whole = joined([*made, programs.training(0, entered, update=True)])
+    samples = dict(enumerate(size for own in sizes for size in own))
+    ends = [kind for kind in Kind if kind in MESSAGES]
+    met = {(kind, stage): Counter[int]() for kind in ends for stage in range(len(degrees))}
+    for action in (action for actions in whole.actions for action in actions if not action.wait):
+        if action.kind in MESSAGES and action.microbatch is not None:
+            first, last = action.part or (0, samples[action.microbatch])
+            met[action.kind, action.stage][action.microbatch] += last - first
+    for (kind, stage), found in met.items():
+        there = Action(kind, stage).neighbour
+        assert found == (samples if 0 <= there < len(degrees) else {}), (kind, stage)
+
+
 @pytest.mark.parametrize(
     ("plan", "last", "message"),
     [
-        (gridded(2, 1, schedule="pipedream"), None, "stage 0 has 2 replicas, and schedule pipedream updates with"),
+        (
+            divided(schedule="pipedream", shard="parameters"),
+            None,
+            "that divide parameters, but under .* its own version",
+        ),
+        (
+            divided(schedule="pipedream-2bw", shard="optimizer", versions="everything"),
+            None,
+            "2 replicas that divide optimizer, and versions='everything' gives every version",
+        ),
         (gridded(2, 1), 3, "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them"),
     ],
 )

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from pipefit.actions import MESSAGES, Kind
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
 from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
-from pipefit.schedule import lower
+from pipefit.schedule import lower, lower_drain, step_programs
 from pipefit.schedule.sums import bucket_edges
 from pipefit.sharing import SharedParameter
 from pipefit.simulator import simulate
@@ -73,6 +74,44 @@ def test_gradients_that_owners_keep_are_summed_for_every_microbatch() -> None:
     plan = one_stage(buckets=2, shard="gradients", microbatches=2)
     assert drawn(plan) == f"{summed} 0STEP 0UNSHARD 0WAIT_UNSHARD"
     assert drawn(plan, update=False) == summed
+
+
+PASSES = "0B-1[2:4] 0WAIT_REDUCE-2[0:2] 0REDUCE-1[2:4] 0B-1[0:2] 0WAIT_REDUCE-1[2:4] 0REDUCE-1[0:2]"
+SUMS = "0B-1[2:4] 0REDUCE-1[2:4] 0B-1[0:2] 0REDUCE-1[0:2]"
+NEXT = "0F1[0:2] 0F1[2:4] 0WAIT_STASH-1 0B0[2:4] 0REDUCE0[2:4] 0B0[0:2] 0WAIT_REDUCE0[2:4] 0REDUCE0[0:2]"
+UNSHARD = "0UNSHARD-1 0WAIT_UNSHARD-1"
+WITHOUT_END: list[tuple[str, int, Sharding, str, str]] = [  # schedule, buckets, what is divided, a step, its drain
+    (
+        *("pipedream", 2, "none"),
+        f"0F0[0:2] 0F0[2:4] {SUMS} 0STASH-1 0WAIT_REDUCE-1[2:4] 0WAIT_REDUCE-1[0:2] 0STEP-1 0WAIT_STASH-1",
+        f"{SUMS} 0WAIT_REDUCE-1[2:4] 0WAIT_REDUCE-1[0:2] 0STEP-1",
+    ),
+    (
+        *("pipedream", 1, "optimizer"),
+        f"0F0 0B-1 0REDUCE-1 0STASH-1 0WAIT_REDUCE-1 0STEP-1 {UNSHARD} 0WAIT_STASH-1",
+        f"0B-1 0REDUCE-1 0WAIT_REDUCE-1 0STEP-1 {UNSHARD}",
+    ),
+    (
+        *("pipedream-2bw", 2, "gradients"),
+        f"0F0[0:2] 0F0[2:4] {PASSES} 0STASH-1 0WAIT_REDUCE-1[0:2] 0STEP-1 {UNSHARD} {NEXT}",
+        f"{PASSES} 0WAIT_REDUCE-1[0:2] 0STEP-1 {UNSHARD}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schedule", "buckets", "shard", "step", "drain"), WITHOUT_END)
+def test_every_update_without_end_has_sums_of_its_own(
+    schedule: str, buckets: int, shard: Sharding, step: str, drain: str
+) -> None:
+    """Begun behind the last backward before the update, joined by it; what is summed for every microbatch may be
+    joined in the next step.
+    """
+    plan = gridded(2, 1, 1, 1, 1, microbatches=2 if "2bw" in schedule else 1, schedule=schedule)
+    grid = Grid(devices=(0, 1), data=2, shard=shard, buckets=buckets)
+    plan = replace(plan, stages=(Stage(start=0, stop=4, grid=grid), Stage(start=4, stop=5, grid=Grid.of(2))))
+    for program, expected in ((step_programs(plan)[-1], step), (lower_drain(plan, entered=4), drain)):
+        own = (a for a in program.actions[0] if a.kind is not Kind.LOAD and a.kind not in MESSAGES)
+        assert " ".join(map(str, own)) == expected
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])

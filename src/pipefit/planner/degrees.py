@@ -2,8 +2,7 @@
 
 A stage of degree (data d, tensor t) is on d t devices: d replicas, each of which computes a slice of every microbatch,
 of t shards, each of which holds a part of the layers. What a device of such a stage holds and computes is what the
-profile says of a microbatch as large as the slice. So a degree is only possible where the profile has that size, and
-where replicas can train: not under an endless schedule.
+profile says of a microbatch as large as the slice. So a degree is only possible where the profile has that size.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding, dividing
+from pipefit.grids import SHARDINGS, Sharding, dividing
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.texts import counted
 from pipefit.training import Training
@@ -50,6 +49,15 @@ def divisors(size: int, most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def divisible(training: Training) -> tuple[Sharding, ...]:
+    """What replicas of a stage may divide, the least first; under a schedule without end no parameters, and nothing of
+    which every version of the weights has room for all.
+    """
+    if not training.endless:
+        return SHARDINGS
+    return SHARDINGS[:1] if training.versions == "everything" else SHARDINGS[:-1]
+
+
 def degrees_of(
     profile: ModelProfile,
     training: Training,
@@ -66,21 +74,21 @@ def degrees_of(
     Raises:
         UsageError: those that are asked for are not possible; says what would be.
     """
-    size, asked = training.microbatch_size, Degree(data or 1, tensor or 1)
+    size = training.microbatch_size
     check_pins(profile, size, devices, data=data, tensor=tensor, shard=shard)
-    if training.endless and (asked != SINGLE or shard not in (None, "none")):
+    if shard is not None and shard not in divisible(training):
         raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, which several devices of a stage "
-            "cannot do together yet: use schedule 1f1b, or one device for each stage"
+            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through weights of "
+            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with versions of "
+            "weights alone), or use schedule 1f1b"
         )
     found = {Degree(size // one.microbatch_size, one.tensor) for one in profile.measurements if _divides(one, size)}
-    most = 1 if training.endless else devices
     pins = Degree(data or 0, tensor or 0)
     return tuple(
         sorted(
             degree
             for degree in found
-            if degree.devices <= most and all(pin in (0, own) for pin, own in zip(pins, degree, strict=True))
+            if degree.devices <= devices and all(pin in (0, own) for pin, own in zip(pins, degree, strict=True))
         )
     )
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Grid, Sharding
+from pipefit.grids import Grid, Sharding
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
-from pipefit.planner.degrees import Degree, degrees_of
+from pipefit.planner.degrees import Degree, degrees_of, divisible
 from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
@@ -143,7 +143,9 @@ class Question:
     @property
     def shards(self) -> tuple[Sharding, ...]:
         """What replicas of a stage may divide, the least first."""
-        return SHARDINGS if self.options.shard is None else (self.options.shard,)
+        if self.options.shard is not None:
+            return (self.options.shard,)
+        return divisible(self.training)
 
     def measured(self, degree: Degree) -> Measurement:
         """The layer costs of a device of a stage of this degree."""

@@ -182,17 +182,21 @@ class _DryRun:
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted)
         short = Shortened.none(self.plan, executed[-1], self._chain(fake))
-        runners, meters = self._runners(fake, short, short.plan.workers)
-        effects = [Effects(meter.level) for meter in meters]
+        run_for = representatives(self.plan, [*wanted, *executed], self.lending.arenas)
+        ran = sorted(set(run_for.values()), key=short.plan.workers.index)
+        runners, meters = self._runners(fake, short, ran)
+        effects = {device: Effects(meter.level) for device, meter in zip(ran, meters, strict=True)}
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
-            for runner, meter, of_device in zip(runners, meters, effects, strict=True):
-                of_device.learn(known[runner.number], meter.changes())
+            for device, meter in zip(ran, meters, strict=True):
+                effects[device].learn(known[device], meter.changes())
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
         for step, (program, known) in enumerate(zip(wanted, labels(self.plan, wanted), strict=True)):
-            for runner, of_device in zip(runners, effects, strict=True):
-                device = runner.number
-                samples[device] += of_device.samples(step, program.actions[device], known[device])
+            for device in ran:
+                found = list(effects[device].samples(step, program.actions[device], known[device]))
+                for other in (one for one, run in run_for.items() if run == device):
+                    named = zip(found, program.actions[other], strict=True)
+                    samples[other] += [replace(sample, action=str(action)) for sample, action in named]
         return _Ran(samples)
 
     def _folded(self, fake: FakeTarget) -> _Ran:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import TypedDict
+
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.schedule import Entered, as_early, lower, lower_drain, lower_evaluation
+
+
+class _Before(TypedDict):
+    """What has entered a pipeline, as `lower` takes it."""
+
+    entered: int
+    steps: int
+    smaller: tuple[tuple[int, int], ...]
 
 
 class Programs:
@@ -12,7 +23,7 @@ class Programs:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._training: dict[tuple[int, bool, int, int, int | None], Program] = {}
+        self._training: dict[Hashable, Program] = {}
         self._evaluations: dict[tuple[int, int | None], Program] = {}
 
     def training(self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None) -> Program:
@@ -23,14 +34,23 @@ class Programs:
         """
         count, steps = as_early(self._plan, entered.microbatches), min(entered.steps, 2)
         last = self._rows(last)
-        key = microbatches, update, count, steps, last
+        key = microbatches, update, count, steps, last, entered.smaller
         if key not in self._training:
+            before: _Before = {"entered": count, "steps": steps, "smaller": entered.smaller}
             self._training[key] = (
-                lower(self._plan, microbatches=microbatches, last=last, update=update, entered=count, steps=steps)
+                lower(self._plan, microbatches=microbatches, last=last, update=update, **before)
                 if microbatches
-                else lower_drain(self._plan, entered=count, steps=steps)
+                else lower_drain(self._plan, **before)
             )
         return self._training[key]
+
+    def then(self, entered: Entered, sizes: Sequence[int]) -> Entered:
+        """What has entered after a step of microbatches of so many samples."""
+        count, last, stages = len(sizes), self._rows(sizes[-1]), len(self._plan.stages)
+        before = [(number - count, samples) for number, samples in entered.smaller]
+        own = [] if last is None else [(-1, last)]
+        smaller = [one for one in (*before, *own) if one[0] >= -stages]  # no more are ever in flight
+        return Entered(entered.microbatches + count, entered.steps + 1, tuple(smaller))
 
     def evaluation(self, microbatches: int, *, last: int | None = None) -> Program:
         """The program that evaluates so many microbatches, the `last` of so many samples."""

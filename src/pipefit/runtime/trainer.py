@@ -195,7 +195,7 @@ class Trainer:
             if not self.late:
                 result.join()  # so that the step's time is that of all devices
             self._accumulated = 0 if update else self._accumulated + 1
-            self._entered = self._entered.then(len(given.sizes)) if program.endless else Entered()
+            self._entered = self._programs.then(self._entered, given.sizes) if program.endless else Entered()
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         report = report_of(next(self.stages), self.steps_done - 1, seconds, sum(given.sizes))

@@ -14,8 +14,8 @@ arrived. Then the receive and the send are joined first.
 
 A recomputation that comes earlier than just before its backward is no c[t]: it needs no message and stands between two
 of them, before the receive of what c[t+1] needs. Were it counted, receives would start after sends that wait for them,
-and devices that hold several stages would wait for each other. Nor is an update, or what is copied for it: they follow
-c[t] and its sends.
+and devices that hold several stages would wait for each other. Nor is an update, or what is copied or summed for it:
+they follow c[t] and its sends.
 
 In a step of an endless schedule, c[-1] is the last compute action of the step before: its sends are joined here, and
 those of this step's last one in the next step.
@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from pipefit.actions import FORWARDS, UPDATES, Action, Kind
+from pipefit.actions import COLLECTIVE, FORWARDS, UPDATES, Action, Kind
 from pipefit.plans import Plan
 from pipefit.schedule.order import Order
 from pipefit.schedule.slices import Slices
@@ -69,12 +69,11 @@ def communicated(
     yield from () if endless else (send.join for send in sending)
 
 
-def drained(order: Order, plan: Plan, *, before: Action | None) -> Iterator[Action]:
+def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) -> Iterator[Action]:
     """The same of the drain of an endless schedule, with every message by itself.
 
     So a drain never holds more than the steps before it: in its place a microbatch more was in flight.
     """
-    slices = Slices(plan)
     yield from () if before is None else (send.join for send in _sends(before, plan, slices))
     for action in order:
         receives, sends = list(_receives(action, plan, slices)), list(_sends(action, plan, slices))
@@ -93,7 +92,7 @@ def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[A
     for action, following in zip_longest(order, order[1:]):
         if action.kind is Kind.RECOMPUTE and (following is None or following != (Kind.BACKWARD, *action[1:])):
             early[-1].append(action)
-        elif action.kind in UPDATES or action.moves_state:
+        elif action.kind in UPDATES | COLLECTIVE or action.moves_state:
             behind[-1].append(action)
         else:
             counted.append(action)

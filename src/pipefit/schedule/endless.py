@@ -12,6 +12,7 @@ from math import lcm
 from pipefit.actions import Action
 from pipefit.decisions import Decision, State
 from pipefit.errors import UsageError
+from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.schedule.bundles import moved_states
 from pipefit.schedule.order import check_alone
@@ -35,6 +36,8 @@ def check_endless(plan: Plan) -> None:
             f"up before every update, but schedule {name} updates every stage by itself: put all of its layers into "
             "one stage, untie them, or use schedule 1f1b"
         )
+    for number, stage in enumerate(plan.stages):
+        _check_divided(plan, number, stage.grid)
     check_moved(moved_states(plan), plan)
     for decision in plan.decisions:
         if isinstance(decision.subject, State):
@@ -46,6 +49,26 @@ def check_endless(plan: Plan) -> None:
                 f"go on from step to step, and {every} does not divide the {count} of a step, so that steps would "
                 f"differ: take a share of every {_divisors(count)}, or all"
             )
+
+
+def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
+    """Check that replicas divide nothing of which there would be a part for every version of the weights.
+
+    Raises:
+        UsageError: they do.
+    """
+    name, where = plan.training.schedule, f"stage {number} has {grid.data} replicas that divide {grid.shard}"
+    if grid.shard == "parameters":
+        raise UsageError(
+            f"{where}, but under schedule {name} every microbatch goes through weights of its own version, which would "
+            "have to come from their owners for each of them, and older ones again for its backward: divide gradients "
+            "(shard='gradients'), which leaves the weights on all, or use schedule 1f1b"
+        )
+    if grid.shard != "none" and plan.training.versions == "everything":
+        raise UsageError(
+            f"{where}, and versions='everything' gives every version of the weights room for these, as if each replica "
+            "had all of them: let versions hold weights alone (versions='weights'), or divide nothing"
+        )
 
 
 def _check_state(plan: Plan, decision: Decision, state: State) -> None:

@@ -40,6 +40,7 @@ from pipefit.schedule.updates import updated
 from pipefit.validation import instance
 
 _OfDevices = dict[int, list[Action]]  # what devices do
+Smaller = Sequence[tuple[int, int]]  # microbatches of fewer samples than the plan's: their numbers, and their samples
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -152,6 +153,7 @@ def lower(
     update: bool = True,
     entered: int = 0,
     steps: int | None = None,
+    smaller: Smaller = (),
 ) -> Program:
     """The program of one training step of `plan`.
 
@@ -161,6 +163,7 @@ def lower(
         update: False leaves the gradients where they are, to be added to by the next batch.
         entered: under an endless schedule, the microbatches of the steps before since the pipeline was empty.
         steps: how many steps these were; as many as they need with the plan's microbatches unless given.
+        smaller: those of them that have fewer samples than the plan's, as in `Entered`.
 
     Raises:
         UsageError: a decision cannot be carried out, the schedule is not for such stages, two stages of a device share
@@ -175,17 +178,20 @@ def lower(
                 f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the gradients of "
                 "several batches; use larger batches, or schedule 1f1b"
             )
-        return _program(plan, count, *_endless(plan, count, entered, range(len(plan.ranks)), steps), endless=True)
+        own = (*smaller, *_last_one(count, last))
+        found = _endless(plan, count, entered, range(len(plan.ranks)), steps, smaller=own)
+        return _program(plan, count, *found, endless=True)
     return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), last=last, update=update))
 
 
-def lower_drain(plan: Plan, *, entered: int, steps: int | None = None) -> Program:
+def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:
     """The program that ends the microbatches in flight under an endless schedule; the arguments are those of `lower`.
 
     Raises:
         UsageError: as `lower`.
     """
-    return _program(plan, 0, *_endless(plan, 0, entered, range(len(plan.ranks)), steps), endless=True)
+    found = _endless(plan, 0, entered, range(len(plan.ranks)), steps, smaller=smaller)
+    return _program(plan, 0, *found, endless=True)
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
@@ -203,19 +209,21 @@ def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) 
         forward = gathered(list(communicated(orders[rank], plan, slices)), plan)
         return brought_in(list(slices.together(forward)), plan.ranks[rank], plan, bundles)
 
-    return _program(plan, microbatches, _of_devices(plan, range(len(orders)), actions, microbatches, last), bundles)
+    of_devices = _of_devices(plan, range(len(orders)), actions, _last_one(microbatches, last))
+    return _program(plan, microbatches, of_devices, bundles)
 
 
 def _of_devices(
     plan: Plan,
     ranks: Sequence[int],
     actions: Callable[[int, Slices], list[Action]],
-    microbatches: int,
-    last: int | None,
+    smaller: Smaller,
 ) -> _OfDevices:
-    """What `actions` gives for every device of these ranks, by their ranks and slices."""
+    """What `actions` gives for every device of these ranks, by their ranks and slices; `smaller` are microbatches of
+    fewer samples than the plan's.
+    """
     return {
-        device: actions(rank, Slices(plan, *divmod(number, grid.tensor), microbatches=microbatches, last=last))
+        device: actions(rank, Slices(plan, *divmod(number, grid.tensor), smaller=dict(smaller)))
         for rank in ranks
         for grid in (plan.stages[plan.ranks[rank][0]].grid,)
         for number, device in enumerate(grid.devices)
@@ -237,15 +245,26 @@ def _synchronous(
         exchanged = gathered(summed(exchanged, plan, update=update), plan)
         return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
 
-    return _of_devices(plan, ranks, actions, microbatches, last), bundles
+    return _of_devices(plan, ranks, actions, _last_one(microbatches, last)), bundles
+
+
+def _last_one(microbatches: int, last: int | None) -> Smaller:
+    """The last one of so many microbatches, if it has fewer samples than the plan's."""
+    return () if last is None else ((microbatches - 1, last),)
 
 
 def _endless(
-    plan: Plan, microbatches: int, entered: int, ranks: Sequence[int], steps: int | None = None
+    plan: Plan,
+    microbatches: int,
+    entered: int,
+    ranks: Sequence[int],
+    steps: int | None = None,
+    *,
+    smaller: Smaller = (),
 ) -> tuple[_OfDevices, Bundles]:
     """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches in `steps`.
 
-    Of no microbatches, it is the drain.
+    Of no microbatches, it is the drain. Those of `smaller`, of this step or earlier ones, have fewer samples.
     """
     check_slices(plan, None)
     check_endless(plan)
@@ -254,11 +273,12 @@ def _endless(
         check_in_turn(plan, entered)
     steps = -(-entered // plan.training.microbatches) if steps is None else steps
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
-    found: _OfDevices = {}
-    for rank in ranks:
-        stream = Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered, steps=steps)
-        found[plan.stages[rank].device] = stream.step() if microbatches else stream.drain()
-    return found, bundles
+
+    def actions(rank: int, slices: Slices) -> list[Action]:
+        stream = Stream(plan, schedule, rank, bundles, slices, microbatches=microbatches, entered=entered, steps=steps)
+        return stream.step() if microbatches else stream.drain()
+
+    return _of_devices(plan, ranks, actions, [(number + entered, samples) for number, samples in smaller]), bundles
 
 
 def _check_shared(plan: Plan) -> None:

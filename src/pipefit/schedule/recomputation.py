@@ -12,7 +12,7 @@ PPoPP 2025, and Lynx, 2024.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from pipefit.actions import Action, Kind
@@ -24,6 +24,7 @@ from pipefit.schedule.bundles import state_edges
 from pipefit.schedule.order import Order
 from pipefit.schedule.sums import cut_for_sums
 
+Pass = tuple[int, int | None]  # of a microbatch through a stage
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
 
 
@@ -35,11 +36,18 @@ def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> li
         UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
             compute something else when it runs again.
     """
-    return [[action for unit in recomputed_units(order, plan, sums=sums) for action in unit] for order in orders]
+    found = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
+    return [[action for unit in units for action in unit] for units in found]
 
 
-def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[list[Action]]:
+def _last_backwards(order: Order) -> Collection[Pass]:
+    """The microbatch that goes backward last in every stage of an order."""
+    return {action.stage: action.microbatch for action in order if action.kind is Kind.BACKWARD}.items()
+
+
+def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ()) -> list[list[Action]]:
     """The same of one rank: what every action of its order becomes, with the recomputations that stand before it.
+    Gradients are summed behind the backwards of the stages and microbatches `summed`.
 
     Raises:
         UsageError: as `recomputed`.
@@ -52,8 +60,7 @@ def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[li
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
     passes: list[int] = []  # the numbers of the forwards and backwards so far
     forward_of: dict[tuple[int, int | None], int] = {}  # by stage and microbatch, how many came before its forward
-    last = {action.stage: action.microbatch for action in order if action.kind is Kind.BACKWARD} if sums else {}
-    pieces_of = _Pieces(plan, last)
+    pieces_of = _Pieces(plan, summed)
     for number, action in enumerate(order):
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
             units.append([action])
@@ -77,11 +84,11 @@ def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[li
 class _Pieces:
     """The pieces of every stage; made once for all microbatches that the same decisions are for.
 
-    `last` has the microbatch behind which the gradients of a stage are summed, by the stage.
+    `summed` has the stages and microbatches behind whose backward the gradients of the stage are summed.
     """
 
-    def __init__(self, plan: Plan, last: Mapping[int, int | None]) -> None:
-        self._plan, self._last = plan, last
+    def __init__(self, plan: Plan, summed: Collection[Pass]) -> None:
+        self._plan, self._summed = plan, summed
         self._runs: dict[int, tuple[Decision, ...]] = {}
         self._known: dict[tuple[int, tuple[bool, ...], bool], list[Piece]] = {}
 
@@ -96,7 +103,7 @@ class _Pieces:
             self._runs[stage] = tuple(sorted(self._plan.decisions_of(stage, What.RECOMPUTE), key=_start))
         runs = self._runs[stage]
         taken = tuple(microbatch in decision.microbatches for decision in runs)
-        is_last = stage in self._last and self._last[stage] == microbatch
+        is_last = (stage, microbatch) in self._summed
         if (stage, taken, is_last) not in self._known:
             here = [decision for decision, is_taken in zip(runs, taken, strict=True) if is_taken]
             edges = {*state_edges(self._plan, stage), *cut_for_sums(self._plan, stage, is_last=is_last)}

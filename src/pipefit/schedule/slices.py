@@ -8,7 +8,7 @@ the receivers evenly. Gradients are summed over devices that hold the same shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipefit.actions import SENDS, Action, Kind, Subject
 from pipefit.decisions import Decision, State, What
@@ -27,15 +27,14 @@ class Slices:
     Args:
         replica: which of its stages' replicas the device is.
         shard: which shard of that replica it holds.
-        microbatches: of the step.
-        last: the samples of its last microbatch, if these are fewer than the plan's.
+        smaller: the samples of microbatches that have fewer than the plan's, by their numbers.
     """
 
     def __init__(
-        self, plan: Plan, replica: int = 0, shard: int = 0, *, microbatches: int = 0, last: int | None = None
+        self, plan: Plan, replica: int = 0, shard: int = 0, *, smaller: Mapping[int | None, int] | None = None
     ) -> None:
         self._plan, self._replica, self._shard = plan, replica, shard
-        self._size, self._last, self._end = plan.training.microbatch_size, last, microbatches - 1
+        self._smaller = smaller or {}
         self._grids = [stage.grid for stage in plan.stages]
 
     def load(self, stage: int, microbatch: int | None) -> Action:
@@ -73,7 +72,7 @@ class Slices:
         return rows_of(self._replica, self._samples(microbatch) // self._grids[stage].data)
 
     def _samples(self, microbatch: int | None) -> int:
-        return self._last if self._last is not None and microbatch == self._end else self._size
+        return self._smaller.get(microbatch, self._plan.training.microbatch_size)
 
 
 def _partners(shard: int, own: int, there: int, *, sends: bool) -> Sequence[int]:
@@ -107,11 +106,6 @@ def check_slices(plan: Plan, last: int | None) -> None:
 def _check_shards(plan: Plan, number: int) -> None:
     shards = plan.stages[number].grid.tensor
     where = f"stage {number} has {shards} tensor shards"
-    if plan.training.endless:
-        raise UsageError(
-            f"{where}, and schedule {plan.training.schedule} updates with microbatches in flight, which shards cannot "
-            "do together yet: use schedule 1f1b, or one device for each stage"
-        )
     grid = plan.stages[number].grid
     for other, stage in enumerate(plan.stages):
         if stage.devices == grid.devices and (stage.grid.data, stage.grid.tensor) != (grid.data, grid.tensor):
@@ -142,11 +136,6 @@ def _part(plan: Plan, stage: int, shared: int) -> tuple[int, str]:
 def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     stage, data = plan.stages[number], plan.stages[number].grid.data
     where = f"stage {number} has {data} replicas"
-    if plan.training.endless:
-        raise UsageError(
-            f"{where}, and schedule {plan.training.schedule} updates with microbatches in flight, which replicas "
-            "cannot do together yet: use schedule 1f1b, or one device for each stage"
-        )
     if last is not None and last % data:
         raise UsageError(
             f"{where}, which cannot divide the {last} samples of the last microbatch equally: leave out "

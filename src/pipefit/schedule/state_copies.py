@@ -144,13 +144,13 @@ class StateCopies:
             yield from self.behind[number]
 
     def _uses(self, decision: Decision) -> Iterator[int]:
-        """The positions of what needs the state of a decision. Gradients stay from the first collective on."""
+        """The positions of what needs the state of a decision. Gradients stay from a collective to the update."""
         assert isinstance(decision.subject, State)
         start, stop, gradients = decision.subject.start, decision.subject.stop, decision.subject.kind == "gradients"
         for number, action in enumerate(self.actions):
             if gradients and action.kind in COLLECTIVE and not action.wait:
                 yield number
-                return
+                continue
             copied = action.kind is Kind.STASH and not action.wait
             if action.stage != decision.stage or not (copied or action.kind is Kind.UNSHARD or _computes(action)):
                 continue
@@ -169,8 +169,8 @@ class StateCopies:
         missing = layers if decision.subject.kind == "gradients" else frozenset()
         for one, following in pairwise(self._uses(decision)):
             action = self.actions[one]
-            if action.kind is Kind.UNSHARD and not action.wait:
-                continue  # it reads them until its join
+            if action.kind in COLLECTIVE:
+                continue  # it reads them until its join, if not longer
             if action.kind is Kind.BACKWARD:
                 missing = missing.difference(range(*action.layers) if action.layers else layers)
             elif action.kind is Kind.STEP and decision.subject.kind == "gradients":

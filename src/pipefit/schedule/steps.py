@@ -1,4 +1,4 @@
-"""One rank's step under an endless schedule, cut out of all that the rank does before it, in it and after it.
+"""A device's step under an endless schedule, cut out of all that the device does before it, in it and after it.
 
 The order of a rank's forwards and backwards is the same wherever steps end, unless it is drained. What stands next to a
 forward or backward may belong to a microbatch of another step: a recomputation that comes early, the end of a copy that
@@ -14,7 +14,7 @@ weights leave again between backwards of the drain, if they do so in steps, whos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -30,20 +30,23 @@ from pipefit.schedule.copies import Inserted, Move, Timeline, inserted, moves_of
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units
+from pipefit.schedule.slices import Slices
 from pipefit.schedule.state_copies import gradient_moves, weights_copied
-from pipefit.schedule.updates import run_by_run, update_of
+from pipefit.schedule.sums import summed_units
+from pipefit.schedule.updates import run_by_run, unshards_of, update_of
 from pipefit.schedule.version_moves import version_moves
 
 
 class Entered(NamedTuple):
-    """What has entered a pipeline since it was empty."""
+    """What has entered a pipeline since it was empty.
+
+    Microbatches in flight that are `smaller` than the plan's have numbers, counted from the next one that enters, and
+    samples.
+    """
 
     microbatches: int = 0
     steps: int = 0
-
-    def then(self, microbatches: int) -> Entered:
-        """What has, after a step of so many."""
-        return Entered(self.microbatches + microbatches, self.steps + 1)
+    smaller: tuple[tuple[int, int], ...] = ()
 
 
 def settled(plan: Plan, microbatches: int | None = None) -> int:
@@ -68,26 +71,37 @@ def as_early(plan: Plan, entered: int) -> int:
 
 
 class Stream:
-    """What one rank does, from an empty pipeline on: `entered` microbatches of `steps` earlier steps, a step, and what
-    follows.
+    """What a device of one rank does, from an empty pipeline on: `entered` microbatches of `steps` earlier steps, a
+    step, and what follows.
 
     Microbatches are counted from the first one in the pipeline. Under two versions weights depend on where steps end,
     though only on whether there was more than one, and that each had a microbatch for every stage.
     """
 
     def __init__(
-        self, plan: Plan, schedule: Endless, rank: int, bundles: Bundles, *, microbatches: int, entered: int, steps: int
+        self,
+        plan: Plan,
+        schedule: Endless,
+        rank: int,
+        bundles: Bundles,
+        slices: Slices,
+        *,
+        microbatches: int,
+        entered: int,
+        steps: int,
     ) -> None:
         self._plan, self._schedule, self._rank, self._bundles = plan, schedule, rank, bundles
+        self._slices = slices
         self._microbatches, self._entered = microbatches, entered
         self._earlier = list(self._before(entered, steps))
         self._own = self._order(microbatches, entered)
 
     def step(self) -> list[Action]:
         """The actions of the step, its microbatches counted from its own first one."""
-        units = self._units if self._plan.decisions else [[action] for action in (*self._earlier, *self._own)]
+        alone = not self._plan.decisions and self._plan.stages[self._rank].grid.data == 1
+        units = [[action] for action in (*self._earlier, *self._own)] if alone else self._units
         own = chain(*units[len(self._earlier) : len(self._earlier) + len(self._own)])
-        actions = list(communicated(list(own), self._plan, before=self._last, endless=True))
+        actions = self._communicated(own, before=self._last)
         if moves := self._moves():
             before, behind = (self._by_action(places) for places in inserted(moves))
             actions = [one for a in actions for one in (*before.get(a, ()), a, *behind.get(a, ()))]
@@ -99,7 +113,7 @@ class Stream:
         soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
         units = self._divided([*self._earlier, *self._own], soon)[len(self._earlier) :]
         order = [action for unit in units for action in unit if action not in done]
-        actions = list(drained(order, self._plan, before=self._last))
+        actions = list(drained(order, self._plan, self._slices, before=self._last))
         if moves := self._moves():
             actions = list(self._with_the_rest(actions, moves))
         return self._finished(actions)
@@ -109,12 +123,16 @@ class Stream:
         copied = (
             weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
         )
-        return [shifted(action, -self._entered) for action in copied]
+        return [shifted(action, -self._entered) for action in self._slices.together(copied)]
+
+    def _communicated(self, order: Iterable[Action], *, before: Action | None = None) -> list[Action]:
+        """An order of the stream with its receives, loads and sends."""
+        return list(communicated(list(order), self._plan, self._slices, before=before, endless=True))
 
     def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
         """The actions of a drain with what the earlier steps have left to do of their moves, and its own moves."""
         earlier = list(chain(*self._units[: len(self._earlier)]))
-        past = list(communicated(earlier, self._plan, endless=True)) if earlier else []
+        past = self._communicated(earlier) if earlier else []
         done = set(past)
         at, own = self._timeline.actions, {action: number for number, action in enumerate(actions)}
         left = [move for move in moves if at[move.start] in done and at[move.users[0]] not in done]
@@ -162,22 +180,28 @@ class Stream:
         return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
 
     def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
-        """What every action of an order becomes: passes in pieces by the decisions of `plan`, and updates in runs."""
-        before = chain([None], order)
-        pairs = zip(before, recomputed_units(order, plan), strict=False)
-        return [self._updated(one, unit[0]) if unit[0].kind in UPDATES else unit for one, unit in pairs]
+        """What every action of an order becomes: passes in pieces by the decisions of `plan`, updates in runs, and sums
+        of gradients.
+        """
+        summed = {(self._rank, action.microbatch) for action in order if action.kind is Kind.STEP}
+        units = summed_units(recomputed_units(order, plan, summed=summed), plan, self._rank)
+        pairs = zip(chain([None], order), units, strict=False)
+        return [[one for action in unit for one in self._updated(before, action)] for before, unit in pairs]
 
     def _updated(self, before: Action | None, action: Action) -> list[Action]:
         """What an update becomes, or the copy of the weights `before` it, which goes with it if parameters move."""
+        if action.kind not in UPDATES:
+            return [action]
         if action.kind is Kind.STASH:
             apart = self._parameters and not action.wait
             return [] if apart else list(run_by_run(action, self._plan)) if self._parameters else [action]
         stash = before if self._parameters and before is not None and before.kind is Kind.STASH else None
-        return list(update_of(action, self._plan, self._bundles, stash=stash))
+        unshards = unshards_of(self._plan, [self._rank], action.microbatch)
+        return [*update_of(action, self._plan, self._bundles, stash=stash), *unshards]
 
     @cached_property
     def _timeline(self) -> Timeline:
-        return Timeline(list(communicated(list(chain(*self._units)), self._plan, endless=True)))
+        return Timeline(self._communicated(chain(*self._units)))
 
     def _moves(self) -> list[Move]:
         """All that is moved away and back in the stream, but for updates."""

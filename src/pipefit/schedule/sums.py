@@ -15,6 +15,11 @@ layers, and then the gradients of all others are freed:
     B3[6:9] REDUCE3[6:9] B3[3:6] WAIT_REDUCE3[6:9] REDUCE3[3:6] B3[0:3] WAIT_REDUCE3[3:6] REDUCE3[0:3] ...
 
 So besides its own a replica has the gradients of two buckets at most.
+
+Under an endless schedule every update has sums of its own, which its STEP joins (`summed_units`); they and it have the
+number of the microbatch behind which the stage is updated:
+
+    B3 SEND_B3 REDUCE3 STASH3 WAIT_REDUCE3 STEP3 WAIT_STASH3
 """
 
 from __future__ import annotations
@@ -29,13 +34,13 @@ from pipefit.decisions import What
 from pipefit.plans import Plan
 
 
-def sums_of(plan: Plan, stage: int) -> list[Action]:
-    """The REDUCEs that a stage's update joins, in the order in which they begin; none where it is one replica, or every
-    microbatch has its own.
+def sums_of(plan: Plan, stage: int, microbatch: int | None = None) -> list[Action]:
+    """The REDUCEs that a stage's update joins, the one behind a `microbatch` if there are many in a step, in the order
+    in which they begin; none where it is one replica, or every microbatch has its own.
     """
     if plan.stages[stage].grid.data == 1 or plan.stages[stage].grid.divides_gradients:
         return []
-    return [Action(Kind.REDUCE, stage, layers=run) for run in _runs(plan, stage)]
+    return [Action(Kind.REDUCE, stage, microbatch, run) for run in _runs(plan, stage)]
 
 
 def cut_for_sums(plan: Plan, stage: int, *, is_last: bool) -> list[int]:
@@ -65,6 +70,45 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
                 behind[_sent(actions, backwards[following])].append(reduce.join)
     merged = [one for n, action in enumerate(actions) for one in (*before[n], action, *behind[n])]
     return [*merged, *before[len(actions)]] if replicated else list(actions)
+
+
+def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> list[list[Action]]:
+    """What every action of a stage's order becomes under an endless schedule, with the sums for its updates: begun
+    behind the last backward of their layers, joined before the STEP. Where every microbatch has its own, they are
+    joined behind the next backward if that comes first, or before what it becomes if it has the same layers.
+    """
+    if plan.stages[stage].grid.data == 1:
+        return list(map(list, units))
+    actions = [action for unit in units for action in unit]
+    begins = [number for number, unit in enumerate(units) for _ in unit]  # by position in `actions`, its unit
+    backwards = [n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD]
+    updates = [n for n, action in enumerate(actions) if action.kind is Kind.STEP]
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    for update in updates:
+        own = [n for n in backwards if actions[n].microbatch == actions[update].microbatch]
+        for reduce in sums_of(plan, stage, actions[update].microbatch):
+            behind[_last(actions, own, reduce)].append(reduce)
+            before[begins[update]].append(reduce.join)
+    for reduce, last in _of_microbatches(actions, backwards, plan, stage):
+        behind[last].append(reduce)
+        following, update = (_next(found, last, len(actions)) for found in (backwards, updates))
+        if update < following:
+            before[begins[update]].append(reduce.join)
+        elif following < len(actions) and _has(actions[following], reduce):
+            before[begins[following]].append(reduce.join)
+        elif following < len(actions):
+            behind[following].append(reduce.join)
+    numbered = iter(range(len(actions)))
+    return [
+        [*before[number], *(one for action, n in zip(unit, numbered, strict=False) for one in (action, *behind[n]))]
+        for number, unit in enumerate(units)
+    ]
+
+
+def _next(positions: Sequence[int], position: int, end: int) -> int:
+    """The first of rising positions behind a position, or the end."""
+    found = bisect_right(positions, position)
+    return positions[found] if found < len(positions) else end
 
 
 def _last(actions: Sequence[Action], backwards: Sequence[int], reduce: Action) -> int:

@@ -67,14 +67,16 @@ def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Act
         yield Action(Kind.AGREE, stages[0]).join
     for stage in stages:
         yield from update_of(Action(Kind.STEP, stage), plan, bundles)
-    unshards = [Action(Kind.UNSHARD, stage) for stage in stages if _owners_update(plan, stage)]
-    yield from unshards
-    yield from (unshard.join for unshard in unshards)
+    yield from unshards_of(plan, stages)
 
 
-def _owners_update(plan: Plan, stage: int) -> bool:
-    """Whether each layer is updated by one replica alone, which brings its parameters to the others, who keep them."""
-    return plan.stages[stage].grid.shard in ("optimizer", "gradients")
+def unshards_of(plan: Plan, stages: Sequence[int], microbatch: int | None = None) -> list[Action]:
+    """What follows the updates of these stages, those behind a `microbatch` if there are many in a step: where each
+    layer is updated by one replica alone, it brings the parameters to the others, who keep them.
+    """
+    owned = [stage for stage in stages if plan.stages[stage].grid.shard in ("optimizer", "gradients")]
+    unshards = [Action(Kind.UNSHARD, stage, microbatch) for stage in owned]
+    return [*unshards, *(unshard.join for unshard in unshards)]
 
 
 def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | None = None) -> Iterator[Action]:
