@@ -109,7 +109,7 @@ DECIDED = replace(
 BODY = parse_program(
     """
     device 0: 0LOAD0 0F0 0OFFLOAD0#0@device1*2+host0*1 0SEND_F0{0:2}@device1 0WAIT_SEND_F-1{0:2}@device1 0STEP-1
-    device 1: 1RECV_F0{0:2} 1WAIT_RECV_F0{0:2} 1GATHER_F0 1WAIT_GATHER_F0 1I0 1W0
+    device 1: 1RECV_F0{0:2} 1WAIT_RECV_F0{0:2} 1UNSHARD0 1WAIT_UNSHARD0 1I0 1W0
     device 2: 1LOAD0
     bundle 0: 0.1 2.0
     carried in 0: 0SEND_F-1{0:2}@device1

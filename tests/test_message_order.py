@@ -234,7 +234,7 @@ def test_a_program_that_ends_is_accepted(case: str) -> None:
 GRID = ((0,), (1, 2))
 HALVES = """
 device 0: 0SEND_F0{{0:2}}@device1 0SEND_F0{{2:4}}@device2 0WAIT_SEND_F0{{0:2}}@device1 0WAIT_SEND_F0{{2:4}}@device2
-device 1: 1RECV_F0{{0:2}} 1WAIT_RECV_F0{{0:2}} 1GATHER_F0 1WAIT_GATHER_F0
+device 1: 1RECV_F0{{0:2}} 1WAIT_RECV_F0{{0:2}} 1REDUCE0 1WAIT_REDUCE0
 device 2: 1RECV_F0{{2:4}} 1WAIT_RECV_F0{{2:4}} {}
 """
 ROWS = """
@@ -245,13 +245,13 @@ device 2:
 
 
 def test_devices_of_one_stage_have_channels_of_their_own() -> None:
-    """Halves of a microbatch go to two devices, which exchange them; a device that does not take part is named."""
-    parse_program(HALVES.format("1GATHER_F0 1WAIT_GATHER_F0"), placement=GRID, microbatches=1)
-    parse_program(HALVES.format("").replace("1GATHER_F0 1WAIT_GATHER_F0", ""), placement=GRID, microbatches=1)
-    twice = HALVES.format("1GATHER_F0 1WAIT_GATHER_F0").replace("device 1:", "device 1: 1GATHER_F1 1WAIT_GATHER_F1")
-    with pytest.raises(UsageError, match=r"1GATHER_F\d would be added to 1GATHER_F\d"):
+    """Halves of a microbatch go to two devices, which sum their gradients; one that does not take part is named."""
+    parse_program(HALVES.format("1REDUCE0 1WAIT_REDUCE0"), placement=GRID, microbatches=1)
+    parse_program(HALVES.format("").replace("1REDUCE0 1WAIT_REDUCE0", ""), placement=GRID, microbatches=1)
+    twice = HALVES.format("1REDUCE0 1WAIT_REDUCE0").replace("device 1:", "device 1: 1REDUCE1 1WAIT_REDUCE1")
+    with pytest.raises(UsageError, match=r"1REDUCE\d would be added to 1REDUCE\d"):
         parse_program(twice, placement=GRID, microbatches=2)
-    late = HALVES.format("1AGREE 1WAIT_AGREE 1GATHER_F0 1WAIT_GATHER_F0") + "\n"
+    late = HALVES.format("1AGREE 1WAIT_AGREE 1REDUCE0 1WAIT_REDUCE0") + "\n"
     with pytest.raises(UsageError, match=r"device 2 stands at 1WAIT_AGREE until device \d starts [01]AGREE"):
         parse_program(late, placement=GRID, microbatches=1)
 

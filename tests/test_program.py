@@ -113,8 +113,8 @@ def test_a_program_parses_back_from_its_text(schedule: str, stages: int, microba
         ("2W0[3:6]", Action(Kind.WEIGHT_GRADIENTS, 2, 0, (3, 6))),
         ("0B-3", Action(Kind.BACKWARD, 0, -3)),
         ("2SEND_F0{0:2}@device5", Action(Kind.SEND_FORWARD, 2, 0, place=parse_place("device5"), part=(0, 2))),
-        ("2GATHER_F0", Action(Kind.GATHER_FORWARD, 2, 0)),
-        ("2WAIT_GATHER_F0", Action(Kind.GATHER_FORWARD, 2, 0, wait=True)),
+        ("2UNSHARD[3:6]", Action(Kind.UNSHARD, 2, layers=(3, 6))),
+        ("2WAIT_UNSHARD[3:6]", Action(Kind.UNSHARD, 2, layers=(3, 6), wait=True)),
         ("2OFFLOAD0#1@host", Action(Kind.OFFLOAD, 2, 0, subject=Bundle(1), place=parse_place("host"))),
         (
             "2WAIT_OFFLOAD0[5.versions]@disk",
@@ -250,7 +250,7 @@ def test_the_only_other_end_need_not_be_named() -> None:
         ),
         (("0SEND_F0{0:2} 0WAIT_SEND_F0{2:4}", "", ""), r"0WAIT_SEND_F0\{2:4\} joins nothing"),
         (("", "", "0LOAD0"), "device 2 has action 0LOAD0, but stage 0 is not on it"),
-        (("0GATHER_F0", "", ""), "0GATHER_F0 is never joined"),
+        (("0UNSHARD", "", ""), "0UNSHARD is never joined"),
     ],
 )
 def test_messages_between_grids_are_checked(lines: tuple[str, str, str], message: str) -> None:

@@ -177,25 +177,26 @@ GRIDS = ((0, 1, 2, 3), (4, 5))  # stage 0 four times, a replica for two samples;
 
 
 def replica(device: int) -> str:
-    """Device 0 to 3: its two rows go to the shard that takes this half; their gradients come from both alike."""
-    rows, to = f"{{{2 * device}:{2 * device + 2}}}", 4 + device // 2
+    """Device 0 to 3: its two rows go to both shards, and their gradients come from the first."""
+    rows = f"{{{2 * device}:{2 * device + 2}}}"
     return (
-        f"0LOAD0{rows} 0F0 0SEND_F0{rows}@device{to} 0RECV_B0{rows}@device{to} 0WAIT_SEND_F0{rows}@device{to} "
-        f"0WAIT_RECV_B0{rows}@device{to} 0B0 0REDUCE[0.gradients] 0WAIT_REDUCE[0.gradients] 0STEP"
+        f"0LOAD0{rows} 0F0 0SEND_F0{rows}@device4 0SEND_F0{rows}@device5 0RECV_B0{rows}@device4 "
+        f"0WAIT_SEND_F0{rows}@device4 0WAIT_SEND_F0{rows}@device5 0WAIT_RECV_B0{rows}@device4 "
+        "0B0 0REDUCE[0.gradients] 0WAIT_REDUCE[0.gradients] 0STEP"
     )
 
 
 def shard(device: int) -> str:
-    """Device 4 or 5: half of the rows comes from two replicas, the other half from the other shard."""
-    replicas = (0, 1) if device == 4 else (2, 3)
-    rows = [f"{{{2 * n}:{2 * n + 2}}}@device{n}" for n in replicas]
+    """Device 4 or 5: all rows come from four replicas; the first one has their gradients for all."""
+    rows = [f"{{{2 * n}:{2 * n + 2}}}@device{n}" for n in range(4)]
+    back = rows if device == 4 else []
     return " ".join(
         [
             *(f"1RECV_F0{part}" for part in rows),
             *(f"1WAIT_RECV_F0{part}" for part in rows),
-            "1GATHER_F0 1WAIT_GATHER_F0 1LOAD0 1F0 1B0",
-            *(f"1SEND_B0{part}" for part in rows),
-            *(f"1WAIT_SEND_B0{part}" for part in rows),
+            "1LOAD0 1F0 1B0",
+            *(f"1SEND_B0{part}" for part in back),
+            *(f"1WAIT_SEND_B0{part}" for part in back),
             "1STEP",
         ]
     )
@@ -209,11 +210,11 @@ def gridded() -> Program:
 
 
 def test_grids_are_a_program() -> None:
-    """Rows travel between devices by name, and the shards exchange halves; the text comes back equal."""
+    """Rows travel between devices by name; the text comes back equal."""
     program = gridded()
     assert parse_program(str(program), placement=GRIDS, microbatches=1) == program
     assert "0SEND_F0{2:4}@device4" in map(str, program.actions[1])
-    assert "1SEND_B0{4:6}@device2" in map(str, program.actions[5])
+    assert "1SEND_B0{4:6}@device2" in map(str, program.actions[4])
     lost = str(program).replace("1RECV_F0{2:4}@device1 ", "").replace("1WAIT_RECV_F0{2:4}@device1 ", "")
     with pytest.raises(UsageError, match=r"0SEND_F0\{2:4\}@device4 has no partner: 1RECV_F0\{2:4\}@device1 is missing"):
         parse_program(lost, placement=GRIDS, microbatches=1)

@@ -12,7 +12,6 @@ An action has a text form that can be parsed. The first number is the stage, the
     2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer is freed
     2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
     2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one device of several
-    2GATHER_F0           start exchanging rows, so that every device of the stage has the whole inputs; WAIT joins
     2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
     2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
@@ -69,7 +68,6 @@ class Kind(StrEnum):
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
-    GATHER_FORWARD = "GATHER_F"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     REDUCE = "REDUCE"
@@ -84,7 +82,7 @@ FORWARDS = frozenset({Kind.FORWARD, Kind.FORWARD_ONLY})
 SPLIT_BACKWARD = frozenset({Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS})
 COMPUTE = FORWARDS | SPLIT_BACKWARD | {Kind.RECOMPUTE, Kind.BACKWARD, Kind.STEP}
 UPDATES = frozenset({Kind.STASH, Kind.STEP})
-COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UNSHARD, Kind.GATHER_FORWARD})
+COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UNSHARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
@@ -179,7 +177,7 @@ def collective(action: Action) -> Hashable:
     members where it names them.
     """
     kind, stage, _, layers, subject, place, *_ = action
-    within = kind in (Kind.GATHER_FORWARD, Kind.UNSHARD) or (kind is Kind.REDUCE and subject is None)
+    within = kind is Kind.UNSHARD or (kind is Kind.REDUCE and subject is None)
     return kind, subject, stage if within else None, layers, place
 
 

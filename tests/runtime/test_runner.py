@@ -237,10 +237,6 @@ BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
         ),
         ("device 0: 0LOAD0 0F0 0B0 0STEP0", "0STEP0 belongs to a schedule without end, and the plan's is"),
         ("device 0: 0LOAD0 0F0{0:1} 0B0 0STEP", "the runtime cannot execute 0F0{0:1} yet"),
-        (
-            "device 0: 0GATHER_F0 0WAIT_GATHER_F0",
-            "the runtime cannot execute 0GATHER_F0 yet, and the simulator neither: lower the plan again",
-        ),
         (f"device 0: 0LOAD0 {OUT} 0F0 0B0 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
         (f"device 0: 0LOAD0 0F0 0B0 {OUT} 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
         (f"device 0: 0LOAD0 0F0 {OUT} 0B0 0STEP", "0B0 needs a tensor that is away: 0WAIT_RELOAD0[1.0]@host must come"),

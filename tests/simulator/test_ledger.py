@@ -217,7 +217,6 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
         ("0LOAD0 0N0 0R0[0:1]", "belongs to no forward of just these layers"),
         ("0LOAD0 0F0 0I0 0W0", "0I0 can be written down, but neither simulated nor run yet"),
         ("0LOAD0 0F0{0:1}", r"0F0\{0:1\} can be written down, but neither simulated nor run yet"),
-        ("0GATHER_F0 0WAIT_GATHER_F0", "0GATHER_F0 can be written down, but neither simulated nor run yet"),
         ("0LOAD0 0F0 0B0 0STEP[0:1] 0STEP", r"0STEP has no gradients"),
         ("0LOAD0 0F0 0B0 0STEP[0:3]", r"0STEP\[0:3\] is outside its stage, which holds layers 0 to 1"),
         ("0LOAD-1", "0LOAD-1 needs the number of a microbatch, 0 to 1"),

@@ -257,8 +257,6 @@ class Ledger:
 
     def _collect(self, action: Action, stage: StageCost) -> Effect | None:
         """A collective. Where only owners keep gradients, those of others are freed when their sum is joined."""
-        if action.kind is Kind.GATHER_FORWARD:
-            self._refuse(f"{action} can be written down, but neither simulated nor run yet")
         layers = range(*(action.layers or (stage.start, stage.stop)))
         summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
         if not action.wait and not self._born.issuperset(summed):
