@@ -16,9 +16,7 @@ import torch
 from divided import divided, grid_plan
 from fully_sharded import fully_sharded
 from pipefit.actions import Action
-from pipefit.capture import Task
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
-from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.places import parse_place
 from pipefit.plans import Plan
@@ -28,7 +26,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
-from replicated import MODELS, Table, plain_task, precise, replicated
+from replicated import MODELS, plain_task, precise, replicated
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
@@ -234,43 +232,6 @@ def interrupting(trainer: Trainer, text: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRunner, "_timed", stopping)
         yield
-
-
-class Moved(torch.nn.Module):
-    """Adds a parameter to a table without samples that it is given: both have one gradient, in one memory."""
-
-    def __init__(self, *, apart: bool) -> None:
-        super().__init__()
-        self.more, self.apart = torch.nn.Parameter(torch.randn(24, dtype=torch.float64)), apart
-
-    def forward(self, given: Any) -> Any:
-        x, table = given
-        return x, table + (self.more * 1.0 if self.apart else self.more).view(3, 8)
-
-
-def moved(*, apart: bool) -> Task:
-    """A table goes from the first layer to the last."""
-    return Task(
-        lambda: torch.nn.Sequential(Table(), Moved(apart=apart), Table(last=True)),
-        batch=lambda n: tuple(torch.randn(n, 3, 8, dtype=torch.float64) for _ in range(2)),
-        loss=torch.nn.functional.mse_loss,
-        optimizer=MOMENTUM,
-        name="moved",
-    )
-
-
-def test_a_gradient_that_is_also_that_of_a_value_is_not_summed_while_it_is_sent() -> None:
-    """Autograd may hand on one tensor as both; the sentence says what keeps them apart."""
-    found = profile(moved(apart=False), microbatch_size=(4, 2))
-    plan = sliced_plan(found, [0, 1, 3], [2, 2], microbatches=1)
-    with pytest.raises(UsageError, match=r"1REDUCE would change the gradient of a value, .* multiply the value or"):
-        Trainer(moved(apart=False), plan).step(moved(apart=False).batch(4))
-    task = moved(apart=True)
-    plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 1, 3], [2, 2], microbatches=1)
-    trainer, plain = Trainer(task, plan), Trainer(task, sliced_plan(plan.profile, [0, 3], [1], microbatches=1))
-    for one in batches(task, plan, 2):
-        assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-6)
-    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
 @pytest.mark.parametrize("shard", sampled(DIVIDED, often=["parameters"]))

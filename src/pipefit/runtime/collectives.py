@@ -6,15 +6,14 @@ counts (`pipefit.cost.communicators`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from pipefit.actions import Action, Kind
 from pipefit.cost.communicators import members
 from pipefit.plans import Plan
-from pipefit.runtime.gradients import Exchanged, check_apart, gathered_parameters, others_freed, summed_gradients
+from pipefit.runtime.gradients import Exchanged, gathered_parameters, others_freed, summed_gradients
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 
@@ -28,16 +27,10 @@ class Collectives:
     def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:
         self._plan, self._device, self._transfers = plan, device, transfers
 
-    def start(self, stage: StageRunner, action: Action, needed: Iterable[Tensor]) -> Resized:
-        """Begin a collective of a stage; `needed` are gradients of values, which it must not change.
-
-        Raises:
-            UsageError: it would change one.
-        """
+    def start(self, stage: StageRunner, action: Action) -> Resized:
+        """Begin a collective of a stage."""
         resized = stage.gather(action) if action.kind is Kind.UNSHARD else ()
         exchanged = self._exchanged(stage, action)
-        if action.kind is Kind.REDUCE:
-            check_apart(action, exchanged, (*self._transfers.tensors, *needed))
         devices = members(self._plan, action)
         owners = [devices[owner] for owner in exchanged.owners]
         self._transfers.collect(action, exchanged.tensors, devices, self._device, owners)

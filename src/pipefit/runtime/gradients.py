@@ -8,14 +8,13 @@ the owner of a layer gets the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipefit.actions import Action, Subject
-from pipefit.errors import UsageError
 from pipefit.runtime.stage import StageRunner
 
 
@@ -35,20 +34,6 @@ def summed_gradients(stage: StageRunner, action: Action, summed: Container[int])
         return Exchanged([parameter.grad], [])
     apart = {id(parameter) for number, parameter in stage.shared.items() if number in summed}
     return _of_layers(stage, action, lambda layer: _of_layer(stage, layer, apart))
-
-
-def check_apart(action: Action, exchanged: Exchanged, needed: Iterable[Tensor]) -> None:
-    """Check that what a REDUCE adds up in place shares no memory with gradients of values that are still `needed`.
-
-    Raises:
-        UsageError: it does, as autograd may hand on one tensor as both.
-    """
-    apart = {tensor.untyped_storage()._cdata for tensor in needed}
-    if not apart.isdisjoint(tensor.untyped_storage()._cdata for tensor in exchanged.tensors):
-        raise UsageError(
-            f"{action} would change the gradient of a value, which lies in the memory of a parameter's gradient: "
-            "multiply the value or the parameter by one in the layer, so that each has its own"
-        )
 
 
 def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorage]:

@@ -19,6 +19,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
+from pipefit.runtime.apart import keep_apart
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, gradients_to_send, naming_changes, take
@@ -56,6 +57,7 @@ class Passes:
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
         self.device, self._graph_dropped = device, graph_dropped
+        self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     # ---------------------------------------------------------------- forward
@@ -248,6 +250,8 @@ class Passes:
     def _backward_of(self, flight: Flight, piece: Piece) -> None:
         """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
         graph, flight_gradients = piece.graph, flight.gradients
+        trained = self._trained[piece.first - self.start : piece.end - self.start]
+        born = [parameter for own in trained for parameter in own if parameter.grad is None]
         if self._has_loss(piece.end):
             flight_gradients = [self._loss_gradient(flight)]
         flight.gradients = []
@@ -257,6 +261,7 @@ class Passes:
             backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
+        keep_apart(born, flight.gradients)
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
         """The gradient from which the backward of a loss starts: the microbatch's weight, times the loss scale."""

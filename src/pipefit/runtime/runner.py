@@ -321,8 +321,7 @@ class DeviceRunner:
     # ---------------------------------------------------------------- the end of a step
 
     def _collect(self, action: Action) -> None:
-        flying = (one for flight in self._flights.values() for one in flight.gradients if one is not None)
-        self._resized(self._collectives.start(self.stages[action.stage], action, flying))
+        self._resized(self._collectives.start(self.stages[action.stage], action))
 
     def _collected(self, action: Action) -> None:
         self._resized(self._collectives.join(self.stages[action.stage], action))
