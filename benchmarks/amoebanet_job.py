@@ -35,13 +35,15 @@ class Job:
         return build("amoebanet", layers=self.layers, filters=filters, image_size=self.image_size, pooling="average")
 
     def demand(self, recompute: Recompute) -> Demand:
-        """How it is trained, for our own search of splits."""
+        """How it is trained, for our own search of splits, of one device a stage as theirs are."""
         return Demand(
             cluster=self.cluster,
             microbatch_size=self.microbatch_size,
             microbatches=self.microbatches,
             schedule=SCHEDULES[recompute],
             recompute=recompute,
+            data=1,
+            tensor=1,
             planner="exact",
             target=self.target,
         )

@@ -66,6 +66,7 @@ from pipefit.fit.growth import Growth, setting
 from pipefit.fits import Attempt, Fit
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
+from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute
@@ -154,12 +155,15 @@ def fixed(edges: Edges) -> Splitter:
 def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> Edge:
     """The edge under the plans of one partitioner."""
 
-    def plan(profile: ModelProfile, filters: int) -> Plan:
-        given = job.setting(profile, filters, recompute)
+    def plan(_: OnDemand, filters: int) -> Plan:
+        given = job.setting(costs(filters), filters, recompute)
         edges = split(given)
         return replace(plan_at(given, edges), prediction=Prediction(**outcome(given, edges)._asdict()))
 
-    growth = Growth(name="filters", sense="largest", values=job.values, task=job.task, costs=costs, plan=plan)
+    def profiles(filters: int) -> OnDemand:
+        return OnDemand(job.task(filters), target=job.target)
+
+    growth = Growth(name="filters", sense="largest", values=job.values, task=job.task, profiles=profiles, plan=plan)
     return edge_of(find(growth, certify=False))
 
 

@@ -270,7 +270,7 @@ def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
     assert main([*line, "--steps", "4", *metrics]) == 0
     capsys.readouterr()
     assert main([*line, "--steps", "3", "--save", runs, "--every", "2", "--keep", "1"]) == 0
-    assert f"2 checkpoints of 32.20 KiB in {runs}, the last of step 3;" in capsys.readouterr().out
+    assert f"1 checkpoint of 32.20 KiB in {runs}, the last of step 3;" in capsys.readouterr().out
     assert [path.name for path in Path(runs).iterdir()] == ["step-00000003"]
     assert main([*line, "--steps", "5", "--resume", runs, "--json", *metrics]) == 0
     out, err = capsys.readouterr()

@@ -99,10 +99,10 @@ def test_replicas_divide_more_state_from_row_to_row() -> None:
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
     """No line is longer than 80 columns, and the command that it ends with is one that plans."""
-    text = plain(describe_overview(seen(96), "zoo:mlp --cluster emulated:2x96KiB"), 80)
+    text = plain(describe_overview(seen(88), "zoo:mlp --cluster emulated:2x88KiB"), 80)
     assert text.startswith("Fits, tightly: mlp of")
     assert max(map(len, text.splitlines())) <= 80
-    assert "Next: pipefit plan zoo:mlp --cluster emulated:2x96KiB --batch-size" in " ".join(text.split())
+    assert "Next: pipefit plan zoo:mlp --cluster emulated:2x88KiB --batch-size" in " ".join(text.split())
 
 
 def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
