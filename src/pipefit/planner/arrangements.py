@@ -30,7 +30,7 @@ from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import least_seconds
 from pipefit.planner.joint import Search, Searched, exact_in_time
-from pipefit.planner.mixed import Mixed, mixed
+from pipefit.planner.mixed import Mixed, mixed, with_hosts
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.planner.spaces import Space, by_distance
@@ -77,6 +77,8 @@ class Trials:
         if self.space.count > 1 or self.space.grids:
             for size in self._visited(slices=True) if self.space.grids else ():
                 self._mix(size)
+            for size in self._least:
+                self._mix_with_hosts(size)
             for size in self._visited():
                 self._look_at(self._widest(size))
             for arrangement in self._others():
@@ -124,7 +126,16 @@ class Trials:
             least = self._least[size] = least_seconds(question)
             at_most = self._fastest * (1 + _ROOM)
             looks = least < at_most and exact_in_time(question)
-            found = mixed(question, at_most, hosts=not self._keeps) if looks else None
+            found = mixed(question, at_most) if looks else None
+            self.mixed += [found] if found is not None else []
+
+    def _mix_with_hosts(self, size: int) -> None:
+        """Find the fastest plan of a size in which hosts take what replicas divide, if all is not kept anyway, and no
+        plan is known that takes about as few seconds as any of this size.
+        """
+        if not self._keeps and self._least[size] * (1 + _ROOM) < self._fastest:
+            question = self.space.question_of(size, self._profile(size))
+            found = with_hosts(question, self._fastest) if exact_in_time(question) else None
             self.mixed += [found] if found is not None else []
 
     def question(self, arrangement: Arrangement) -> Question:

@@ -7,8 +7,8 @@ backward, or every bucket but a stage's last runs again.
 
 So an answer is never slower than the plans by hand of `benchmarks/bench_zero.py`, as long as the budget lasts.
 
-Costs: up to eight simulations for each number of replicas, the kept ones first; none of stages that alone would take
-longer than a plan that is known. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857.)
+Costs: up to eight simulations for each number of replicas, the kept ones first. (ZeRO-Offload, arXiv 2101.06840;
+ZeRO-Infinity, arXiv 2104.07857.)
 """
 
 from __future__ import annotations

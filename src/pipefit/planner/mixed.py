@@ -45,21 +45,18 @@ class Mixed(NamedTuple):
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
 
 
-def mixed(question: Question, at_most: float = float("inf"), *, hosts: bool = True) -> Mixed | None:
-    """The fastest plan; None if none fits. Stages save memory where that is faster, or where nothing else fits; and so
-    do `hosts`, if a plan that keeps everything does not fit.
+def with_hosts(question: Question, at_most: float) -> Mixed | None:
+    """The fastest plan in which hosts take what replicas divide, in less than `at_most` seconds; None if none fits."""
+    found = hosted(question, at_most)
+    return None if found is None else Mixed(question, *found)
+
+
+def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
+    """The fastest plan in which nothing moves; None if none fits. Stages save memory where that is faster, or where
+    nothing else fits.
 
     With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too.
     """
-    best = _on_devices(question, at_most)
-    if not hosts or (best is not None and best.is_whole):
-        return best
-    found = hosted(question, at_most if best is None else min(at_most, best.seconds * (1 - _WORTH)))
-    return best if found is None else Mixed(question, *found)
-
-
-def _on_devices(question: Question, at_most: float) -> Mixed | None:
-    """The fastest plan in which nothing moves."""
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
     simulations = Simulations(question)
