@@ -33,13 +33,13 @@ _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3
 class Demand:
     """How the model is to be trained, whatever grows.
 
-    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, unless given 1. Without any of
-    the three it is four samples for each device of the cluster, and without `microbatches` alone four microbatches.
-    Planners that choose the size of microbatches do so where only a batch is known. Those that put stages on several
-    devices choose replicas, what these divide, and, where nothing fits without them, tensor-parallel shards; `data` and
-    `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget for each
-    value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would take many
-    times as long.
+    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, which is 1 unless it is given.
+    Without any of the three it is four samples for each device of the cluster, and without `microbatches` alone four
+    microbatches. Planners that choose the size of microbatches do so where only a batch is known. Those that put stages
+    on several devices choose replicas, what these divide, and, where nothing fits without them, tensor-parallel shards;
+    `data` and `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget
+    for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would
+    take many times as long.
     """
 
     cluster: Cluster

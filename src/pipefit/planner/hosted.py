@@ -5,7 +5,8 @@ take as long (`time`). Replicas divide gradients, or parameters too, in a bucket
 bucket, or it has the optimizer state, and the parameters between passes too. Either everything is kept for the
 backward, or every bucket but a stage's last runs again.
 
-So an answer is never slower than the plans by hand of `benchmarks/bench_zero.py`, as long as the budget lasts.
+They are looked for where no plan is known that keeps everything, or that comes within 1 % of the bound. So an answer is
+never slower by more than that than the plans by hand of `benchmarks/bench_zero.py`, as long as the budget lasts.
 
 Costs: up to eight simulations for each number of replicas, the kept ones first. (ZeRO-Offload, arXiv 2101.06840;
 ZeRO-Infinity, arXiv 2104.07857.)

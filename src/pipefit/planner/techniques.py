@@ -13,7 +13,9 @@ one that takes the least of what other tensors want: the host has memory to spar
 that a copy does not, and the spare memory of peers is the scarcest. They differ where added times nearly tie: what a
 technique gains has to be worth the memory of peers (`worth_seconds`).
 
-Both are rules for one tensor alone. What many tensors do to each other on one link is for the simulator to say.
+Both are rules for one tensor alone. What many tensors do to each other on one link is for the simulator to say:
+`mpress` asks its rule as it chooses, `joint` simulates what it chooses and has `joint_choice` only to be held against
+the table.
 (Zhou et al., "MPress", HPCA 2023, and its table of six tensors.)
 """
 
