@@ -71,13 +71,15 @@ def test_a_loss_that_is_no_number_may_end_the_training(
     assert "restart" not in err
 
 
-@pytest.mark.parametrize("option", ["--every 2", "--keep 2", "--on-failed-save stop", "--restarts 2"])
+@pytest.mark.parametrize(
+    "option", ["--every 2", "--keep 2", "--on-failed-save stop", "--save-in-foreground", "--restarts 2"]
+)
 def test_options_about_checkpoints_need_a_folder_for_them(
     option: str, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without `--save` they are refused by name, not ignored."""
-    name, value = option.split()
-    assert main(line(plan, "zoo:mlp", name, value)) == 2
+    name, *value = option.split()
+    assert main(line(plan, "zoo:mlp", name, *value)) == 2
     assert f"{name} is about checkpoints: say where they are saved (--save DIR)" in capsys.readouterr().err
 
 

@@ -169,7 +169,9 @@ def test_a_host_without_room_for_copies_is_written_from_directly(
     nbytes = sum(tensor.nbytes for tensor in trainer.state_dict(optimizer=True).values())
     monkeypatch.setattr(checkpointing, "free_bytes", lambda: int(room * nbytes))
     trainer._checkpoints._beside = workers
-    trainer.save(tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        trainer.save(tmp_path)
+    assert [str(one.message).startswith("this host has ") for one in told] == [True] * (not copies)
     assert trainer.saved is not None
     assert trainer.saved.snapshot_bytes == copies * nbytes
     assert copies or find(tmp_path).manifest.step == 1

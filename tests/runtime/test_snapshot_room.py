@@ -12,15 +12,18 @@ import pytest
 
 from divided import divided
 from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
-from pipefit.errors import PipefitWarning
+from pipefit.errors import OutOfMemory, PipefitWarning
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.saving import Saving
-from pipefit.schedule.room import snapshot_bytes
-from resuming import ADAMW, FEATURES, SEED, batches_of, named, plan_for, tied, trainer_for
+from pipefit.schedule import whole_run
+from pipefit.schedule.arenas import arenas_of
+from pipefit.schedule.room import room_needed, snapshot_bytes
+from resuming import ADAMW, FEATURES, SEED, batches_of, mortal, named, plan_for, tied, trainer_for, undisturbed
 from slices import batches
+from state_away import SWAPPED, one_stage
 from tiny import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,17 +84,76 @@ def on_a_host_of(memory_bytes: int) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
 
 
-@pytest.mark.parametrize("missing", often(0, 1))
-def test_a_host_without_room_is_told_before_training(missing: int, tmp_path: Path) -> None:
-    """With how many bytes are missing; training then stands still for each checkpoint, and copies nothing."""
+SAID = "host0 has 8.89 KiB, of which moved tensors take 0 B, and a copy of what it saves takes 8.89 KiB, 1 B "
+SAID += "more than is left: "
+
+
+@pytest.mark.parametrize(("missing", "in_foreground"), [(0, False), (1, True)])
+def test_training_stands_still_where_that_is_asked_for(missing: int, in_foreground: bool, tmp_path: Path) -> None:
+    """Then nothing is copied, and a host needs no room; without, one that has just enough is enough."""
     needed = snapshot_bytes(on_a_host_of(1 << 30))[HOST]
-    saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1)
+    saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1, in_foreground=in_foreground)
     plan = on_a_host_of(needed - missing)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", PipefitWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PipefitWarning)
         train(partial(named, "dropout"), plan, steps=2, seed=SEED, numbers=False, saving=saving, on_saved=saves.append)
     assert sum(saved.nbytes for saved in saves if saved.step == 2) == needed
-    assert {saved.snapshot_bytes > 0 for saved in saves} == {not missing}
-    said = "host0 has 8.89 KiB, of which moved tensors take 0 B, and a copy of what it saves takes 8.89 KiB, 1 B more "
-    said += "than is left: training stands still while a checkpoint is written"
-    assert [str(one.message) for one in told] == [said] * missing
+    assert {saved.snapshot_bytes > 0 for saved in saves} == {not in_foreground}
+
+
+def test_a_host_without_room_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    """With how many bytes are missing, and both ways out."""
+    plan = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
+    with pytest.raises(OutOfMemory) as refused:
+        train(partial(named, "dropout"), plan, steps=2, numbers=False, saving=Saving(directory=str(tmp_path)))
+    ways_out = "let training stand still while a checkpoint is written (--save-in-foreground), or move less there"
+    assert str(refused.value) == SAID + ways_out
+    train(partial(named, "dropout"), plan, steps=1, seed=SEED, numbers=False)  # who saves nothing needs none
+
+
+def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
+    """A host that has room for either, and not for both."""
+    plan = one_stage(*SWAPPED)
+    moved = sum(room_needed(plan, arenas_of(plan, whole_run(plan)))[HOST].values())
+    host = replace(plan.cluster.hosts[0], memory_bytes=moved + snapshot_bytes(plan)[HOST])
+    plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
+    Saving(directory=str(tmp_path)).check(0, plan, 0)
+    host = replace(host, memory_bytes=host.memory_bytes - 1)
+    plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
+    with pytest.raises(OutOfMemory, match=r"of which moved tensors take \d\S* KiB, and .* 1 B more than is left: "):
+        Saving(directory=str(tmp_path)).check(0, plan, 0)
+
+
+def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:
+    """A trainer on such a host stands still for its checkpoints, and says so once: nobody may be there to decide."""
+    plan = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
+    trainer = Trainer(named("dropout"), plan, seed=SEED)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PipefitWarning)
+        for _ in range(2):
+            trainer.step(batch_of(trainer.task, plan))
+            trainer.save(tmp_path)
+            assert trainer.saved is not None and trainer.saved.snapshot_bytes == 0
+    assert [str(one.message) for one in told] == [SAID + "training stands still while a checkpoint is written"]
+
+
+def test_a_restart_on_a_host_without_room_goes_on(tmp_path: Path) -> None:
+    """What is there has changed, and the command that was given before it did is no reason to end."""
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    (deaths / "1-2-1F0").touch()
+    smaller = on_a_host_of(snapshot_bytes(on_a_host_of(1 << 30))[HOST] - 1)
+    plans = iter([on_a_host_of(1 << 30), smaller])
+    with pytest.warns(PipefitWarning) as told:
+        losses, _ = train(
+            partial(mortal, str(deaths)),
+            on_a_host_of(1 << 30),
+            steps=4,
+            seed=SEED,
+            numbers=False,
+            saving=Saving(directory=str(tmp_path / "runs"), every=1),
+            restarts=1,
+            replan=lambda _: next(plans),
+        )
+    assert losses == undisturbed(4)
+    assert [str(one.message).startswith(SAID) for one in told] == [False, True]

@@ -77,6 +77,13 @@ def command(
         Literal["warn", "stop"] | None,
         typer.Option(help="Whether a checkpoint that cannot be written stops the training; warn unless given."),
     ] = None,
+    save_in_foreground: Annotated[
+        bool,
+        typer.Option(
+            "--save-in-foreground",
+            help="Let training stand still while a checkpoint is written; it takes no memory of hosts then.",
+        ),
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Go on from the newest whole checkpoint here, or from this one."),
@@ -123,7 +130,8 @@ def command(
     check_output(output, plan, cluster)
     check_output(metrics, plan, cluster, output)
     check_output(post_mortem, plan, cluster, output, metrics)
-    saving = _saving(save, every=every, keep=keep, on_failure=on_failed_save, restarts=restarts)
+    options = {"every": every, "keep": keep, "on_failure": on_failed_save, "in_foreground": save_in_foreground or None}
+    saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
     with progress("reading the model"):
@@ -188,15 +196,15 @@ def command(
     )
 
 
-def _saving(save: Path | None, *, restarts: int, **options: Any) -> Saving | None:
+def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving | None:
     """How to save; options about checkpoints are refused where none are saved."""
-    given = {name: value for name, value in options.items() if value is not None}
     if save is not None:
         from pipefit.runtime.saving import Saving
 
         return Saving(directory=str(save), **given)
     if given or restarts:
-        name = next(iter(given), "restarts").replace("on_failure", "on_failed_save").replace("_", "-")
+        name = next(iter(given), "restarts")
+        name = {"on_failure": "on-failed-save", "in_foreground": "save-in-foreground"}.get(name, name)
         raise UsageError(f"--{name} is about checkpoints: say where they are saved (--save DIR)")
     return None
 

@@ -24,12 +24,16 @@ from pipefit.runtime.naming import Names
 from pipefit.runtime.restoring import check_task, check_weight, restore, state_of, whole_likes
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import OnSave, Saved, Saver, Target
-from pipefit.runtime.snapshot import snapshot
+from pipefit.runtime.snapshot import Snapshot, snapshot
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.told import Ranks, Told
+from pipefit.schedule import whole_run
+from pipefit.schedule.arenas import arenas_of
+from pipefit.schedule.room import snapshot_shortage
 from pipefit.texts import printable
 from pipefit.trace import Category
+from pipefit.units import format_bytes
 from pipefit.validation import whole
 
 OnFailedSave = Callable[[FileError], None]
@@ -66,6 +70,7 @@ class Checkpointing:
         device = self._all[0].device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_save)
         self._on_failed_save = on_failed_save or _warn
+        self._stands_still = False  # whether it has been told that there is no room for copies
         self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
 
     @property
@@ -88,9 +93,13 @@ class Checkpointing:
         self._saver.save(
             Target(directory=Path(directory), step=step, keep=keep),
             lambda: snapshot(self._ranks, self.names, devices, self._rank, once=True),
-            lambda found: background and found.nbytes * self._beside <= free_bytes(),
+            self._shortage,
             lambda parts: self._manifest(parts, step, seed, scale),
+            background=background,
         )
+        if self.saved is not None and self.saved.shortage and not self._stands_still:
+            self._stands_still = True
+            warnings.warn(self.saved.shortage, PipefitWarning, stacklevel=3)
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole, or has failed; all workers call it together."""
@@ -159,6 +168,21 @@ class Checkpointing:
         state.load_into(self._all)
         for runner in self.runners:
             _count(runner)
+
+    def _shortage(self, found: Snapshot) -> str:
+        """Why there is no room for a copy of what is saved: in the plan's hosts, or in this one's memory just now."""
+        needed, free = found.nbytes * self._beside, free_bytes()
+        missing = self._plan_shortage or (
+            f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up to "
+            f"{format_bytes(needed)}"
+            if needed > free
+            else ""
+        )
+        return missing and f"{missing}: training stands still while a checkpoint is written"
+
+    @cached_property
+    def _plan_shortage(self) -> str:
+        return snapshot_shortage(self.plan, arenas_of(self.plan, whole_run(self.plan)))
 
     def _scale(self) -> ScaleState | None:
         scales = (stage.agreement.scale for stage in self._all if stage.agreement is not None)

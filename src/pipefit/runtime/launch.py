@@ -16,7 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -49,7 +49,6 @@ from pipefit.runtime.worker import (
 )
 from pipefit.schedule import Entered, whole_run
 from pipefit.schedule.arenas import arenas_of
-from pipefit.schedule.room import without_snapshot
 from pipefit.trace import DeviceTrace, Trace
 
 OnStep = Callable[[StepReport], None]
@@ -85,7 +84,6 @@ def launch(
         PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
     check_lending(plan, whole_run(plan))
-    ordered = _with_room(plan, ordered)
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved)
     try:
@@ -97,15 +95,6 @@ def launch(
     if supervisor.unsaved:
         raise NotSaved(supervisor.unsaved, supervisor.trace())
     return supervisor.trace()
-
-
-def _with_room(plan: Plan, ordered: Orders) -> Orders:
-    """The orders, by which training stands still for its checkpoints where a host has no room for copies."""
-    missing = without_snapshot(plan, arenas_of(plan, whole_run(plan))) if ordered.saving is not None else ""
-    if not missing:
-        return ordered
-    warnings.warn(f"{missing}: training stands still while a checkpoint is written", PipefitWarning, stacklevel=3)
-    return replace(ordered, background=False)
 
 
 def _nameless() -> int:
@@ -163,6 +152,7 @@ class _Supervisor:
     meeting: int | None = None  # the file through which the workers find each other
     unsaved: str = ""  # why a checkpoint at the end was not written, where that is no warning
     slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
+    stands_still: bool = False  # whether it has been told that a host has no room for copies of what is saved
 
     def start(self, task: bytes) -> None:
         """Start all workers.
@@ -259,8 +249,7 @@ class _Supervisor:
         if kind == "step":
             self.on_step(*words)
         elif kind == "saved":
-            if self.on_saved is not None:
-                self.on_saved(words[0])
+            self._hear_saved(*words)
         elif kind == "warning":
             warnings.warn(words[0], PipefitWarning, stacklevel=2)
         elif kind == "unsaved":
@@ -273,6 +262,14 @@ class _Supervisor:
             worker.error.add_note(traceback)
             if isinstance(worker.error, OutOfMemory):
                 worker.error.post_mortem = found
+
+    def _hear_saved(self, saved: Saved) -> None:
+        """What a save took a worker; why training stood still for it is told once."""
+        if saved.shortage and not self.stands_still:
+            self.stands_still = True
+            warnings.warn(saved.shortage, PipefitWarning, stacklevel=2)
+        if self.on_saved is not None:
+            self.on_saved(saved)
 
     def _raise_cause(self) -> None:
         """Give the other workers a moment to report, then raise the root cause."""

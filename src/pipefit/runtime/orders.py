@@ -38,7 +38,6 @@ class Orders:
     resume: str | None = None
     weights: str | None = None
     saving: Saving | None = None
-    background: bool = True  # whether training may go on while a checkpoint is written
 
 
 def orders(
@@ -58,6 +57,7 @@ def orders(
 
     Raises:
         FileError: there is no checkpoint to go on from, or it is of another task.
+        OutOfMemory: a host has no room for copies of what is saved.
         UsageError: a number is out of range, or not that of the checkpoint; or the folder for checkpoints has others.
     """
     whole("steps", steps, 1)
@@ -71,7 +71,7 @@ def orders(
     first = 0 if checkpoint is None else checkpoint.manifest.step
     seed = (seed or 0) if checkpoint is None else checkpoint.manifest.seed
     if saving is not None:
-        saving.check(first, plan.profile, seed)
+        saving.check(first, plan, seed)
     return Orders(
         steps=steps,
         seed=seed,

@@ -45,13 +45,14 @@ class Target:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A save as this process saw it: `nbytes` of tensors, of which `snapshot_bytes` were copied in the host's memory,
-    and `still_seconds` in which training stood still.
+    and `still_seconds` in which training stood still. `shortage` says why this process had no room for copies.
     """
 
     step: int
     nbytes: int
     snapshot_bytes: int
     still_seconds: float
+    shortage: str = ""
 
 
 class Saver:
@@ -72,12 +73,19 @@ class Saver:
         self._untold: list[FileError] = []
 
     def save(
-        self, target: Target, take: Callable[[], Snapshot], has_room: Callable[[Snapshot], bool], join: Join
+        self,
+        target: Target,
+        take: Callable[[], Snapshot],
+        shortage: Callable[[Snapshot], str],
+        join: Join,
+        *,
+        background: bool,
     ) -> None:
         """Begin to write what `take` finds to `target`; all workers call it together.
 
-        Copies are written while training goes on if every worker `has_room` for them. Otherwise all write the tensors
-        themselves before the call returns. Where another worker cannot begin, which tells why, nothing is saved.
+        In the `background` copies are written while training goes on, if no worker has a `shortage` of room for them,
+        in words. Otherwise all write the tensors themselves before the call returns. Where another worker cannot begin,
+        which tells why, nothing is saved.
 
         Raises:
             PipefitError: this worker cannot begin: what is trained cannot be written, or the folder not be made.
@@ -86,19 +94,19 @@ class Saver:
         began = time.perf_counter()
         self.on_save(False)
         error: PipefitError | None = None
-        at_once = False
+        short = ""
         hold: folders.Hold | None = None
         partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
         try:
             found = take()
-            at_once = not has_room(found)
+            short = shortage(found) if background else ""
             if self.rank == 0:
                 hold = folders.Hold(target.directory)
                 partial = folders.begin(target.directory, target.step)
         except PipefitError as failed:
             error = failed
         failures = self._which(error is not None)
-        at_once = bool(self._which(at_once))
+        at_once = not background or bool(self._which(bool(short)))
         if hold is not None and failures:
             hold.release()
         if error is not None:
@@ -116,6 +124,7 @@ class Saver:
             nbytes=nbytes,
             snapshot_bytes=0 if at_once else nbytes,
             still_seconds=time.perf_counter() - began,
+            shortage=short,
         )
 
     def wait(self) -> None:

@@ -8,9 +8,13 @@ from typing import Literal
 
 from pipefit.checkpoints.folders import check_writable, find, whole
 from pipefit.checkpoints.manifest import Manifest
-from pipefit.errors import UsageError
+from pipefit.errors import OutOfMemory, UsageError
 from pipefit.fingerprints import differences
+from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
+from pipefit.schedule import whole_run
+from pipefit.schedule.arenas import arenas_of
+from pipefit.schedule.room import snapshot_shortage
 from pipefit.texts import printable
 from pipefit.validation import check_types
 from pipefit.validation import whole as whole_number
@@ -21,6 +25,7 @@ class Saving:
     """Checkpoints go to `directory` after every `every` steps and after the last one; the newest `keep` stay.
 
     `on_failure` says whether a checkpoint that cannot be written stops the training, or is told in a warning.
+    `in_foreground` lets training stand still while one is written: it takes no memory of hosts then.
 
     Raises:
         UsageError: a number that cannot be.
@@ -30,6 +35,7 @@ class Saving:
     every: int = 100
     keep: int | None = None
     on_failure: Literal["warn", "stop"] = "warn"
+    in_foreground: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -41,12 +47,14 @@ class Saving:
         """Whether there is a checkpoint after so many steps, of `last` in all."""
         return step % self.every == 0 or step == last
 
-    def check(self, first: int, profile: ModelProfile, seed: int) -> None:
+    def check(self, first: int, plan: Plan, seed: int) -> None:
         """Check that `directory` can be written to, and has no checkpoint of another training than this one.
 
-        That is one of a later step than the training's `first`, or of another model or seed.
+        That is one of a later step than the training's `first`, or of another model or seed. Hosts need room for copies
+        of what is saved, unless it is written `in_foreground`.
 
         Raises:
+            OutOfMemory: a host has too little.
             FileError: it cannot be written to, or its newest checkpoint cannot be read.
             UsageError: it does: nobody could say later which are of which training, and `keep` would remove both.
         """
@@ -57,10 +65,16 @@ class Saving:
                 f"{printable(self.directory)} holds a checkpoint of step {newest[0]} already, and this training "
                 f"begins at {first}: go on from there (--resume), or save to another folder"
             )
-        if newest is not None and _of_another(find(newest[1]).manifest, profile, seed):
+        if newest is not None and _of_another(find(newest[1]).manifest, plan.profile, seed):
             raise UsageError(
                 f"{printable(self.directory)} holds checkpoints of another training, of another model or with another "
                 "seed: save to another folder"
+            )
+        missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
+        if missing:
+            raise OutOfMemory(
+                f"{missing}: let training stand still while a checkpoint is written (--save-in-foreground), or move "
+                "less there"
             )
 
     @property

@@ -293,9 +293,10 @@ class Trainer:
         """Save a checkpoint: a folder in `directory`, such as `step-00000800`, named after `steps_done`.
 
         All workers call it together. It copies what is trained to the host's memory, and a thread writes it while
-        training goes on; the next save, and `finish`, wait for it. Where the host has no room, or without `background`,
-        it is written before the call returns. Of the older checkpoints in `directory` the newest stay, so that there
-        are `keep`; all stay without it. `saved` tells the bytes and seconds.
+        training goes on; the next save, and `finish`, wait for it. Without `background`, and where the plan's hosts or
+        this one's memory have no room, which is told in a warning, it is written before the call returns. Of the older
+        checkpoints in `directory` the newest stay, so that there are `keep`; all stay without it. `saved` tells the
+        bytes and seconds.
 
         Raises:
             UsageError: batches wait for an update, or something that is trained cannot be written; names it.

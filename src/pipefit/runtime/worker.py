@@ -210,7 +210,6 @@ class _Told:
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
         orders, plan = assignment.orders, assignment.plan
         self._pipe, self._saving, self._stops = pipe, orders.saving, orders.on_nan == "stop"
-        self._background = orders.background
         self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
         self._heard = deque[StepReport]()
         self.over = False  # whether all steps are done, so that nothing is left that a failed save could stop
@@ -234,7 +233,7 @@ class _Told:
     def save(self, trainer: Trainer, saving: Saving) -> None:
         """Save a checkpoint, and tell what that took."""
         try:
-            trainer.save(saving.directory, keep=saving.keep, background=self._background)
+            trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)
         except FileError as failure:
             self.failed_save(failure)
         else:

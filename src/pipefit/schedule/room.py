@@ -114,7 +114,7 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
     return found
 
 
-def without_snapshot(plan: Plan, lent: Sequence[Arena]) -> str:
+def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:
     """Which host has no room for a copy of what is trained beside the arenas, and by how much; empty where all have."""
     needed = room_needed(plan, lent)
     for host, nbytes in snapshot_bytes(plan).items():
