@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
+import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -108,12 +110,25 @@ def late(flags: str) -> Task:
     """A task with dropout, whose workers listen for a second before any connects, in as many starts as each of them has
     files in a folder: meanwhile somebody else may take their places.
     """
-    join, mine = dist.init_process_group, sorted(Path(flags).glob(f"*-{mp.current_process().name}"))
+    join_late(Path(flags), mp.current_process().name)
+    return named("dropout")
 
-    def joins(backend: str, *, store: dist.Store, **options: Any) -> None:
-        join(backend, store=_Late(store) if mine else store, **options)
+
+def join_late(flags: Path, worker: str) -> None:
+    """Let this worker listen for a second before it connects, if there is a file of its name in a folder."""
+    join, mine = dist.init_process_group, sorted(flags.glob(f"*-{worker}"))
+
+    def joins(backend: str, *, store: dist.Store | None = None, **options: Any) -> None:
+        if store is None:  # torchrun's
+            store, options["rank"], options["world_size"] = next(dist.rendezvous("env://"))
+        join(backend, store=_Late(store), **options)
 
     if mine:
         mine[0].unlink()
-    mock.patch.object(dist, "init_process_group", joins).start()
-    return named("dropout")
+        mock.patch.object(dist, "init_process_group", joins).start()
+
+
+if __name__ == "__main__":  # FLAGS SCRIPT ARGUMENTS...: a script that torchrun starts, with workers that are late
+    join_late(Path(sys.argv[1]), f"torchrun-worker-{os.environ['RANK']}")
+    del sys.argv[:2]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -8,6 +8,8 @@ import os
 import re
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -24,8 +26,10 @@ from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import _Supervisor
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import forks, start
+from pipefit.runtime.token import TOKEN
 from resuming import SEED, patient, plan_for, undisturbed
 
+ROOT = Path(__file__).parents[2]
 LISTENING = "0A"
 STEPS = 6
 
@@ -143,6 +147,41 @@ def test_a_stranger_that_comes_again_and_again_ends_the_training(tmp_path: Path)
     with pytest.raises(PeerLost, match=r"^worker [01] \(device [01], "):
         posing(tmp_path, 9, "leaves")
     assert len(list(tmp_path.iterdir())) == 8
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_path: Path) -> None:
+    """It ends that start, with a word; with `--max-restarts` training goes on with the losses of an undisturbed one."""
+    script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "4", "--every", "2"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", TOKEN: secrets.token_hex(16)}
+    alone = subprocess.run(
+        [sys.executable, *script, tmp_path / "alone"], env=environment, capture_output=True, text=True, check=True
+    )
+    (tmp_path / "flags").mkdir()
+    for worker in range(3):
+        (tmp_path / "flags" / f"0-torchrun-worker-{worker}").touch()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    late = [str(ROOT / "tests" / "network_workers.py"), str(tmp_path / "flags"), *script, str(tmp_path / "together")]
+    met: dict[tuple[str, int], list[socket.socket]] = {}
+    with subprocess.Popen(
+        [*torchrun, "--max-restarts", str(restarts), *late],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        while run.poll() is None:
+            with suppress(OSError):
+                for child in children.read_text().split() if len(met) < 3 else ():
+                    impersonate(int(child), met, "leaves")
+            time.sleep(0.01)
+        out, err = run.communicate()
+    assert len(met) == 3 and "PeerLost" in err
+    assert (run.returncode, out) == ((0, alone.stdout) if restarts else (1, ""))
 
 
 def test_strangers_are_dropped_and_training_goes_on() -> None:
