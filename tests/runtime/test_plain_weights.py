@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing as mp
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -16,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.checkpoints import export, find, load_state_dict
+from pipefit.checkpoints import export, find, load_state_dict, plain
 from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, train
 from pipefit.sharding.forms import Split
 from pipefit.sharding.shards import Shard
 from pretrained_models import PRETRAINED
@@ -165,6 +168,59 @@ def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
     found = trainer.state_dict()
     assert all(torch.equal(found[name], tensor.float()) for name, tensor in tensors.items())
     assert torch.equal(found["head.weight"], tensors["embedding.weight"].float())
+
+
+@pytest.mark.parametrize("through", ["torch", "safetensors"])
+def test_a_state_dict_with_the_optimizers_goes_through_plain_files(
+    through: str, trained: Trainer, tmp_path: Path
+) -> None:
+    """What others write and read, with AdamW's moments and counters: training under another plan goes on alike."""
+    tensors, file = {name: one.clone() for name, one in trained.state_dict(optimizer=True).items()}, tmp_path / "state"
+    if through == "torch":
+        torch.save(tensors, file)
+        found = torch.load(file, weights_only=True)
+    else:
+        safetensors.torch.save_file(tensors, file)
+        found = safetensors.torch.load_file(file)
+    one, other = (Trainer(TASK, split_in(stages), seed=9, numbers=False) for stages in (2, 3))
+    for trainer, given in ((one, tensors), (other, found)):
+        trainer.load_state_dict(given)
+        assert {name: torch.equal(one, tensors[name]) for name, one in trainer.state_dict(optimizer=True).items()} == (
+            dict.fromkeys(tensors, True)
+        )
+    assert one.step(batch_of(TASK, one.plan, 5)) == other.step(batch_of(TASK, one.plan, 5))
+    after = other.state_dict(optimizer=True)
+    assert all(torch.allclose(tensor, after[name]) for name, tensor in one.state_dict(optimizer=True).items())
+    assert not torch.equal(after["embedding.weight"], tensors["embedding.weight"])
+
+
+def watched(folder: str) -> Task:
+    """The task, in a worker that notes which files of weights it reads."""
+    read = plain._read
+
+    def noted(path: Path, wanted: set[str]) -> dict[str, Tensor]:
+        Path(folder, f"{mp.current_process().name} {path.name}").touch()
+        return read(path, wanted)
+
+    mock.patch.object(plain, "_read", noted).start()
+    return TASK
+
+
+def test_workers_read_the_files_that_have_their_layers(tmp_path: Path) -> None:
+    """Each opens those that it needs of several; both open that of the tied embedding, which both hold."""
+    tensors = {name: tensor for name, tensor in Tied().state_dict().items() if name != "head.weight"}
+    sharded(tmp_path / "hub", tensors, files=len(tensors))
+    (tmp_path / "read").mkdir()
+    plan = split_in(2)
+    train(partial(watched, str(tmp_path / "read")), plan, steps=1, numbers=False, weights=tmp_path / "hub")
+    files = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())["weight_map"]
+    trainer = Trainer(TASK, plan, numbers=False)
+    stored = trainer._checkpoints.names.stored
+    held = [{stored[name] for layer in stage.layers for name in layer.originals.values()} for stage in trainer.stages]
+    assert {path.name for path in (tmp_path / "read").iterdir()} == {
+        f"pipefit-worker-{worker} {files[name]}" for worker, names in enumerate(held) for name in names & files.keys()
+    }
+    assert held[0] & held[1] & files.keys() == {"embedding.weight"} != held[0] & files.keys() != held[1] & files.keys()
 
 
 def mapped(file: Path) -> int:
