@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pipefit.tables import Table, plain, write
+from pipefit.tables import Table, html, plain, write
 
 TABLE = Table(("name", "bytes"), (("a", "1"), ("long", "1000")), title="sizes")
 
@@ -130,3 +130,11 @@ def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.
     lines = on_80_columns(monkeypatch, Table(("layer", "operation", *"abcdefg"), rows))
     assert sum("Addmm" in line for line in lines) == sum("Gelu" in line for line in lines) == 2
     assert all("Addmm" in line or "Gelu" in line for line in lines if "layer0" in line)
+
+
+def test_a_bar_of_characters_is_drawn_in_html() -> None:
+    """As full as it says, with the words behind it; a cell of dots or with a number sign is text as ever."""
+    made = html([Table(("full", ""), (("75.0 %", "###############....."), ("120.0 %", "#" * 20 + " does not fit")))])
+    assert "currentcolor 75%" in made and "currentcolor 100%" in made and "</i> does not fit</td>" in made
+    assert "##" not in made and made.count('aria-hidden="true"') == 2
+    assert "<td>...</td>" in html([Table(("a",), (("...",),))]) and "<td>#1</td>" in html([Table(("a",), (("#1",),))])

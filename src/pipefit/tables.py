@@ -31,6 +31,7 @@ _HYPHENED = re.compile(r"--[a-z]+(-[a-z]+)*")
 _WHOLE = r'<span style="white-space:nowrap">\g<0></span>'
 _ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
+_METER = re.compile(r"(?=[#.]{5})(#*)(\.*)(.*)")  # a bar of characters, and words behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,23 @@ def _html_table(table: Table) -> str:
         for column, kind in zip(table.columns, kinds, strict=True)
     )
     rows = (
-        "".join(f"<td{kind}>{escape(printable(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+        "".join(f"<td{kind}>{_html_cell(printable(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
         for row in table.rows
     )
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     caption = f"<caption>{escape(printable(table.title))}</caption>" if table.title else ""
     return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _html_cell(cell: str) -> str:
+    """The cell's words; a bar of characters is drawn, for eyes alone, since its figure stands beside it."""
+    meter = _METER.fullmatch(cell)
+    if meter is None:
+        return escape(cell)
+    full, empty, words = meter.groups()
+    share = 100 * len(full) // (len(full) + len(empty))
+    style = f"background:linear-gradient(90deg,currentcolor {share}%,transparent 0);border:1px solid;opacity:.55"
+    return f'<i aria-hidden="true" style="display:inline-block;width:8em;height:.7em;{style}"></i>{escape(words)}'
 
 
 def _plain_text(text: str) -> str:

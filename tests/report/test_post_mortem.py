@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from browser import browsed
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
@@ -202,3 +203,35 @@ def test_a_command_that_runs_out_leaves_it_beside_its_plan(
     assert main(["report", "plan.out-of-memory.json", "plan.json"]) == 2
     assert main(["certify", "plan.json", "own_model:build", "--post-mortem", "died.json", "--json"]) == 4
     assert Path("died.json").exists()
+
+
+def test_a_page_shows_the_device_that_ran_out_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first, at a click on its bar, and in the other trace, whose devices are more; of a run with all devices and of
+    one that has the trace of the device alone, though another one is fuller.
+    """
+    script = """<script>
+    const failed = []; addEventListener("error", (event) => failed.push(event.message));
+    const find = (id) => document.getElementById(id), seen = [], see = () => seen.push(find("device").value);
+    const wait = setInterval(() => {
+      if (document.documentElement.dataset.ready !== "yes") return;
+      clearInterval(wait);
+      see();
+      document.querySelectorAll(".device").forEach((one) => one.click());
+      see();
+      find("source").value = 1;
+      find("source").dispatchEvent(new Event("change"));
+      see();
+      document.querySelectorAll(".device").forEach((one) => one.click());
+      see();
+      const pressed = [...document.querySelectorAll(".device")].every((one) => one.ariaPressed === "true");
+      const output = document.createElement("output");
+      output.textContent = `told:${failed.length}:${pressed}:${seen.join(",")}:end`;
+      document.body.append(output);
+    }, 20);</script></body>"""
+    for section in ("describe_remedies", "lesson"):  # which take seconds
+        monkeypatch.setattr(f"pipefit.report.page.{section}", lambda _: "")
+    found = ran_out(caps()[2])
+    other = replace(found, device=1 - found.device, asked_bytes=0)
+    for died in (found, other, replace(other, trace=replace(found.trace, devices=(other.traced,)))):
+        seen = browsed(page(died).replace("</body>", script), tmp_path)
+        assert f"told:0:true:{','.join([str(died.device)] * 4)}:end" in seen, re.search(r"told:[^<]*", seen)

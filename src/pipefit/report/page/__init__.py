@@ -153,7 +153,8 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
     yield _section("What is done about memory", *_decided(plan))
     yield _section("What if", lesson(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
-    yield _section("The plan in words", html(plan.explanation))
+    told = (block for block in plan.explanation[1:] if isinstance(block, str))  # tables but the stages' stand above
+    yield _section("The plan in words", html([*plan.explanation[1:2], *told]))
 
 
 def _uses(trace: Trace, category: int) -> bool:

@@ -7,7 +7,7 @@ from html import escape
 
 from pipefit.tables import kept_together
 from pipefit.texts import printable
-from pipefit.trace import CATEGORIES, Trace
+from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes
 
 
@@ -40,11 +40,10 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 def peaks(trace: Trace) -> str:
     """A bar for every device: what fills it at its peak by category, beside its budget."""
     largest = max((max(d.peak_bytes, d.budget_bytes) for d in trace.devices), default=0) or 1
-    return "".join(_peak(device.device, trace, number, largest) for number, device in enumerate(trace.devices))
+    return "".join(_peak(device, largest) for device in trace.devices)
 
 
-def _peak(name: int, trace: Trace, number: int, largest: int) -> str:
-    device = trace.devices[number]
+def _peak(device: DeviceTrace, largest: int) -> str:
     filled = device.peak.by_category if device.peak else {}
     parts = "".join(
         f'<i class="c{CATEGORIES.index(category)}" style="width:{100 * nbytes / largest:.3f}%" '
@@ -57,7 +56,7 @@ def _peak(name: int, trace: Trace, number: int, largest: int) -> str:
     share = f"{100 * device.peak_bytes / budget:.1f} %" if budget else ""
     at = f" at {text(device.peak.action)}" if device.peak else ""
     return (
-        f'<button type="button" class="device" data-device="{number}"><span>device {name}</span>'
+        f'<button type="button" class="device" data-device="{device.device}"><span>device {device.device}</span>'
         f'<span class="bar">{parts}{cap}</span><span class="figure{" over" if over else ""}">'
         f"{format_bytes(device.peak_bytes)} <small>{share}{at}</small></span></button>"
     )

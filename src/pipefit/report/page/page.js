@@ -4,6 +4,7 @@
   const MOST_BARS = 2400, LABELS = 84, MARGIN = 8;
   const byId = (id) => document.getElementById(id);
   const [timeline, memory, readout] = ["timeline", "memory", "readout"].map(byId);
+  const peaks = [...document.querySelectorAll(".device")];
   const scenes = (await unpacked(byId("scenes").textContent)).map(decoded);
   const state = { scene: scenes[0], device: 0, from: 0, to: scenes[0].end, cursor: null };
 
@@ -219,8 +220,9 @@
     drawTimeline();
     drawMemory();
     read();
-    byId("device").value = state.device;
-    document.querySelectorAll(".device").forEach((row) => row.setAttribute("aria-pressed", Number(row.dataset.device) === state.device));
+    const { number } = state.scene.devices[state.device];
+    byId("device").value = number;
+    peaks.forEach((row) => row.setAttribute("aria-pressed", Number(row.dataset.device) === number));
   }
 
   function view(from, to) {
@@ -234,7 +236,11 @@
     view(around - (around - state.from) * factor, around + (state.to - around) * factor);
   }
 
-  function choose(device) { state.device = Number(device); draw(); }
+  function choose(place) { state.device = place; draw(); }
+
+  const placeOf = (number, { devices } = state.scene) => devices.findIndex((device) => device.number === Number(number));
+
+  function chooseNumber(number) { if (placeOf(number) >= 0) choose(placeOf(number)); }
 
   function toPeak() {
     const { times, totals } = state.scene.devices[state.device].memory;
@@ -254,9 +260,10 @@
     if (state.cursor < state.from || state.cursor > state.to) view(state.cursor - span / 2, state.cursor + span / 2); else draw();
   }
 
-  function show(scene) {
-    Object.assign(state, { scene, device: Math.min(state.device, scene.devices.length - 1), from: 0, to: scene.end, cursor: null });
-    byId("device").innerHTML = scene.devices.map((device, n) => `<option value="${n}">${device.number}${device.name ? ` (${escaped(device.name)})` : ""}</option>`).join("");
+  function show(scene) {  // of the device that was chosen, if the scene has it
+    const place = placeOf(state.scene.devices[state.device].number, scene);
+    Object.assign(state, { scene, device: place < 0 ? fullest(scene) : place, from: 0, to: scene.end, cursor: null });
+    byId("device").innerHTML = scene.devices.map((device) => `<option value="${device.number}">${device.number}${device.name ? ` (${escaped(device.name)})` : ""}</option>`).join("");
     lastStep();
   }
 
@@ -288,9 +295,10 @@
 
   function lastStep() { view(state.scene.steps[state.scene.steps.length - 1] || 0, state.scene.end); }
 
-  function fullest() {
-    const share = (device) => device.peak / (device.budget || 1), { devices } = state.scene;
-    return devices.reduce((best, device, n) => (share(device) > share(devices[best]) ? n : best), 0);
+  function fullest({ devices }) {  // of those that have a bar: a run that ran out has one for the device that did
+    const share = (device) => device.peak / (device.budget || 1);
+    const barred = devices.filter(({ number }) => peaks.some((row) => Number(row.dataset.device) === number));
+    return devices.indexOf((barred.length ? barred : devices).reduce((best, one) => (share(one) > share(best) ? one : best)));
   }
 
   // ------------------------------------------------------------------ a film of what is in view
@@ -300,8 +308,8 @@
 
   function play() {
     if (end) { end(); return; }
-    const { from, to, scene } = state, shown = [...document.querySelectorAll(".devices .device")], begun = performance.now();
-    const found = shown.length === scene.devices.length ? shown : [], before = found.map((row) => row.innerHTML);
+    const { from, to, scene } = state, begun = performance.now();
+    const found = peaks.filter((row) => placeOf(row.dataset.device) >= 0), before = found.map((row) => row.innerHTML);
     const heading = found.length ? found[0].closest("section").querySelector("h2") : document.createElement("h2"), told = heading.textContent;
     let next = 0;
     end = () => {
@@ -317,7 +325,7 @@
       if (share >= 1 || state.from !== from || state.to !== to || state.scene !== scene) { end(); return; }
       state.cursor = from + Math.max(0, share) * (to - from);
       document.querySelectorAll("line.cursor").forEach((line) => ["x1", "x2"].forEach((x) => line.setAttribute(x, place(state.cursor))));
-      found.forEach((row, n) => holding(row, scene.devices[n], state.cursor));
+      found.forEach((row) => holding(row, scene.devices[placeOf(row.dataset.device)], state.cursor));
       heading.textContent = `What fills each device at ${timeText(state.cursor)}`;
       next = requestAnimationFrame(frame);
     };
@@ -375,7 +383,7 @@
     }, { passive: false });
   }
   window.addEventListener("pointerup", () => { setTimeout(() => { held = null; }); });
-  byId("device").addEventListener("change", (event) => choose(event.target.value));
+  byId("device").addEventListener("change", (event) => chooseNumber(event.target.value));
   byId("source").innerHTML = scenes.map((scene, n) => `<option value="${n}">${escaped(scene.name)}</option>`).join("");
   byId("sources").hidden = scenes.length < 2;
   byId("source").addEventListener("change", (event) => show(scenes[event.target.value]));
@@ -385,11 +393,11 @@
   byId("step").addEventListener("click", lastStep);
   byId("peak").addEventListener("click", toPeak);
   byId("play").addEventListener("click", play);
-  document.querySelectorAll(".device").forEach((row) => row.addEventListener("click", () => choose(row.dataset.device)));
+  peaks.forEach((row) => row.addEventListener("click", () => chooseNumber(row.dataset.device)));
   window.addEventListener("resize", draw);
   window.addEventListener("beforeprint", draw);
   whatIf();
+  state.device = fullest(scenes[0]);
   show(scenes[0]);
-  choose(fullest());
   document.documentElement.dataset.ready = "yes";
 })();
