@@ -13,7 +13,7 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.places import Member, parse_member
-from pipefit.units import KIB, MIB
+from pipefit.units import KIB, MIB, format_bytes
 from pipefit.validation import check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
@@ -138,8 +138,8 @@ class Device:
             raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
         if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UsageError(
-                f"a reserve is zero or more bytes and less than the memory of its device, {self.memory_bytes}, not "
-                f"{self.reserve_bytes}"
+                f"a reserve is zero or more and less than the memory of its device, {format_bytes(self.memory_bytes)}, "
+                f"not {format_bytes(self.reserve_bytes)}"
             )
 
 

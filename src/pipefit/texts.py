@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,19 @@ def counted(count: int, noun: str) -> str:
     """So many things, by the `noun` of one: `1 stage`, `4 stages`, `1,024 microbatches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def meant(name: str, known: Iterable[str], most: int = 1) -> str:
+    """A question: the known names nearest by their letters to an unknown one; empty where none is near."""
+    found = get_close_matches(name.lower(), list(known), n=most, cutoff=0.52)
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """That there is no such thing, by a sentence's begin, then which is nearest, and all there are."""
+    names = list(known)
+    guess = meant(name, names)
+    return f"{what}: {f'{guess} Choose' if guess else 'choose'} one of {', '.join(names)}"
 
 
 def kind_of(value: object) -> str:

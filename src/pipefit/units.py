@@ -35,8 +35,10 @@ _LONGEST = 60  # characters of a refused text that a message repeats
 def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     """Bytes of `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`; with `least` 0 also of `"0"`.
 
+    A number below 1024 without a unit is taken for a forgotten unit.
+
     Raises:
-        UsageError: not a size, an unknown unit, or less than `least` bytes.
+        UsageError: not a size, an unknown unit or none, or less than `least` bytes.
     """
     match = _SIZE.fullmatch(text)
     unit = match and _UNITS.get(match[2].lower())
@@ -45,6 +47,8 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
             f"{text[:_LONGEST]!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576"
         )
     nbytes = round(float(match[1]) * unit)
+    if not match[2] and 0 < nbytes < KIB:
+        raise UsageError(f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB, or {match[1]}B for bytes")
     if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
     return nbytes

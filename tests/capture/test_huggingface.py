@@ -97,6 +97,8 @@ def test_labels_may_stay_outside() -> None:
     ("name", "settings", "words"),
     [
         ("gtp2", {}, "did you mean gpt2"),
+        ("openai-community/gpt2-xl", {}, r"did you mean gpt2\? A checkpoint has no name here.* --set"),
+        ("meta-llama/Llama-2-7b", {}, r"did you mean llama\? A checkpoint"),
         ("llama", {"num_hiden_layers": 2}, "did you mean num_hidden_layers"),
         ("gpt2", {"sequence": 4096}, "from 1 to 1024"),
         ("gpt2", {"optimizer": "lion"}, "adamw"),

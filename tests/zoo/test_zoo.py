@@ -257,7 +257,7 @@ def test_unknown_model_lists_the_models() -> None:
     with pytest.raises(UsageError) as refusal:
         zoo.build("gtp")
     names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
-    assert str(refusal.value) == f"no model 'gtp' in the zoo: choose one of {names}"
+    assert str(refusal.value) == f"there is no model 'gtp' in the zoo: did you mean gpt? Choose one of {names}"
 
 
 @every_name
@@ -266,7 +266,7 @@ def test_unknown_setting_lists_the_settings(name: str) -> None:
     with pytest.raises(UsageError) as refusal:
         zoo.build(name, hiden=3)
     sentence = str(refusal.value)
-    assert sentence.startswith(f"{zoo.MODELS[name].__name__} has no setting 'hiden': it has ")
+    assert sentence.startswith(f"{zoo.MODELS[name].__name__} has no setting 'hiden': ")
     for setting in inspect.signature(zoo.MODELS[name]).parameters.values():
         assert f"{setting.name}={setting.default!r}" in sentence
 

@@ -9,6 +9,7 @@ import errno
 import gc
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -41,8 +42,9 @@ from pipefit.cli import (
 )
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
 from pipefit.errors import PipefitError, PipefitWarning
-from pipefit.texts import printable
+from pipefit.texts import printable, unknown
 
+_CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ALLOCATIONS = 50_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
 _EPILOG = (
@@ -185,6 +187,10 @@ def _usage_sentence(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "pipefit"
     complaint = error.format_message().partition(", unable to parse")[0].replace("Input should be", "it must be")
+    choice = _CHOICE.search(complaint)
+    if choice:
+        choices = re.findall("'([^']+)'", choice[2])
+        complaint = f"{complaint[: choice.start()]}{unknown(f'it cannot be {choice[1]!r}', choice[1], choices)}"
     return f"{complaint.rstrip('.')}; {command} --help shows what it takes"
 
 

@@ -46,7 +46,7 @@ def command(
     go through the model itself and through its chain, on the CPU; exits with 2 if their losses, gradients or buffers
     differ.
     """
-    from pipefit.cli.model import resolve
+    from pipefit.cli.model import check_order, resolve
     from pipefit.cli.output import check_output, deliver, leaving_post_mortem, plain_data, with_found
     from pipefit.cli.progress import progress
     from pipefit.files import load, save
@@ -54,6 +54,7 @@ def command(
 
     check_output(output, plan, post_mortem)
     check_output(post_mortem, plan)
+    check_order(plan, model)
     document = load(plan, Plan)
     with progress("reading the model"):
         task = resolve(model, settings, document.training.precision)

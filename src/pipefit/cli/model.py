@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.texts import meant
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -43,6 +44,16 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
     with redirect_stdout(sys.stderr):
         task = _task(model, settings)
     return task if precision is None else replace(task, precision=precision)
+
+
+def check_order(plan: Path, model: str) -> None:
+    """Check that a plan's file and a model are not given the other way round.
+
+    Raises:
+        UsageError: they are.
+    """
+    if ":" in str(plan) and not plan.exists() and os.path.exists(model):
+        raise UsageError(f"{plan} is a model and {model} a file: the plan comes first, {model} {plan}")
 
 
 def _task(model: str, settings: Sequence[str]) -> Task:
@@ -207,7 +218,7 @@ def _attribute(module: Any, source: str, name: str) -> Any:
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            closest = get_close_matches(part, [other for other in dir(found) if not other.startswith("_")], n=1)
-            raise UsageError(f"module {source} has no {name!r}{f'; did you mean {closest[0]}?' if closest else ''}")
+            guess = meant(part, [other for other in dir(found) if not other.startswith("_")])
+            raise UsageError(f"module {source} has no {name!r}{f'; {guess}' if guess else ''}")
         found = getattr(found, part)
     return found

@@ -23,6 +23,7 @@ from pipefit.cli.options import (
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, UsageError
+from pipefit.texts import shortened
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -206,7 +207,11 @@ def _loaded(path: str) -> ModelProfile:
     except FileError as error:
         if Path(path).suffix == ".json":
             raise
-        raise FileError(f"{error}; or name a model: zoo:NAME, hf:NAME or package.module:factory") from None
+        name = shortened(path.rpartition("/")[2])
+        raise FileError(
+            f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging Face's, such "
+            f"as hf:{name}"
+        ) from None
 
 
 def _modelled(model: str, settings: list[str], precision: Precision | None) -> Task:

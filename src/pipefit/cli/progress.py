@@ -20,7 +20,8 @@ FIRST_SECONDS, SECONDS = 1.5, 5.0  # until the first line where stderr is no ter
 
 @contextmanager
 def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
-    """A function to call with (done, total, what is being done). The bar goes when the work ends.
+    """A function to call with (done, total, what is being done); a total of 0 is one that nobody knows. The bar goes
+    when the work ends.
 
     Where stderr is no terminal there are `lines`, unless the work writes lines of its own.
     """
@@ -50,7 +51,9 @@ def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
     columns = (SpinnerColumn(), text, BarColumn(), counts, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task(title, total=None)
-        yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=f"{title}: {what}")
+        yield lambda done, total, what: bars.update(
+            bar, completed=done, total=total or None, description=f"{title}: {what}"
+        )
 
 
 class _Lines:
@@ -67,7 +70,7 @@ class _Lines:
 
     def report(self, done: int, total: int, what: str) -> None:
         """What is being done now."""
-        self._now = f"{self._title}: {what} ({done} of {total})"
+        self._now = f"{self._title}: {what}" + (f" ({done} of {total})" if total else "")
 
     def stop(self) -> None:
         """No line is written behind the call."""

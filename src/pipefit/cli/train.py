@@ -119,7 +119,7 @@ def command(
     """
     from pipefit.cli.log import StepLog
     from pipefit.cli.metrics import in_json, lines_of_metrics
-    from pipefit.cli.model import resolve
+    from pipefit.cli.model import check_order, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
@@ -132,6 +132,7 @@ def command(
     check_output(post_mortem, plan, cluster, output, metrics)
     options = {"every": every, "keep": keep, "on_failure": on_failed_save, "in_foreground": save_in_foreground or None}
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
+    check_order(plan, model)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
     with progress("reading the model"):

@@ -42,6 +42,7 @@ from pipefit.planner.uniform import uniform
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.texts import unknown
 from pipefit.training import Training, Versions
 from pipefit.validation import instance
 
@@ -172,10 +173,10 @@ def plan(
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
     if objective not in PLANNER_FOR:
-        raise UsageError(f"there is no objective {objective!r}; choose one of {', '.join(PLANNER_FOR)}")
+        raise UsageError(unknown(f"there is no objective {objective!r}", str(objective), PLANNER_FOR))
     planner = PLANNER_FOR[objective] if planner is None else planner
     if planner not in PLANNERS:
-        raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+        raise UsageError(unknown(f"there is no planner {planner!r}", str(planner), PLANNERS))
     numbers = Numbers(
         batch_size=batch_size,
         microbatches=microbatches,

@@ -8,10 +8,13 @@ shows since driver 510: each file says who reported it. A process's CUDA context
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+import re
 from importlib.resources import files
 
 from pipefit.errors import UsageError
+from pipefit.texts import meant
+
+_SIZES = re.compile(r"[0-9]+x[0-9.]+[kKmMgGtT]i?[bB]")  # emulated devices without that word
 
 
 def preset_names() -> tuple[str, ...]:
@@ -27,8 +30,8 @@ def preset_text(name: str) -> str:
         UsageError: there is none; says which exist and which is closest.
     """
     if name not in preset_names():
-        closest = get_close_matches(name.lower(), preset_names(), n=1)
-        guess = f"did you mean {closest[0]}? " if closest else ""
+        near = f"did you mean emulated:{name}?" if _SIZES.fullmatch(name) else meant(name, preset_names())
+        guess = f"{near} " if near else ""
         raise UsageError(
             f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
             f"or name a .toml file, or emulated devices such as emulated:4x256MiB"

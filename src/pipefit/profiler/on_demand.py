@@ -47,6 +47,7 @@ class OnDemand:
         """The profile of layers that are whole, and divided between each of these numbers of ranks."""
         wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1}))
         if wanted not in self._known:
+            self._say("tracing the model")
             with _profiling():
                 self._known[wanted] = profile_sizes(
                     self._task,
@@ -57,7 +58,13 @@ class OnDemand:
                     progress=self._progress,
                     chains=self.chains,
                 )
+            self._say("searching")
         return self._known[wanted]
+
+    def _say(self, what: str) -> None:
+        """What is done now, which takes nobody knows how long."""
+        if self._progress is not None:
+            self._progress(0, 0, what)
 
     def as_traced(self, sizes: Iterable[int] | None = None) -> bool:
         """Whether the model does at these sizes what their profiles say, by default at all that were asked for.

@@ -37,6 +37,7 @@ from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
 from pipefit.schedule.sums import summed
 from pipefit.schedule.updates import updated
+from pipefit.texts import unknown
 from pipefit.validation import instance
 
 _OfDevices = dict[int, list[Action]]  # what devices do
@@ -60,7 +61,7 @@ def schedule_named(name: str) -> Schedule:
     try:
         return SCHEDULES[name]
     except KeyError:
-        raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join((*SCHEDULES, *ENDLESS))}") from None
+        raise UsageError(unknown(f"there is no schedule {name!r}", str(name), (*SCHEDULES, *ENDLESS))) from None
 
 
 def is_endless(plan: Plan) -> bool:

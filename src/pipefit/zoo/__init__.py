@@ -11,6 +11,7 @@ from typing import Any
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.texts import unknown
 from pipefit.zoo.amoebanet import amoebanet
 from pipefit.zoo.bert import bert
 from pipefit.zoo.gpt import gpt
@@ -57,5 +58,5 @@ def factory(name: str) -> Callable[..., Task]:
         UsageError: no such model.
     """
     if name not in MODELS:
-        raise UsageError(f"no model {name!r} in the zoo: choose one of {', '.join(sorted(MODELS))}")
+        raise UsageError(unknown(f"there is no model {name!r} in the zoo", name, sorted(MODELS)))
     return MODELS[name]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.texts import meant
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Setting, rule_of
 
@@ -82,7 +82,7 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     """The configuration, its settings checked by name and by transformers' own rules."""
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
-        raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_closest(name, known)}")
+        raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_architecture(name, known)}")
     plain = transformers.AutoConfig.for_model(name)
     names = {*vars(plain), *plain.attribute_map, "num_labels"}
     for key in settings:
@@ -165,9 +165,18 @@ def _length(name: str, config: Any, sequence: int | None) -> int:
     return length
 
 
-def _closest(name: str, known: list[str]) -> str:
-    found = get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+def _closest(name: str, known: Iterable[str]) -> str:
+    guess = meant(name, known, 3)
+    return f"; {guess}" if guess else ""
+
+
+def _architecture(name: str, known: Sequence[str]) -> str:
+    """The architectures nearest to a name, which may be that of a checkpoint, such as `openai-community/gpt2-xl`."""
+    last = name.rpartition("/")[2].lower()
+    begun = max((one for one in known if last.startswith(one)), key=len, default="")
+    guess = f"; did you mean {begun}?" if begun else _closest(last, known)
+    of_checkpoint = " A checkpoint has no name here: write its architecture, and its shape with --set."
+    return guess + (of_checkpoint if begun or "/" in name else "")
 
 
 def _build(architecture: Any, config: Any, attention: str | None) -> nn.Module:

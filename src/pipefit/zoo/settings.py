@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipefit.errors import UsageError
+from pipefit.texts import meant
 
 Parameters = ParamSpec("Parameters")
 Described = TypeVar("Described")
@@ -116,7 +117,9 @@ def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, De
     def describe_model(*args: Parameters.args, **settings: Parameters.kwargs) -> Described:
         for name, value in settings.items():
             if name not in rules:
-                raise UsageError(f"{factory.__name__} has no setting {name!r}: it has {describe(factory)}")
+                near = meant(name, rules)
+                guess = f"{near} It" if near else "it"
+                raise UsageError(f"{factory.__name__} has no setting {name!r}: {guess} has {describe(factory)}")
             if not rules[name].accepts(value):
                 raise UsageError(f"{factory.__name__}: {name} must be {rules[name].words}, not {value!r}")
         return factory(*args, **settings)
