@@ -3,17 +3,20 @@
 A GPT of about 10 M parameters, two stages, eight microbatches, one thread a stage. In one run, interleaved repeat by
 repeat:
 
-    pipefit 1F1B           two worker processes, gloo, unmetered devices
-    pipefit 1F1B metered   the same on emulated devices, whose meter enforces a cap
-    torch 1F1B             torch.distributed.pipelining, two processes, gloo
-    pipefit GPipe          as above
-    torchgpipe GPipe       one process, a Python thread a stage, and as many kernel threads as there are cores
+    pipefit 1F1B             two worker processes, gloo, unmetered devices
+    pipefit 1F1B metered     the same on emulated devices, whose meter enforces a cap
+    torch 1F1B               torch.distributed.pipelining, two processes, gloo
+    torch 1F1B, huge pages   the same in pipefit's processes
+    pipefit GPipe            as above
+    torchgpipe GPipe         one process, a Python thread a stage, and as many kernel threads as there are cores
 
-Every repeat of a system is a few steps; the figure is the median over repeats of the time per step, and the ratios are
-medians of the ratios repeat by repeat, so that the machine's drift cancels. The predicted step time is simulated from a
-profile measured on the same machine at the start of the same run.
+pipefit's processes have the environment of its workers, by which malloc asks for huge pages; torch 1F1B has it too in
+one of its rows, which so compares the runtimes alone. Every repeat of a system is a few steps; the figure is the median
+over repeats of the time per step, and the ratios are medians of the ratios repeat by repeat, so that the machine's
+drift cancels. CPU seconds are those of both workers, kernel and threads included, for machines with other work to do.
+The predicted step time is simulated from a profile measured in such a process, on the same machine in the same run.
 
-    python benchmarks/bench_runtime.py [--repeats 15] [--json FILE]
+    python benchmarks/bench_runtime.py [--repeats 15] [--json FILE] [--set layers=2 ...]
 """
 
 from __future__ import annotations
@@ -25,13 +28,25 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 SETTINGS = {"layers": 6, "hidden": 352, "heads": 8, "vocabulary": 512, "sequence": 128, "dropout": 0.0}
 BATCH, MICROBATCHES, STEPS = 16, 8, 3
-SYSTEMS = ("pipefit 1f1b", "pipefit 1f1b metered", "torch 1f1b", "pipefit gpipe", "torchgpipe gpipe")
+OURS = "pipefit 1f1b", "pipefit 1f1b metered", "torch 1f1b, huge pages", "pipefit gpipe"  # in pipefit's processes
+TORCH, TORCHGPIPE = "torch 1f1b", "torchgpipe gpipe"
+SYSTEMS = (*OURS, TORCH, TORCHGPIPE)
+RATIOS = {
+    "pipefit 1f1b / torch 1f1b": ("pipefit 1f1b", TORCH),
+    "pipefit 1f1b / torch 1f1b, huge pages": ("pipefit 1f1b", "torch 1f1b, huge pages"),
+    "pipefit 1f1b metered / torch 1f1b": ("pipefit 1f1b metered", TORCH),
+    "pipefit gpipe / torchgpipe gpipe": ("pipefit gpipe", TORCHGPIPE),
+}
+
+Seconds = tuple[float, float]  # of a step: on the clock, and on the CPU
 
 
 def make_task() -> Any:
@@ -62,24 +77,30 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
     )
 
 
-def worker(rank: int, store: str, pipe: Connection) -> None:
-    """One of two processes that hold both pipefit's and torch's pipeline and run whichever is asked for."""
+def worker(rank: int, store: str, settings: dict[str, Any], names: Sequence[str], pipe: Connection) -> None:
+    """One of two processes that hold all pipelines of these names and run whichever is asked for."""
     import torch
     import torch.distributed as dist
 
+    SETTINGS.update(settings)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    runs = {name: make(rank) for name, make in WORKER_SYSTEMS.items()}
+    runs = {name: WORKER_SYSTEMS[name](rank) for name in names}
     batch = make_task().batch(BATCH)
     pipe.send("ready")
     while (name := pipe.recv()) != "stop":
         dist.barrier()
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            runs[name](batch)
-        dist.barrier()
-        pipe.send((time.perf_counter() - began) / STEPS)
+        pipe.send(timed(lambda step=runs[name]: step(batch), then=dist.barrier))
     dist.destroy_process_group()
+
+
+def timed(step: Callable[[], Any], *, then: Callable[[], Any] = lambda: None) -> Seconds:
+    """The seconds of one of several steps."""
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(STEPS):
+        step()
+    then()
+    return (time.perf_counter() - began) / STEPS, (time.process_time() - used) / STEPS
 
 
 def pipefit_system(schedule: str, backend: str, rank: int) -> Any:
@@ -115,11 +136,12 @@ def torch_system(rank: int) -> Any:
     return step
 
 
-def torchgpipe_worker(pipe: Connection) -> None:
+def torchgpipe_worker(settings: dict[str, Any], pipe: Connection) -> None:
     """torchgpipe in a process of its own, two CPU devices."""
     import torch
     from torchgpipe import GPipe
 
+    SETTINGS.update(settings)
     torch.set_num_threads(os.cpu_count() or 1)
     task = make_task()
     torch.manual_seed(0)
@@ -130,60 +152,80 @@ def torchgpipe_worker(pipe: Connection) -> None:
     )
     optimizer = task.optimizer(model.parameters())
     inputs, targets = task.batch(BATCH)
+
+    def step() -> None:
+        task.loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     pipe.send("ready")
     while pipe.recv() != "stop":
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            task.loss(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pipe.send((time.perf_counter() - began) / STEPS)
+        pipe.send(timed(step))
+
+
+def predictor(settings: dict[str, Any], pipe: Connection) -> None:
+    """Seconds of a steady step by schedule, simulated from a measured profile."""
+    from pipefit.simulator import simulate
+
+    SETTINGS.update(settings)
+    schedules = "1f1b", "gpipe"
+    pipe.send(
+        {f"pipefit {s}": simulate(make_plan(s, "cpu", device="cpu"), steps=2).step_seconds[-1] for s in schedules}
+    )
 
 
 WORKER_SYSTEMS = {
     "pipefit 1f1b": partial(pipefit_system, "1f1b", "cpu"),
     "pipefit 1f1b metered": partial(pipefit_system, "1f1b", "emulated"),
-    "torch 1f1b": torch_system,
+    "torch 1f1b, huge pages": torch_system,
     "pipefit gpipe": partial(pipefit_system, "gpipe", "cpu"),
+    TORCH: torch_system,
 }
 
 
-def measure(repeats: int) -> dict[str, list[float]]:
-    """Seconds per step of every system, repeat by repeat."""
-    context = mp.get_context("spawn")
-    store = os.path.join(tempfile.mkdtemp(), "store")
-    pipes = []
-    jobs = [(worker, (0, store)), (worker, (1, store)), (torchgpipe_worker, ())]
-    for target, args in jobs:
-        ours, theirs = context.Pipe()
-        context.Process(target=target, args=(*args, theirs), daemon=True).start()
-        pipes.append(ours)
-    for pipe in pipes:
+def started(target: Callable[..., None], *args: Any, huge_pages: bool) -> Connection:
+    """A process, with the words for malloc that pipefit's workers start with or without any; the pipe to it."""
+    from pipefit.runtime.processes import tunables
+
+    ours, theirs = mp.Pipe()
+    with mock.patch.dict(os.environ, {"GLIBC_TUNABLES": tunables("") if huge_pages else ""}):
+        mp.get_context("spawn").Process(target=target, args=(*args, theirs), daemon=True).start()
+    return ours
+
+
+def measure(repeats: int) -> dict[str, list[Seconds]]:
+    """Seconds per step of every system, repeat by repeat; CPU seconds are those of all its processes."""
+    here, there = (os.path.join(tempfile.mkdtemp(), "store") for _ in range(2))
+    ours = [started(worker, rank, here, SETTINGS, OURS, huge_pages=True) for rank in range(2)]
+    torchs = [started(worker, rank, there, SETTINGS, (TORCH,), huge_pages=False) for rank in range(2)]
+    pipes = dict.fromkeys(OURS, ours) | {TORCH: torchs}
+    pipes[TORCHGPIPE] = [started(torchgpipe_worker, SETTINGS, huge_pages=False)]
+    everyone = [*ours, *torchs, *pipes[TORCHGPIPE]]
+    for pipe in everyone:
         pipe.recv()
-    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in SYSTEMS}
     for repeat in range(repeats + 1):
         for name in SYSTEMS[repeat % len(SYSTEMS) :] + SYSTEMS[: repeat % len(SYSTEMS)]:
-            asked = pipes[2:] if name.startswith("torchgpipe") else pipes[:2]
-            for pipe in asked:
+            for pipe in pipes[name]:
                 pipe.send(name)
-            took = max(pipe.recv() for pipe in asked)
+            clocks, used = zip(*[pipe.recv() for pipe in pipes[name]], strict=True)
             if repeat:  # the first warms up
-                seconds[name].append(took)
-    for pipe in pipes:
+                seconds[name].append((max(clocks), sum(used)))
+    for pipe in everyone:
         pipe.send("stop")
     return seconds
 
 
-def predict(schedule: str) -> float:
-    """Seconds of a steady step, simulated from a measured profile."""
-    from pipefit.simulator import simulate
+def ratio(seconds: dict[str, list[Seconds]], pair: tuple[str, str], *, cpu: bool) -> float:
+    """Median of the ratios repeat by repeat, of the clock's seconds or the CPU's."""
+    ours, theirs = (seconds[name] for name in pair)
+    return statistics.median(a[cpu] / b[cpu] for a, b in zip(ours, theirs, strict=True))
 
-    return simulate(make_plan(schedule, "cpu", device="cpu"), steps=2).step_seconds[-1]
 
-
-def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
-    """Median of the ratios repeat by repeat."""
-    return statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+def setting(text: str) -> tuple[str, int]:
+    """A setting of the model."""
+    name, _, value = text.partition("=")
+    return name, int(value)
 
 
 def main() -> None:
@@ -191,27 +233,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")
+    parser.add_argument("--set", nargs="*", type=setting, default=(), help="of the model, such as layers=2")
     options = parser.parse_args()
+    SETTINGS.update(options.set)
     parameters = sum(p.numel() for p in make_task().build().parameters())
-    predicted = {f"pipefit {schedule}": predict(schedule) for schedule in ("1f1b", "gpipe")}
+    predicted = started(predictor, SETTINGS, huge_pages=True).recv()
     seconds = measure(options.repeats)
     print(
         f"GPT, {parameters / 1e6:.1f} M parameters, 2 stages, {MICROBATCHES} microbatches, "
         f"{options.repeats} repeats of {STEPS} steps"
     )
+    steps = {name: [clock for clock, _ in values] for name, values in seconds.items()}
     for name, values in seconds.items():
         print(
-            f"{name:24} {statistics.median(values) * 1e3:8.1f} ms a step   "
-            f"({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})"
+            f"{name:24} {statistics.median(steps[name]) * 1e3:8.1f} ms a step   "
+            f"({min(steps[name]) * 1e3:.1f} - {max(steps[name]) * 1e3:.1f}), "
+            f"{statistics.median(used for _, used in values) * 1e3:.1f} ms of CPUs"
         )
-    ratios = {
-        "pipefit 1f1b / torch 1f1b": ratio(seconds, "pipefit 1f1b", "torch 1f1b"),
-        "pipefit 1f1b metered / torch 1f1b": ratio(seconds, "pipefit 1f1b metered", "torch 1f1b"),
-        "pipefit gpipe / torchgpipe gpipe": ratio(seconds, "pipefit gpipe", "torchgpipe gpipe"),
-    }
+    ratios = {name: ratio(seconds, pair, cpu=False) for name, pair in RATIOS.items()}
+    cpu_ratios = {name: ratio(seconds, pair, cpu=True) for name, pair in RATIOS.items()}
     for name, value in ratios.items():
-        print(f"{name:40} {value:.3f}")
-    errors = {name: value / statistics.median(seconds[name]) - 1 for name, value in predicted.items()}
+        print(f"{name:40} {value:.3f}, of CPU seconds {cpu_ratios[name]:.3f}")
+    errors = {name: value / statistics.median(steps[name]) - 1 for name, value in predicted.items()}
     for name, value in predicted.items():
         print(f"{name:24} predicted {value * 1e3:.1f} ms a step, {errors[name]:+.1%}")
     if options.json:
@@ -223,8 +266,10 @@ def main() -> None:
                     "machine": machine(),
                     "parameters": parameters,
                     "settings": SETTINGS,
-                    "seconds": seconds,
+                    "seconds": steps,
+                    "cpu_seconds": {name: [used for _, used in values] for name, values in seconds.items()},
                     "ratios": ratios,
+                    "cpu_ratios": cpu_ratios,
                     "predicted": predicted,
                 },
                 file,

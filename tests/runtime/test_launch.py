@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import platform
 import resource
 import runpy
 import signal
@@ -23,11 +24,13 @@ import pytest
 import torch.distributed as dist
 
 import accidents
+import network_workers
 import pipefit
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.processes import forks, start, tunables
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60  # for a loaded machine; a worker needs about four
@@ -197,6 +200,36 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     losses, _ = pipefit.train(accidents.make, plan, steps=1)
     assert len(losses) == 1
     assert fork_servers() != [server]
+
+
+def asks_for_huge_pages() -> bool:
+    """Whether the system gives huge pages to those who ask, and no others, and malloc is glibc's, which can ask."""
+    way, (library, version) = Path("/sys/kernel/mm/transparent_hugepage/enabled"), platform.libc_ver()
+    known = library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+    return known and way.exists() and "[madvise]" in way.read_text()
+
+
+@pytest.mark.skipif(not asks_for_huge_pages(), reason="nobody can ask for huge pages here")
+def test_workers_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So says the system of the memory in which the tensors of one lie, and this process's environment is as before."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=0")
+    before = dict(os.environ)
+    ours, theirs = forks().Pipe(duplex=False)
+    process = forks().Process(target=network_workers.show_memory, args=(theirs,))
+    start(process)
+    assert dict(os.environ) == before
+    assert "hg" in ours.recv()
+    process.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("", "glibc.malloc.hugetlb=1"), ("glibc.malloc.perturb=1", "glibc.malloc.perturb=1:glibc.malloc.hugetlb=1"),
+     ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0")],
+)  # fmt: skip
+def test_what_malloc_is_told_stays_and_has_the_last_word(given: str, told: str) -> None:
+    """Whoever has told glibc something about huge pages has decided; other words are kept beside ours."""
+    assert tunables(given) == told
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,12 +75,14 @@ def task() -> Task:
 def test_they_need_what_was_foretold(split: list[int]) -> None:
     """Wherever stages end, simulator, dry run and meter equal the allocator in every step."""
     found = profile(task(), microbatch_size=SIZE, threads=torch.get_num_threads())
-    peaks = step_peaks(task(), plan_of(task(), split, size=SIZE, profiled=found))
+    plan = plan_of(task(), split, size=SIZE, profiled=found)
+    peaks = step_peaks(task(), plan)
     assert peaks.dry == peaks.metered == peaks.allocated
     if len(split) > 1:
         assert peaks.simulated == peaks.allocated
-    else:  # a graph that nobody needs goes with its value, which the loss drops
-        assert all(told >= seen for told, seen in zip(peaks.simulated[0], peaks.allocated[0], strict=True))
+    else:  # a graph that nobody needs goes with its value, which the loss drops: what tanh has kept of each microbatch
+        kept = plan.training.microbatches * SIZE * WIDTH * torch.float32.itemsize
+        assert all(0 <= told - seen <= kept for told, seen in zip(peaks.simulated[0], peaks.allocated[0], strict=True))
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [1, 3]])

@@ -338,7 +338,8 @@ class DeviceRunner:
         if action.microbatch is not None:
             self._versions(action)
         stage.step(action)
-        self._tag(stage.optimizer_state(), Category.OPTIMIZER)
+        if self.meter is not None:  # it takes a while to find
+            self._tag(stage.optimizer_state(), Category.OPTIMIZER)
 
     def _stash(self, action: Action) -> None:
         weights, stage = self._versions(action), self.stages[action.stage]
