@@ -136,3 +136,18 @@ def test_there_have_to_be_replicas_that_divide() -> None:
                 shard="parameters",
                 schedule="pipedream",
             )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a limit of work comes before the proof, the plan of whole replicas, which needs none, is a candidate."""
+    monkeypatch.setattr("pipefit.planner.hybrid.search._WORK", 0)
+    rng = Random(seed)
+    profile = sized(rng.choice((plain, hostile, skewed))(rng, rng.randrange(2, 5)), 4, 2, 1)
+    how, cluster = Training(batch_size=12, microbatches=3), devices(*[AMPLE] * 4)
+    made = plan(profile, cluster, how, objective="peak")
+    whole = plan(profile, cluster, how, objective="peak", shard="none")
+    assert made.provenance and whole.provenance
+    assert made.provenance.bound and made.provenance.bound <= made.provenance.value <= whole.provenance.value

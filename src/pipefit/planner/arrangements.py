@@ -91,9 +91,10 @@ class Trials:
         """The best plan of all, which is that of the best trial unless stages of different degrees are faster; with
         the bound of all arrangements, and sentences about them.
         """
-        question, found = self._of_trial(trial)
-        other = self._best_mixed
-        if other is not None and (not trial.fits or other.seconds < found.value * self._allowed(trial, other)):
+        question, found, other = trial.question, trial.search.told(trial.searched), self._best_mixed
+        if not self._is_beaten(trial, trial.seconds, other):
+            question, found = self._together(trial, found)
+        if other is not None and self._is_beaten(trial, max(found.value, trial.seconds), other):
             question = other.question
             found = Found(
                 other.split,
@@ -107,13 +108,16 @@ class Trials:
         bounds = [*self._bounds, *self._least.values()] if self._bounds else [trial.search.bound]
         return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
 
-    def _of_trial(self, trial: Trial) -> tuple[Question, Found]:
+    def _is_beaten(self, trial: Trial, seconds: float, other: Mixed | None) -> bool:
+        """Whether another plan is preferred to that of a trial, which takes so many seconds."""
+        return other is not None and (not trial.fits or other.seconds < seconds * self._allowed(trial, other))
+
+    def _together(self, trial: Trial, found: Found) -> tuple[Question, Found]:
         """What a trial found, of replicas for all of them, simulated together."""
-        found, arrangement = trial.search.told(trial.searched), trial.arrangement
-        if arrangement.degree == SINGLE:
+        if trial.arrangement.degree == SINGLE:
             return trial.question, found
-        question = self.whole_question(arrangement)
-        found = expanded(question, found, arrangement.degree)
+        question = self.whole_question(trial.arrangement)
+        found = expanded(question, found, trial.arrangement.degree)
         plan = plan_of(question, found.split, decisions=found.decisions)
         return question, found._replace(value=Simulation(plan).step_seconds[-1])
 
@@ -126,8 +130,7 @@ class Trials:
             least = self._least[size] = least_seconds(question)
             at_most = self._fastest * (1 + _ROOM)
             looks = least < at_most and exact_in_time(question)
-            found = mixed(question, at_most) if looks else None
-            self.mixed += [found] if found is not None else []
+            self.mixed += filter(None, [mixed(question, at_most) if looks else None])
 
     def _mix_with_hosts(self, size: int) -> None:
         """Find the fastest plan of a size in which hosts take what replicas divide, if all is not kept anyway, and no
@@ -135,8 +138,7 @@ class Trials:
         """
         if not self._keeps and self._least[size] * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
-            found = with_hosts(question, self._fastest) if exact_in_time(question) else None
-            self.mixed += [found] if found is not None else []
+            self.mixed += filter(None, [with_hosts(question, self._fastest) if exact_in_time(question) else None])
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.
@@ -212,6 +214,8 @@ class Trials:
         Where nothing fits, larger ones are of use if `slices` of them need no more memory, on as many devices.
         """
         order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
+        if slices and self.space.profiled:  # few microbatches are simulated the soonest
+            order = sorted(order, reverse=True)
         given_up = {True: False, False: False}  # smaller sizes, and larger ones
         for size in order:
             smaller, looked_at = size < order[0], len(self._bounds)
@@ -279,9 +283,9 @@ class Trials:
         return step_bound(question)
 
     def _is_long(self, arrangement: Arrangement) -> bool:
-        """Whether one simulation takes the whole budget, and a plan is known that keeps all."""
+        """Whether two simulations take the whole budget, and a plan is known that keeps all."""
         of_stage = min(self.question(arrangement).training.microbatches, 2 * arrangement.stages + 2)
-        return self._keeps and _EACH * arrangement.stages * of_stage > self._budget
+        return self._keeps and 2 * _EACH * arrangement.stages * of_stage > self._budget
 
     @property
     def _spent_on_trying(self) -> bool:

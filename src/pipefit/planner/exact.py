@@ -40,17 +40,22 @@ def exact(question: Question) -> Found:
 def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
     """The question whose answer has the lowest peak, and that answer; its bound holds for all of them.
 
-    Those of which a bound says that they have no lower one are not answered.
+    Those of which a bound says that they have no lower one are not answered. Those that recompute come first, because
+    they mostly have the lowest, and what is above it need not be told apart.
 
     Raises:
         UsageError: there is no plan; as the last of them says.
     """
-    levels, refusal, best = list[tuple[float, int, Question]](), None, None
-    for number, question in enumerate(questions):
+    levels, refusal, best, known = list[tuple[float, int, Question]](), None, None, float("inf")
+    for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
-            levels.append((0.0 if question.degrees == (SINGLE,) else lowest_peak(question), number, question))
+            level = 0.0 if question.degrees == (SINGLE,) else lowest_peak(question, known)
         except UsageError as error:
             refusal = error
+            continue
+        levels.append((level, number, question))
+        if level and question.shards == ("none",):  # there is a plan with this peak
+            known = min(known, level)
     bound = float("inf")
     for level, _, question in sorted(levels, key=lambda one: one[:2]):
         if best is not None and level >= best[1].value:

@@ -2,7 +2,8 @@
 
 They are looked for among whole replicas that keep everything, with plans beside them (`planner.nearby`), and then
 among all stages that may divide state, or run again in part, so that neither ever makes a plan slower; of many blocks
-on many devices only if nothing fits otherwise. What runs again is trimmed (`hybrid.trimming`).
+on many devices only if nothing fits otherwise. Where plans take much longer than one that is known, of
+another microbatch size, few of them are looked at. What runs again is trimmed (`hybrid.trimming`).
 
 Costs: the search of `planner.hybrid` for each, and a simulation for every number of stages, from the one of the
 fewest estimated seconds on, until estimates are longer than what was simulated, or a budget of work has ended.
@@ -24,10 +25,12 @@ from pipefit.planner.question import Question, Split
 from pipefit.planner.simulations import Simulations
 
 _CLOSE = 0.02  # the part of a step by which estimates may be too long
+_FAR = 0.05  # the part of a step by which the first plan may be slower than one that is known
 _MOST = 8  # plans that are simulated
 _WORTH = 0.01  # the part of a step that dividing state, or running again, has to gain
 _CANDIDATES = 2_000_000  # stages that are compared where plans that keep everything fit
 _WORK = 60_000  # actions that were read, after which no other plan is simulated
+_LITTLE = 5_000  # the same where plans are far slower than one that is known
 
 
 class Mixed(NamedTuple):
@@ -60,7 +63,9 @@ def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
     simulations = Simulations(question)
-    best = _simulated(simulations, fastest(question, _MOST, first, at_most * (1 + _CLOSE)), None)
+    best = _simulated(simulations, fastest(question, _MOST, first, at_most * (1 + _CLOSE)), None, at_most)
+    if _is_enough(simulations, best, at_most):
+        return None
     near = nearby(simulations, None if best is None else Timed(best.split, best.seconds), at_most)
     best = None if near is None else Mixed(question, near.split, near.seconds, simulations.of(near.split).peak_bytes)
     if first == every and not again:
@@ -74,12 +79,17 @@ def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
     return _simulated(simulations, others, best)
 
 
-def _simulated(simulations: Simulations, estimated: Sequence[Hybrid], best: Mixed | None) -> Mixed | None:
-    """The fastest of some plans that are estimated to be fast, or the one of before, if they gain too little."""
+def _simulated(
+    simulations: Simulations, estimated: Sequence[Hybrid], best: Mixed | None, at_most: float = float("inf")
+) -> Mixed | None:
+    """The fastest of some plans that are estimated to be fast, or the one of before, if they gain too little; of a few
+    of them if they take much longer than `at_most` seconds.
+    """
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
     question, until, reader = simulations.question, simulations.work + _WORK, Reader(simulations.question)
     for found in estimated:
         ended = simulations.work + reader.actions > until
+        ended = ended or _is_enough(simulations, best, at_most)
         if best is not None and (ended or found.value > best.seconds * (1 + _CLOSE)):
             break
         decisions = trimmed(question, found, reader)
@@ -88,3 +98,8 @@ def _simulated(simulations: Simulations, estimated: Sequence[Hybrid], best: Mixe
         if seconds < enough:
             best, enough = Mixed(question, found.split, seconds, simulation.peak_bytes, decisions), seconds
     return best
+
+
+def _is_enough(simulations: Simulations, best: Mixed | None, at_most: float) -> bool:
+    """Whether the best plan that a little work has found is far slower than one that is known."""
+    return best is not None and best.seconds > at_most * (1 + _FAR) and simulations.work > _LITTLE

@@ -1,8 +1,8 @@
 """Prices what one may want instead of the fastest plan: the fewest devices, and the leanest plan.
 
-The fewest devices are found by bisection over short searches, at the plan's own schedule and microbatch size. The
-leanest plan is the exact planner's, of all microbatch sizes that were looked at, as it is or with all stages
-recomputed.
+The fewest devices are found by bisection, at the plan's own schedule and microbatch size: over the leanest plans that
+keep everything, which closed forms tell, and, where these do not fit, over short searches. The leanest plan is the
+exact planner's, of all microbatch sizes that were looked at, as it is or with all stages recomputed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pipefit.alternatives import Alternative
 from pipefit.errors import UsageError
 from pipefit.planner.arrangements import Trials
 from pipefit.planner.driver import plan_of
-from pipefit.planner.exact import leanest_of
-from pipefit.planner.hybrid import candidates
+from pipefit.planner.exact import exact, leanest_of
+from pipefit.planner.hybrid import budget_level, candidates
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
@@ -43,15 +43,12 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     most = min(
         best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices, max(trials.space.stages)
     )
-    low, high, found = most - 1 if pinned else 0, most, best
+    low, high = most - 1 if pinned else 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        trial = trials.tried(one._replace(stages=middle))
-        if trial is not None and trial.fits:
-            high, found = middle, trial
-        else:
-            low = middle
-    if found is not best:
+        low, high = (low, middle) if _fits(trials, one._replace(stages=middle)) else (middle, high)
+    found = trials.tried(one._replace(stages=high)) if high < most else None
+    if found is not None and found.fits:
         pins = _pins(trials.space, found.question.training, stages=found.arrangement.stages)
         degrees = trials.degrees(found.arrangement.microbatch_size)
         shards = any(degree.tensor != one.degree.tensor for degree in degrees)
@@ -60,6 +57,16 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
             pins += f" --tensor {one.degree.tensor}" if shards else ""
         simulation, each = found.searched.evaluation.simulation, found.arrangement.degree.devices
         yield _alternative("fewest devices", found.question, simulation, pins, each=each, more_seconds=found.apart)
+
+
+def _fits(trials: Trials, arrangement: Arrangement) -> bool:
+    """Whether the leanest plan of an arrangement that keeps everything fits, or else the plan of a short search."""
+    with suppress(UsageError):
+        question = trials.question(arrangement)
+        if exact_in_time(question) and exact(question).value <= budget_level(question):
+            return True
+    trial = trials.tried(arrangement)
+    return trial is not None and trial.fits
 
 
 def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:

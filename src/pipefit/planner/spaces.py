@@ -111,6 +111,7 @@ class Space:
     stages: tuple[int, ...]
     sizes: tuple[int, ...]
     profiles: Profiles
+    profiled: bool = True  # all profiles are there, and none is made
     grids: bool = False  # stages may have several devices
 
     @property
@@ -148,6 +149,7 @@ def space_of(
         UsageError: numbers that do not go together, or no microbatch size that can be profiled.
     """
     sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
+    profiled = isinstance(profile, ModelProfile)
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
         profiles = _with_slices(profile, len(cluster.devices), options.data)
@@ -159,9 +161,10 @@ def space_of(
     return Space(
         question=question,
         schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
-        stages=_counts(question.stages) if may.arrangements and options.stages is None else (question.stages,),
+        stages=counts_of(question.stages) if may.arrangements and options.stages is None else (question.stages,),
         sizes=sizes,
         profiles=profiles,
+        profiled=profiled,
         grids=may.degrees,
     )
 
@@ -252,7 +255,7 @@ def _first(profiles: Profiles, sizes: Sequence[int]) -> tuple[int, ModelProfile]
     raise refusals[0]
 
 
-def _counts(most: int) -> tuple[int, ...]:
+def counts_of(most: int) -> tuple[int, ...]:
     """The numbers of stages that are looked at: all of few, and eighths of many."""
     parts = min(most, _COUNTS)
     return tuple(dict.fromkeys(ceil(most * part / parts) for part in range(1, parts + 1)))

@@ -71,7 +71,7 @@ def leanest(question: Question) -> Hybrid:
     """The plan with the lowest peak; among those, the one of the fewest estimated seconds.
 
     The value is in bytes, or a share of budgets that differ. The bound is as high, unless a limit of work has ended the
-    search.
+    search; then the best plan of whole replicas, of which all is known, is among those that are compared.
     """
     every, best = searches(question, question.shards), list[Hybrid]()
     levels = [min(one.lowest()) for one in every]
@@ -82,13 +82,17 @@ def leanest(question: Question) -> Hybrid:
         if best[-1].value <= level:
             break
         levels[number] = min(every[number].lowest())
+    if best[-1].value > min(levels) and len(question.shards) > 1:
+        best.insert(0, leanest(replace(question, options=replace(question.options, shard="none"))))
     found = min(reversed(best), key=lambda one: one.value)
     return found._replace(bound=min(found.value, *levels))
 
 
-def lowest_peak(question: Question) -> float:
-    """What the peak of no plan is below, in bytes or as a share: where nothing is divided, what the best plan has."""
-    return min(min(one.lowest()) for one in searches(question, question.shards))
+def lowest_peak(question: Question, at_most: float = _INFINITE) -> float:
+    """What the peak of no plan is below, in bytes or as a share: where nothing is divided, what the best plan has.
+    Infinity if that is above `at_most`, which is known sooner.
+    """
+    return min(min(one.lowest(at_most)) for one in searches(question, question.shards))
 
 
 def fastest(
@@ -184,9 +188,14 @@ class Search:
         pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
-    def lowest(self) -> list[float]:
-        """The lowest highest cost of plans, for every number of stages."""
-        programme = self.programme(lambda left, choice: Cost(self.shares(left, choice)))
+    def lowest(self, at_most: float = _INFINITE) -> list[float]:
+        """The lowest highest cost of plans, for every number of stages; infinity where that is above `at_most`."""
+
+        def cost(left: int, choice: Choice) -> Cost:
+            shares = self.shares(left, choice)
+            return Cost(np.where(shares <= at_most, shares, _INFINITE))
+
+        programme = self.programme(cost)
         return [programme.values[count - 1] for count in self.counts]
 
     def best(self, cost: Costs) -> Hybrid:
