@@ -11,7 +11,8 @@ planner has the same batch, schedule and devices, and each chooses the microbatc
     alpa           fewest seconds by Alpa's formula; memory only decides what fits
     megatron       equal stages, the same replicas for all: the fastest combination that fits, simulated
     deepspeed      equal parameters, the same replicas for all: the fastest combination that fits, simulated
-    peak           pipefit's exact search for the lowest peak
+    peak           pipefit's exact search for the lowest peak, of plans that keep everything on the devices
+    lean           pipefit's lowest peak with state at hosts where that lowers it
     throughput     pipefit's fastest plan of any degrees (`planner.mixed`), simulated
 
 and plans written by hand, which put one stage on all devices, in replicas that sum in a bucket for each block, with the
@@ -23,7 +24,8 @@ microbatch size that is the fastest of those that fit, and, as `lean`, with the 
                    which they go, a bucket after the other (ZeRO-Infinity, but for the update, which is the device's)
 
 Peaks and seconds of all plans are the same simulator's. `seconds` are CPU seconds of the search, without profiles, and
-`memory_bytes` what the process had allocated at most by then. What the JSON has is not made again.
+`memory_bytes` what the process had allocated at most by then. What the JSON has is not made again, so that planners may
+be run one by one (`--planners`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
 from pipefit.grids import Grid, Sharding, Stage
 from pipefit.places import parse_place
-from pipefit.planner import Options, Question, alpa, capture, exact, parameters, uniform
+from pipefit.planner import Options, Question, alpa, capture, exact, lean, parameters, uniform
 from pipefit.planner.capture import CaptureOptions
 from pipefit.planner.degrees import divisors
 from pipefit.planner.driver import plan_of
@@ -220,13 +222,15 @@ PLANNERS: dict[str, Callable[[list[Question]], Plan]] = {
     "infinity": lambda asked: quickest(on_all(asked, "parameters", *INFINITY)),
     "infinity lean": lambda asked: leanest(on_all(asked, "parameters", *INFINITY)),
     "peak": lambda asked: chosen(exact, asked),
+    "lean": lambda asked: chosen(lean, asked),
     "throughput": throughput,
 }
 
 
-def rows(costs: ModelProfile, on: Cluster, schedule: str) -> Iterator[Row]:
-    """What every planner finds."""
-    for name, find in PLANNERS.items():
+def rows(costs: ModelProfile, on: Cluster, schedule: str, names: Iterable[str]) -> Iterator[Row]:
+    """What each of some planners finds."""
+    for name in names:
+        find = PLANNERS[name]
         began = time.process_time()
         plan = find(questions(costs, on, schedule))
         seconds = time.process_time() - began
@@ -266,28 +270,30 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing")
     options = parser.parse_args()
-    known = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
-    made = known["rows"]
+    kept = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    made = kept["rows"]
     for model in () if options.tables else options.models:
         asked = [(devices, schedule) for schedule in options.schedules for devices in options.devices]
-        asked = [one for one in asked if (model, *one) not in {key(row) for row in made}]
-        if not asked:
+        known = {(*key(row), row["planner"]) for row in made}
+        missing = {one: [name for name in options.planners if (model, *one, name) not in known] for one in asked}
+        if not any(missing.values()):
             continue
         began = time.process_time()
         costs = measured(model)
         print(f"{model}: {costs.parts}, profiled in {time.process_time() - began:.1f} s", flush=True)
-        for devices, schedule in asked:
+        for (devices, schedule), names in missing.items():
             found = []
-            for row in rows(costs, cluster(devices), schedule):
+            for row in rows(costs, cluster(devices), schedule, names):
                 found.append({"model": model, "devices": devices, "schedule": schedule, **row._asdict()})
                 print(line(found[-1]), flush=True)
             made = sorted(
                 [*made, *found], key=lambda row: (list(MODELS).index(row["model"]), row["schedule"], row["devices"])
             )
-            options.json.write_text(json.dumps({**known, "machine": machine(), "rows": made}, indent=1) + "\n")
+            options.json.write_text(json.dumps({**kept, "machine": machine(), "rows": made}, indent=1) + "\n")
     if options.tables:
         put(
             {"grids": table(made), "grids by hand": by_hand(made), "grids in short": "\n".join(summary(made))},
@@ -319,6 +325,7 @@ def groups(made: list[dict[str, Any]]) -> Iterator[dict[str, dict[str, Any]]]:
 
 PLANS = "capture", "capture early", "alpa", "megatron", "deepspeed", "peak", "throughput"
 HAND = "fsdp", "fsdp lean", "offload", "offload lean", "infinity", "infinity lean"
+OURS = "peak", "lean", "throughput"
 
 
 def table(made: list[dict[str, Any]]) -> str:
@@ -334,8 +341,8 @@ def table(made: list[dict[str, Any]]) -> str:
 
 def by_hand(made: list[dict[str, Any]]) -> str:
     """The same of plans by hand, beside ours."""
-    columns = ("model, devices, schedule", *HAND, "peak", "throughput")
-    return markdown(columns, [(title(own), *(cell(own[name]) for name in columns[1:])) for own in groups(made)])
+    columns = ("model, devices, schedule", *HAND, *OURS)
+    return markdown(columns, [(title(own), *(cell(own.get(name)) for name in columns[1:])) for own in groups(made)])
 
 
 def title(own: dict[str, dict[str, Any]]) -> str:
@@ -343,21 +350,28 @@ def title(own: dict[str, dict[str, Any]]) -> str:
     return ", ".join(map(str, key(own["peak"])))
 
 
-def cell(row: dict[str, Any]) -> str:
-    """GiB of the fullest device, and seconds of a step."""
+def cell(row: dict[str, Any] | None) -> str:
+    """GiB of the fullest device, and seconds of a step; nothing where that was not run."""
+    if row is None:
+        return ""
     return f"{row['peak_bytes'] / GIB:.2f} / {row['step_seconds']:.3g}" + ("" if row["fits"] else " (does not fit)")
 
 
 def summary(made: list[dict[str, Any]]) -> Iterator[str]:
     """How often, and by how much at most, another planner's plan is leaner or faster than ours."""
-    kept = [name for name in PLANNERS if not name.startswith(("offload", "infinity"))]
-    for ours, what, names in (("peak", "peak_bytes", kept), ("throughput", "step_seconds", list(PLANNERS))):
-        worse = []
-        for own in groups(made):
+    others = [name for name in PLANNERS if name not in OURS]
+    kept = [name for name in others if not name.startswith(("offload", "infinity"))]
+    for ours, what, names in (
+        ("peak", "peak_bytes", kept),
+        ("lean", "peak_bytes", others),
+        ("throughput", "step_seconds", others),
+    ):
+        worse, asked = [], [own for own in groups(made) if ours in own]
+        for own in asked:
             best = min((own[name] for name in names if own[name]["fits"]), key=lambda row: row[what])
             if best[what] < own[ours][what] * (1 - 1e-9):
                 worse.append(f"{title(own)}: {best['planner']} {100 * (1 - best[what] / own[ours][what]):.1f} % less")
-        yield f"- `{ours}` against {len(names) - 1} others in {len(list(groups(made)))} questions: " + (
+        yield f"- `{ours}` against {len(names)} others in {len(asked)} questions: " + (
             f"not the best in {len(worse)}: {'; '.join(worse)}." if worse else "the best in all."
         )
 

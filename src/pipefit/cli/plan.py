@@ -68,8 +68,8 @@ def command(
     planner: Annotated[
         str | None,
         typer.Option(
-            help="joint or exact, which belong to the objectives, unless given: mpress, capture, alpa, exhaustive, "
-            "bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
+            help="joint or exact, which belong to the objectives, unless given: lean, mpress, capture, alpa, "
+            "exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
         ),
     ] = None,
     recompute: Annotated[

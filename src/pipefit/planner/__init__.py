@@ -27,6 +27,7 @@ from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
 from pipefit.planner.joint import joint
+from pipefit.planner.lean import lean, leanest_with_hosts
 from pipefit.planner.mcap_bf import mcap_bf
 from pipefit.planner.mcap_bo import mcap_bo
 from pipefit.planner.mpress import mpress
@@ -66,6 +67,7 @@ __all__ = [
     "exhaustive",
     "first_last",
     "joint",
+    "lean",
     "mcap_bf",
     "mcap_bo",
     "mpress",
@@ -84,6 +86,7 @@ PLANNERS: dict[str, Planner] = {
     "mpress": mpress,
     "exact": exact,
     "exhaustive": exhaustive,
+    "lean": lean,
     "bisection": bisection,
     "bayesian": bayesian,
     "uniform": uniform,
@@ -97,7 +100,7 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
-ON_GRIDS = "joint", "exact", "capture", "alpa"  # planners that choose how many devices each stage has
+ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
 
@@ -155,8 +158,8 @@ def plan(
     microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
     as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
     (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
-    one for a size. `joint` and `exact` also choose how many replicas each stage has and what these divide, as far as
-    the profile has the sizes of the slices that they compute, and `exact` the size of microbatches; `data` and `tensor`
+    one for a size. `joint`, `exact` and `lean` also choose how many replicas each stage has and what these divide, as
+    far as the profile has the sizes of the slices that they compute, and the size of microbatches; `data` and `tensor`
     are the degrees of all stages, and `shard` is what the replicas of each divide, if it has several. Without
     `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
     and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
@@ -200,10 +203,10 @@ def plan(
         allow_infeasible=allow_infeasible,
     )
     chooses = planner == "joint"
-    may = Open(sizes=planner in PLANNER_FOR.values(), arrangements=chooses, degrees=planner in ON_GRIDS)
+    may = Open(sizes=planner in ("joint", "exact", "lean"), arrangements=chooses, degrees=planner in ON_GRIDS)
     space = space_of(profile, cluster, numbers if training is None else training, options, may, means)
     if may.sizes:
-        return _chosen(space) if chooses else _leanest(space)
+        return _chosen(space) if chooses else _leanest(space, planner)
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
     return solved(space.question, asked, name=planner)
 
@@ -255,7 +258,7 @@ def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None
     return ways
 
 
-def _leanest(space: Space) -> Plan:
+def _leanest(space: Space, planner: str) -> Plan:
     """The plan with the lowest peak of all microbatch sizes of a space.
 
     Large ones may have it: where replicas divide them, and where few of them leave fewer gradients to add up.
@@ -267,9 +270,9 @@ def _leanest(space: Space) -> Plan:
     for size in space.sizes:
         with suppress(UsageError):
             asked.append(space.question_of(size, space.profiles(size)))
-    question, best = leanest_of(asked or [space.question])
+    question, best = (leanest_of if planner == "exact" else leanest_with_hosts)(asked or [space.question])
     seconds = perf_counter() - began
-    return answer(question, best, planner=exact, name="exact", seconds=seconds, asked=question.options)
+    return answer(question, best, planner=PLANNERS[planner], name=planner, seconds=seconds, asked=question.options)
 
 
 def _chosen(space: Space) -> Plan:

@@ -46,7 +46,7 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
     question, search = simulations.question, _Search(simulations, at_most)
     best = search.first(alike(question), best, following=True)
     while best is not None:
-        found = search.first(_moved(best.split), best)
+        found = search.first(beside(best.split), best)
         if found is best:
             break
         best = found
@@ -64,7 +64,7 @@ def alike(question: Question) -> Iterator[Split]:
                 yield in_replicas(planner)(replace(question, options=options)).split
 
 
-def _moved(split: Split) -> Iterator[Split]:
+def beside(split: Split) -> Iterator[Split]:
     """The splits with one cut moved by a block."""
     edges = split.edges
     for number in range(1, len(edges) - 1):

@@ -1,0 +1,210 @@
+"""The lean planner: the lowest peak of all that it simulates, with state at hosts where that lowers it.
+
+`exact` keeps everything on the devices, and its plan is one of those that are compared. The others have stages of one
+degree, for every degree and number of stages, cut as `exact` or `time` cut them; a stage's state is at its hosts:
+
+    one device             the host updates every block; or gradients, parameters and optimizer state are there between
+                           passes, block by block
+    replicas (ZeRO-2, 3)   the same of what they divide, in a bucket for each block, and of blocks or whole buckets;
+                           gradients stay (ZeRO-Offload, ZeRO-Infinity)
+
+Nothing comes back before it is needed. From the leanest of them on, cuts move by a block as long as that lowers the
+peak. So it is proven that no plan of these has a lower one, and of others nothing is told. Peaks are read of programs,
+to the byte; time is not considered, and steps are often several times as long.
+
+Costs: a program of every stage of a few dozen plans (`hybrid.reading`), within a limit of work; those of the most
+devices a stage come first, then those of the fewest. The plan says if the limit has ended the search. (ZeRO-Offload,
+arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from pipefit.decisions import Decision, Run, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
+from pipefit.planner.degrees import SINGLE
+from pipefit.planner.driver import plan_of
+from pipefit.planner.evaluation import HOST
+from pipefit.planner.exact import exact
+from pipefit.planner.hybrid.reading import Reader
+from pipefit.planner.nearby import beside
+from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.replicas import in_replicas
+from pipefit.planner.spaces import counts_of
+from pipefit.planner.time import time
+from pipefit.schedule.room import missing_bytes
+from pipefit.schedule.sums import bucket_edges
+from pipefit.simulator import Simulation
+from pipefit.texts import counted
+
+_WORK = 250_000  # actions that were read, after which no other plan is
+
+Moves = tuple[tuple[What, StateKind], ...]
+
+_UPDATED: Moves = ((What.UPDATE, "optimizer"),)
+_AWAY: Moves = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
+_ALL_AWAY: Moves = (*_AWAY, (What.OFFLOAD, "gradients"))
+_OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", _UPDATED), ("none", _ALL_AWAY))
+_OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
+    ("parameters", ()),
+    ("gradients", _UPDATED),
+    ("parameters", _UPDATED),
+    ("parameters", _AWAY),
+)
+
+
+class Candidate(NamedTuple):
+    """A split, and what is done with the state of its stages."""
+
+    split: Split
+    moves: Moves
+    in_buckets: bool = False  # else block by block
+
+
+def lean(question: Question) -> Found:
+    """The plan with the lowest peak: that of `exact`, or one whose state is at hosts."""
+    kept, search = exact(question), _Search(question)
+    found = search.best(kept.value)
+    told = counted(search.count, "plan")
+    if found is None:
+        remark = (
+            f"None of {told} with state at hosts has a lower peak." if search.count else "No state can be at hosts."
+        )
+        return kept._replace(remarks=(*kept.remarks, remark))
+    candidate, value = found
+    remark = f"It is the lowest of {told} with state at hosts, and below what is possible without them."
+    remark += " The search ended at its limit of work." if search.ended else ""
+    decisions = search.decisions(candidate)
+    return Found(
+        candidate.split, question.objective, value, search.count, proven=False, decisions=decisions, remarks=(remark,)
+    )
+
+
+def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
+    """The question whose answer has the lowest peak, and that answer.
+
+    Raises:
+        UsageError: there is no plan; as the last of them says.
+    """
+    refusal, found = UsageError("no question was asked"), list[tuple[Question, Found]]()
+    for question in questions:
+        try:
+            found.append((question, lean(question)))
+        except UsageError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return min(found, key=lambda one: one[1].value)
+
+
+class _Search:
+    """Reads the peaks of candidates."""
+
+    def __init__(self, question: Question) -> None:
+        self._question, self._reader = question, Reader(question)
+        self._known: dict[Candidate, float] = {}
+        self.ended = False  # whether the limit of work has ended it
+
+    @property
+    def count(self) -> int:
+        """How many plans were read."""
+        return len(self._known)
+
+    def best(self, below: float) -> tuple[Candidate, float] | None:
+        """The candidate of the lowest peak, and that, if it is `below` a value."""
+        for candidate in _candidates(self._question):
+            if self._ends():
+                break
+            self._value(candidate)
+        for candidate in sorted(self._known, key=self._known.__getitem__):
+            if self._known[candidate] >= below:
+                return None
+            if self._has_room(candidate):
+                return self._moved(candidate)
+        return None
+
+    def _moved(self, best: Candidate) -> tuple[Candidate, float]:
+        """The best of a candidate and those that come of moving cuts, by a block at a time."""
+        while not self._ends():
+            others = [best._replace(split=split) for split in beside(best.split)]
+            found = min(others, key=self._value, default=best)
+            if self._value(found) >= self._value(best) or not self._has_room(found):
+                break
+            best = found
+        return best, self._value(best)
+
+    def _ends(self) -> bool:
+        """Whether nothing of the work is left."""
+        self.ended = self.ended or self._reader.actions > _WORK
+        return self.ended
+
+    def _value(self, candidate: Candidate) -> float:
+        """The highest peak, in bytes or as a share of budgets that differ; infinity if it cannot be carried out."""
+        if candidate not in self._known:
+            question, split = self._question, candidate.split
+            try:
+                decisions = self.decisions(candidate)
+                peaks = self._reader.peaks(split, range(len(split.devices)), decisions)
+            except UsageError:
+                peaks = [float("inf")]
+            units = [
+                1 if question.equal_budgets else min(question.cluster.budgets[device] for device in grid.devices)
+                for grid in map(split.grid, range(len(split.devices)))
+            ]
+            self._known[candidate] = max(peak / unit for peak, unit in zip(peaks, units, strict=False))
+        return self._known[candidate]
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Whether hosts have room for what is moved there."""
+        plan = plan_of(self._question, candidate.split, decisions=self.decisions(candidate))
+        return not any(missing_bytes(plan, Simulation(plan).arenas).values())
+
+    def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
+        """What is done with the state of every stage, run by run, and with its passes."""
+        question, found = self._question, list[Decision]()
+        plan = plan_of(question, candidate.split)
+        for number, stage in enumerate(plan.stages):
+            edges = bucket_edges(plan, number) if candidate.in_buckets else question.edges
+            runs = [*pairwise([stage.start, *(edge for edge in edges if stage.start < edge < stage.stop), stage.stop])]
+            for (what, kind), (start, stop) in product(candidate.moves, runs):
+                state = State(start=start, stop=stop, kind=kind)
+                found.append(Decision(stage=number, subject=state, what=what, place=HOST, ahead=0))
+            for start, stop in runs if question.options.recompute != "never" else ():
+                found.append(Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE))
+        return tuple(found)
+
+
+def _candidates(question: Question) -> Iterator[Candidate]:
+    """The splits of every degree and number of stages, with every way to have state at hosts."""
+    if not (question.means.host and question.means.state):
+        return
+    *others, widest = sorted(question.degrees, key=lambda degree: degree.devices)
+    for degree in (widest, *others):
+        most = min(question.blocks, len(question.cluster.devices) // degree.devices)
+        pinned = question.options.stages if question.degrees != (SINGLE,) else question.stages
+        counts = counts_of(most) if pinned is None else (pinned,)
+        for count, planner in product(counts, (exact, time)):
+            options = replace(question.options, data=degree.data, tensor=degree.tensor, stages=count)
+            with suppress(UsageError):
+                split = in_replicas(planner)(replace(question, options=options)).split
+                for shard, moves in _OF_ONE if degree.data == 1 else _OF_SEVERAL:
+                    if shard in (*question.shards, "none"):
+                        divided = _divided(question, split, shard)
+                        yield Candidate(divided, moves)
+                        if degree.data > 1 and moves:
+                            yield Candidate(divided, moves, in_buckets=True)
+
+
+def _divided(question: Question, split: Split, shard: Sharding) -> Split:
+    """A split whose replicas divide so much, in a bucket for each block."""
+    grids = tuple(
+        replace(one, shard=shard, buckets=question.blocks) if one.data > 1 else one
+        for one in map(split.grid, range(len(split.devices)))
+    )
+    return split._replace(grids=grids)

@@ -1,0 +1,130 @@
+"""The planner that may have state at hosts: no plan by hand that does has a lower peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, plain
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, State, StateKind, What
+from pipefit.devices import Host
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
+from pipefit.places import parse_place
+from pipefit.planner import plan
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.schedule.room import shortage
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized, written
+from tight import cluster
+
+HOST = parse_place("host")
+HOW = Training(batch_size=12, microbatches=3)
+UPDATED = (What.UPDATE, "optimizer")
+STATE, GRADIENTS, PARAMETERS = ((What.OFFLOAD, kind) for kind in ("optimizer", "gradients", "parameters"))
+BY_HAND: tuple[tuple[Sharding, tuple[tuple[What, StateKind], ...]], ...] = (
+    ("parameters", ()),  # FSDP
+    ("gradients", (UPDATED,)),  # ZeRO-Offload
+    ("parameters", (UPDATED,)),
+    ("parameters", (STATE, PARAMETERS)),  # ZeRO-Infinity
+    ("none", (UPDATED,)),
+    ("none", (STATE, PARAMETERS, GRADIENTS)),
+)
+
+
+def case(seed: int, *, host_bytes: int = 1 << 30) -> tuple[ModelProfile, Cluster]:
+    rng = Random(seed)
+    profile = sized(plain(rng, rng.randrange(2, 5), size=rng.choice((4, 30))), 4, 2, 1)
+    on = cluster([AMPLE] * rng.choice((1, 2, 4)), host_rate=20.0, peer_rate=100.0)
+    return profile, replace(on, hosts=(Host(memory_bytes=host_bytes, memory_bandwidth=1e3),))
+
+
+def by_hand(profile: ModelProfile, on: Cluster) -> Iterator[Plan]:
+    """Even stages of one degree, on all devices, with their state at the host in every way, at once or ahead."""
+    layers, devices = len(profile.layers), len(on.devices)
+    for data in (1, 2, 4):
+        stages = min(layers, devices // data)
+        edges = [layers * stop // stages for stop in range(stages + 1)] if stages else []
+        for shard, moves in BY_HAND if stages else ():
+            if (data > 1) is not (shard != "none"):
+                continue
+            made = written(profile, on, HOW, edges, [data] * stages, "never")
+            if data > 1:
+                grids = [replace(stage.grid, shard=shard, buckets=layers) for stage in made.stages]
+                stages_of = tuple(replace(stage, grid=grid) for stage, grid in zip(made.stages, grids, strict=True))
+                made = replace(made, stages=stages_of)
+            for ahead in (0, 1):
+                with suppress(UsageError):
+                    yield replace(made, decisions=tuple(decided(made, moves, ahead)))
+
+
+def decided(plan: Plan, moves: tuple[tuple[What, StateKind], ...], ahead: int) -> Iterator[Decision]:
+    for number, stage in enumerate(plan.stages):
+        for layer in range(stage.start, stage.stop):
+            for what, kind in moves:
+                state = State(start=layer, stop=layer + 1, kind=kind)
+                yield Decision(stage=number, subject=state, what=what, place=HOST, ahead=ahead)
+
+
+def peaks(plans: Iterator[Plan]) -> list[int]:
+    """The peaks of those that can be carried out."""
+    found = []
+    for made in plans:
+        with suppress(UsageError):
+            found.append(max(Simulation(made).peak_bytes))
+    return found
+
+
+def moved(made: Plan) -> Iterator[Plan]:
+    """The plan with a cut a layer further up or down, and the same done with every layer."""
+    moves = tuple(dict.fromkeys((one.what, one.subject.kind) for one in made.decisions))
+    for number, (front, behind) in enumerate(pairwise(made.stages)):
+        for cut in (front.stop - 1, front.stop + 1):
+            if front.start < cut < behind.stop:
+                stages = list(made.stages)
+                stages[number : number + 2] = replace(front, stop=cut), replace(behind, start=cut)
+                cutting = replace(made, stages=tuple(stages), decisions=())
+                yield replace(cutting, decisions=tuple(decided(cutting, moves, 0)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None:
+    """Nor the one that keeps everything, nor one with a cut moved; its peak is the simulator's."""
+    profile, on = case(seed)
+    made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
+    others = peaks(by_hand(profile, on))
+    assert others
+    assert made.provenance and kept.provenance and made.prediction
+    assert made.provenance.value <= min(others)
+    assert made.provenance.value <= kept.provenance.value
+    assert made.provenance.value == max(Simulation(made).peak_bytes) == max(made.prediction.peak_bytes)
+    assert all(made.provenance.value <= peak for peak in peaks(moved(made)) if made.decisions)
+
+
+def test_hosts_without_room_leave_everything_on_the_devices() -> None:
+    """A plan that they have no room for is no answer, and the plan says what was looked at."""
+    profile, on = case(0, host_bytes=1)
+    made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
+    assert made.stages == kept.stages
+    assert not made.decisions
+    assert not shortage(made, Simulation(made).arenas)
+    assert "with state at hosts has a lower peak" in str(made.provenance)
+
+
+def test_it_is_below_the_lowest_peak_of_what_stays_where_state_is_most_of_it() -> None:
+    """So the host is used, the plan says of how many it is the lowest, and claims no proof for others."""
+    profile, on = case(0)
+    made, kept = plan(profile, on, HOW, planner="lean"), plan(profile, on, HOW, objective="peak")
+    assert made.provenance and kept.provenance
+    assert made.provenance.value < kept.provenance.value
+    assert made.decisions
+    assert "Proven" not in str(made.provenance)
+    assert "It is the lowest of" in str(made.provenance)
