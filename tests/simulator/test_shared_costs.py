@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from made_up import devices, layer, measurement, profile, training, value
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+
+from made_up import AMPLE, devices, layer, measurement, plain, profile, training, value
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.grids import Grid, Stage
@@ -10,6 +14,8 @@ from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized
 
 OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))
 
@@ -21,6 +27,49 @@ def test_plans_that_share_costs_do_not_share_bundles() -> None:
     shared = Costs.of(plan)
     for one in (plan, other, plan):
         assert Simulation(one, costs=shared).peak_bytes == Simulation(one).peak_bytes
+
+
+def test_plans_that_share_costs_do_not_share_who_owns_what() -> None:
+    """Replicas that divide optimizer state, gradients or parameters deal layers out by other sizes."""
+    of = sized(plain(Random(1), 7, size=50), 4, 2)
+    how, on = Training(batch_size=12, microbatches=3), devices(*[AMPLE] * 2)
+    plans = [
+        Plan(
+            profile=of,
+            cluster=on,
+            training=how,
+            stages=(Stage(start=0, stop=7, grid=Grid(devices=(0, 1), data=2, shard=shard)),),
+        )
+        for shard in ("optimizer", "gradients", "parameters")
+    ]
+    alone = [Simulation(one).peak_bytes for one in plans]
+    for order in permutations(range(3)):
+        shared = Costs.of(plans[0])
+        assert [Simulation(plans[n], costs=shared).peak_bytes for n in order] == [alone[n] for n in order]
+
+
+def test_shards_that_share_costs_do_not_share_how_often_they_send() -> None:
+    """A shard that nobody takes an output from frees it as it is made, one that two take it from when both have it."""
+    one = plain(Random(2), 4, size=50)
+    of = profile(one)
+    of = replace(of, measurements=(*of.measurements, *(replace(one, tensor=ranks) for ranks in (2, 4))))
+    plans = [
+        Plan(
+            profile=of,
+            cluster=devices(*[AMPLE] * 6),
+            training=training("1f1b", 3),
+            stages=(
+                Stage(start=0, stop=2, grid=Grid(devices=(0, 1), tensor=2)),
+                Stage(start=2, stop=4, grid=Grid(devices=tuple(range(2, 2 + ranks)), tensor=ranks)),
+            ),
+        )
+        for ranks in (1, 2, 4)
+    ]
+    alone = [Simulation(one).peak_bytes for one in plans]
+    assert len({peaks[1] for peaks in alone}) > 1
+    for order in permutations(range(3)):
+        shared = Costs.of(plans[0])
+        assert [Simulation(plans[n], costs=shared).peak_bytes for n in order] == [alone[n] for n in order]
 
 
 def moved_plan(tensors: tuple[tuple[int, int], ...]) -> Plan:
