@@ -27,8 +27,9 @@ def test_made_up_lines_end_in_a_sentence_as_processes_too(tmp_path: Path) -> Non
 def test_what_the_fuzzer_found_stays_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest that is no text, a trace with the text of no action and a program with a stage on no device: each is
-    refused in a sentence.
+    """A manifest that is no text, a trace with the text of no action, programs with a stage on no device and with
+    starts carried over on one device of two, and a key with a zero, by which bytes could be UTF-16: each is refused in
+    a sentence.
     """
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
@@ -43,10 +44,17 @@ def test_what_the_fuzzer_found_stays_mended(
     assert main(["report", "trace.json", "-o", "page.html"]) == 2
     assert "'1e9LOAD3' is not an action" in capsys.readouterr().err
     program = json.loads(Path("program.json").read_text())
-    program["placement"][1] = []
-    Path("program.json").write_text(json.dumps(program))
-    assert main(["show", "program.json"]) == 6
-    assert "stage 1 is on no device" in capsys.readouterr().err
+    for change, words in (
+        ({"placement": [program["placement"][0], []]}, "stage 1 is on no device"),
+        ({"lines": [*program["lines"], "carried in 0:"]}, "starts are carried over on 1 device, and the program has 2"),
+    ):
+        Path("program.json").write_text(json.dumps(program | change))
+        assert main(["show", "program.json"]) == 6
+        assert words in capsys.readouterr().err
+    for text in ('{"\0": 1}', '{"pipefit": "\0"}', '{"pipefit": "plan", "version": 2, "\0": 0}'):
+        Path("plan.json").write_text(text)
+        assert main(["show", "plan.json"]) == 6
+        assert capsys.readouterr().err.startswith("pipefit: plan.json is ")
 
 
 def test_a_folder_that_was_asked_for_is_no_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,15 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
         ),
         ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\]; there are 2"),
         ({"shared_buffers": (MASK,)}, r"shared buffer 'mask' names layers \[0, 2\]; there are 2"),
+        (
+            {"shared_buffers": (replace(MASK, users=(0, 1), nbytes=1 << 63),)},
+            "shared buffer 'mask' has 9223372036854775808 bytes, which no device has: profile again",
+        ),
+        *(
+            ({"shared": (replace(SHARED, users=(0, 1), **{size: nbytes}),)}, f"shared parameter 'w' has {nbytes} bytes")
+            for size in ("nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes")
+            for nbytes in (-1, 1 << 46)
+        ),
     ],
 )
 def test_a_measurement_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:

@@ -100,7 +100,7 @@ class JsonText:
             for key, at in self._keys(self._start(), ()):
                 if key in names:
                     end = self._end(at)
-                    found[key] = None if end is None else json.loads(self.content[at:end])
+                    found[key] = None if end is None else _loaded(self.content[at:end])
                     if end is None or len(found) == len(names):
                         break
                 _, self._after = self._value(Any, at, ())
@@ -175,7 +175,7 @@ class JsonText:
             return None, match.end()
         self._refuse_unless(kind, b'""', at, path)
         try:
-            json.loads(match[0])
+            _loaded(match[0])
         except json.JSONDecodeError as error:
             raise self._syntax(error.msg, at + error.pos) from None
         return _checked(kind, match[0], path), match.end()
@@ -249,7 +249,7 @@ class JsonText:
 
     def _key(self, match: re.Match[bytes]) -> str:
         try:
-            return str(json.loads(match[0]))
+            return str(_loaded(match[0]))
         except json.JSONDecodeError as error:
             raise self._syntax(error.msg, match.start() + error.pos) from None
 
@@ -301,6 +301,11 @@ def _pairs(pairs: list[tuple[str, Any]]) -> None:
     """Refuse an object with a key that appears twice. Nothing is made of it, as only its length matters here."""
     if len(dict(pairs)) != len(pairs):
         raise Refusal(_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+
+
+def _loaded(content: bytes) -> Any:
+    """The value of a JSON text in UTF-8. Of bytes `json` would guess the encoding, by zeros among the first of them."""
+    return json.loads(content.decode())
 
 
 def _twice(key: str) -> str:

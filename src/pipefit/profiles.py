@@ -19,8 +19,8 @@ from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
-from pipefit.layer_costs import LayerCost
-from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.layer_costs import LARGEST_BYTES, LayerCost
+from pipefit.sharing import SharedBuffer, SharedParameter, SharedTensor
 from pipefit.tables import Shown
 from pipefit.tensor_shares import Shares
 from pipefit.texts import counted, first_to_last
@@ -69,10 +69,8 @@ class Measurement(Shown):
             if not 0 <= kind < len(self.kinds):
                 raise UsageError(f"layer {number} is of kind {kind}, but there are {len(self.kinds)} kinds of layers")
         self._check_values()
-        for parameter in self.shared:
-            self._check_users("parameter", parameter.name, parameter.users)
-        for buffer in self.shared_buffers:
-            self._check_users("buffer", buffer.name, buffer.users)
+        for tensor in (*self.shared, *self.shared_buffers):
+            self._check_shared(tensor)
 
     def __repr__(self) -> str:
         """A line: what all layers cost would be thousands."""
@@ -93,10 +91,14 @@ class Measurement(Shown):
                     f"layer {number} returns {len(before.outputs)} values, but {taker} takes {len(after.inputs)}"
                 )
 
-    def _check_users(self, what: str, name: str, users: tuple[int, ...]) -> None:
-        """Check that a parameter or buffer is shared by layers that exist."""
+    def _check_shared(self, tensor: SharedTensor) -> None:
+        """Check that a parameter or buffer is shared by layers that exist, and that planners can add up its sizes."""
+        what, users = f"shared {tensor.what} {tensor.name!r}", tensor.users
         if not 0 <= min(users) <= max(users) < len(self.layers):
-            raise UsageError(f"shared {what} {name!r} names layers {list(users)}; there are {len(self.layers)}")
+            raise UsageError(f"{what} names layers {list(users)}; there are {len(self.layers)}")
+        for nbytes in tensor.sizes:
+            if not 0 <= nbytes < LARGEST_BYTES:
+                raise UsageError(f"{what} has {nbytes} bytes, which no device has: profile again")
 
     @property
     def estimated(self) -> bool:

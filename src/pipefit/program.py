@@ -94,14 +94,20 @@ class Program(UncheckedProgram):
     """A program of all devices, that can be carried out.
 
     Raises:
-        UsageError: a stage without a device, an action on the wrong one, a WAIT before its start, a start or a message
-            without its partner, or an order of messages in which devices would wait for each other without end
-            (`message_order`).
+        UsageError: a stage without a device, an action on the wrong one, starts carried over on other devices than
+            there are, a WAIT before its start, a start or a message without its partner, or an order of messages in
+            which devices would wait for each other without end (`message_order`).
     """
 
     def __post_init__(self) -> None:
         if () in self.placement:
             raise UsageError(f"stage {self.placement.index(())} is on no device: a program places every stage")
+        for carried in (self.carried_in, self.carried_out):
+            if len(carried) not in (0, len(self.actions)):
+                raise UsageError(
+                    f"starts are carried over on {counted(len(carried), 'device')}, and the program has "
+                    f"{len(self.actions)}: it needs a line for each, or none"
+                )
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
         _check_messages(self)

@@ -38,6 +38,11 @@ class SharedTensor:
         """Every user with the next one: layers that hold n of these pairs count the tensor n times too often."""
         return tuple(pairwise(self.users))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All of its numbers of bytes."""
+        return (self.nbytes,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParameter(SharedTensor):
@@ -59,6 +64,11 @@ class SharedParameter(SharedTensor):
     copying: tuple[int, ...] = ()  # layers, rising
     copy_bytes: int = 0
     form: str = ""  # how tensor-parallel ranks divide it; empty where each has all of it
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All of its numbers of bytes."""
+        return self.nbytes, self.gradient_bytes, self.state_bytes, self.early_state_bytes, self.copy_bytes
 
     def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
         """Of layers `start` to `stop - 1`, those that use a copy which an earlier one of them uses too."""
