@@ -36,8 +36,10 @@ def _as_new(value: Tensor) -> Tensor:
     The strides of dimensions of size 1 may be any in a contiguous tensor, and kernels go by them: a value of one
     channel may count as one whose channels are last. A value that is received has those of a new tensor.
     """
-    value, strides = value.contiguous(), _new_strides(value.shape)
-    return value if value.stride() == strides else value.view(-1).view(value.shape)
+    value = value.contiguous()
+    if 1 not in value.shape and value.numel():  # there is one way to be contiguous
+        return value
+    return value if value.stride() == _new_strides(value.shape) else value.view(-1).view(value.shape)
 
 
 def _new_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class Trainer:
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan = instance("task", task, Task), instance("plan", plan, Plan, "pipefit.load reads one")
         self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(callbacks)
-        self._accumulated, self._programs = 0, Programs(plan)  # batches since the last update, and programs
+        self._accumulated, self._programs, self._began = 0, Programs(plan), 0.0  # batches since the last update
         self._entered = Entered()  # since the pipeline was empty, under an endless schedule
         self._untold: deque[Untold] = deque()
         self._kernels = Kernels(torch.get_num_threads())
@@ -344,7 +344,7 @@ class Trainer:
         return trained, chain
 
     def _clock(self) -> float:
-        return time.perf_counter() - getattr(self, "_began", 0.0)
+        return time.perf_counter() - self._began
 
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
         """`batch` in microbatches."""

@@ -129,7 +129,8 @@ class Transfers:
 
 def _name(action: Action) -> Action:
     """What all parts of a transfer have in common."""
-    return action._replace(place=None, part=None, wait=False)
+    kind, stage, microbatch, layers, subject, *_ = action
+    return Action(kind, stage, microbatch, layers, subject)
 
 
 def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:

@@ -14,7 +14,7 @@ instead of a cast.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,12 +107,13 @@ def copied_weights(module: nn.Module, cost: LayerCost) -> list[nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if name in names] if names else []
 
 
-@contextmanager
-def using(copied: Copied, dtype: torch.dtype | None, values: Values) -> Iterator[None]:
+def using(copied: Copied, dtype: torch.dtype | None, values: Values) -> AbstractContextManager[None]:
     """Inside, a layer runs on `values` under autocast to `dtype`, whose casts of these weights are their copies."""
-    if not copied or dtype is None:
-        yield
-        return
+    return nullcontext() if not copied or dtype is None else _using(copied, dtype, values)
+
+
+@contextmanager
+def _using(copied: Copied, dtype: torch.dtype, values: Values) -> Iterator[None]:
     for weight, copy in copied:
         copy.follow(weight)
     known = {id(weight): copy.tensor for weight, copy in copied}
