@@ -9,6 +9,7 @@ import pytest
 from pipefit.cluster import Cluster
 from pipefit.devices import Link, Overheads
 from pipefit.errors import FileError, UsageError
+from pipefit.files import load_cluster
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_names
 
@@ -314,3 +315,39 @@ def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
     assert str(refused.value).startswith("mine.toml ")
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def test_several_machines_are_as_many_with_a_network_between_them() -> None:
+    """Inside a machine and to its hosts all is as on one; between machines is the network, from each device its own;
+    and what one machine's wires carry does not wait for another's.
+    """
+    one, several = load_cluster("dgx2-a100"), load_cluster("3xdgx2-a100@25GB/s")
+    assert len(several.devices) == 24 and len(several.hosts) == 3 and several.target == "cuda"
+    for machine in range(3):
+        first = 8 * machine
+        for inner in range(1, 8):
+            here, there = (one.route(Member.device(0), Member.device(inner)), Member.device(first + inner))
+            found = several.route(Member.device(first), there)
+            assert (found.bytes_per_second, found.latency_seconds) == (here.bytes_per_second, here.latency_seconds)
+            assert several.route(there, Member.host(machine)).seconds(10**9) == pytest.approx(
+                one.route(Member.device(inner), Member.host(0)).seconds(10**9)
+            )
+            assert several.devices[first + inner].host == machine
+    assert several.route(Member.device(7), Member.device(8)).bytes_per_second == 25e9
+    both = [(Member.device(0), Member.host(0), 10**9), (Member.device(8), Member.host(1), 10**9)]
+    assert several.seconds(both) == pytest.approx(several.seconds(both[:1]))
+    across = [(Member.device(0), Member.device(8), 10**9), (Member.device(1), Member.device(9), 10**9)]
+    assert several.seconds(across) == pytest.approx(several.seconds(across[:1]))
+    assert several.tier(16, Member.host(2)).capacity_bytes == one.hosts[0].memory_bytes
+    assert several.capacity(Member(MemberKind.DISK, 2)) == one.hosts[0].disk_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("0xdgx-a100@25GB/s", "number of machines"), ("9999xdgx-a100@25GB/s", "number of machines"),
+     ("2xdgx@25GB/s", "did you mean dgx"), ("2xdgx-a100@fast", "not a size"), ("2xdgx-a100@200Gb/s", "write 25GB/s")],
+)  # fmt: skip
+def test_impossible_machines_are_refused(name: str, words: str) -> None:
+    """By the part that is wrong."""
+    with pytest.raises(UsageError, match=words):
+        load_cluster(name)

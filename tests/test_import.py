@@ -52,10 +52,10 @@ def test_showing_a_cluster_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("name", [name for name in pipefit.__all__ if not name.startswith("__")])
 def test_every_public_name_is_there(name: str) -> None:
-    """Each name of the face is found, and is not a module of the same name."""
+    """Each name of the face is found, and is not a module of the same name, unless one that can be called."""
     found = getattr(pipefit, name)
     assert callable(found)
-    assert not isinstance(found, type(sys))
+    assert type(found) is not type(sys)
 
 
 def test_a_module_does_not_replace_the_function_of_its_name() -> None:

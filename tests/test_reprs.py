@@ -34,9 +34,7 @@ DOCUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "document", [one for one in DOCUMENTS if one is not PLAN.cluster], ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: type(one).__name__)
 def test_a_document_is_a_line(document: object) -> None:
     """Its kind and what it is about, in one line that fits a terminal twice over."""
     text = repr(document)

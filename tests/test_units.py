@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.errors import UsageError
-from pipefit.units import format_flops, format_number, format_seconds, parse_part
+from pipefit.units import format_flops, format_number, format_seconds, parse_bytes, parse_part, parse_rate
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -34,6 +34,24 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
     for wrong in ("%", "-5%", "5 percent", ""):
         with pytest.raises(UsageError, match="is not a size"):
             parse_part(wrong, 2000)
+
+
+def test_a_rate_in_bits_is_refused_with_its_bytes() -> None:
+    """Networks are sold in bits; eight times the rate would make every plan over them too fast."""
+    assert [parse_rate(text) for text in ("25GB/s", "1.5 MiB/s", "2000")] == [25 * 10**9, 3 << 19, 2000]
+    for bits, words in (("200Gb/s", "write 25GB/s"), ("400 Gbps", "write 50GB/s"), ("100Mb", "write 12.5MB/s")):
+        with pytest.raises(UsageError, match=words):
+            parse_rate(bits)
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_rate("fast")
+
+
+def test_a_number_without_a_unit_is_a_slip_if_it_is_small() -> None:
+    """24 is no memory of a device; 1048576 is one, and nothing is a reserve."""
+    for text in ("24", "1023"):
+        with pytest.raises(UsageError, match=f"{text}GiB"):
+            parse_bytes(text)
+    assert [parse_bytes(text) for text in ("24B", "1024")] == [24, 1024] and parse_bytes("0", least=0) == 0
 
 
 def test_operations_have_a_unit_for_every_size() -> None:

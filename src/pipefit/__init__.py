@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from pipefit.files import load, load_cluster, save
+    from pipefit.fit.overview import overview as fit
     from pipefit.planned import plan
     from pipefit.planner import plan_again
     from pipefit.plans import Plan
@@ -65,6 +66,7 @@ __all__ = [
     "certify",
     "certify_numbers",
     "chain",
+    "fit",
     "load",
     "load_cluster",
     "lower",
@@ -91,6 +93,7 @@ _HOMES = {
         "WorkerFailed",
     ),
     "files": ("load", "load_cluster", "save"),
+    "fit": ("fit",),
     "planned": ("plan",),
     "plans": ("Plan",),
     "planner": ("plan_again",),

@@ -148,6 +148,39 @@ class Cluster(Shown):
         pairs = zip(self.devices, reserves, strict=True)
         return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
 
+    def machines(self, count: int, bytes_per_second: float) -> Cluster:
+        """So many of this cluster, between which every device sends and receives so many bytes per second.
+
+        Hosts and devices are numbered machine by machine. The network is a switch of all devices, and devices of one
+        machine use it where nothing faster joins them.
+
+        Raises:
+            UsageError: fewer than one, too many devices, or a rate that is not positive.
+        """
+        whole("the number of machines", count, 1, max(1, MOST_DEVICES // len(self.devices)))
+        members = tuple(Member.device(number) for number in range(count * len(self.devices)))
+        network = Link(members=members, bytes_per_second=bytes_per_second, latency_seconds=_NETWORK_SECONDS)
+        return Cluster(
+            name=f"{count}x{self.name}@{_short(round(bytes_per_second))}/s",
+            backend=self.backend,
+            devices=tuple(
+                replace(one, host=one.host + n * len(self.hosts)) for n in range(count) for one in self.devices
+            ),
+            hosts=self.hosts * count,
+            links=(*(self._moved(link, n) for n in range(count) for link in self.links), network),
+        )
+
+    def _moved(self, link: Link, machine: int) -> Link:
+        """A link as the machine of that number has it."""
+        sizes = {MemberKind.DEVICE: len(self.devices)}
+
+        def there(member: Member) -> Member:
+            assert member.number is not None  # links name each of their members
+            return Member(member.kind, member.number + machine * sizes.get(member.kind, len(self.hosts)))
+
+        wire = f"{link.wire} of machine {machine}" if link.wire else None
+        return replace(link, members=tuple(map(there, link.members)), wire=wire)
+
     def check(self, member: Member, who: str) -> None:
         """Check that the cluster has `member`; `who` says what names it.
 
@@ -210,12 +243,17 @@ class Cluster(Shown):
         route = self.route(Member.device(device), there)
         return Tier(self.capacity(there), route.bytes_per_second, route.latency_seconds)
 
+    def __repr__(self) -> str:
+        """A line; its links would be hundreds."""
+        return f"<Cluster: {self}>"
+
     def __str__(self) -> str:
         sizes = Counter((device.kind.name, device.memory_bytes) for device in self.devices)
         return f"{self.name}: " + ", ".join(f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items())
 
 
 _COUNT = re.compile(WHOLE)
+_NETWORK_SECONDS = 1e-5  # until a message between machines begins to move
 
 
 def parse_emulated(text: str) -> Cluster:
@@ -243,7 +281,7 @@ _EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_band
 
 def _short(nbytes: int) -> str:
     """The shortest exact way to write a size: `256MiB`, `1000B`."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (10**9, "GB"), (10**6, "MB")):
         if nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
     return f"{nbytes}B"

@@ -34,7 +34,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.texts import printable
 from pipefit.trace import Trace
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, parse_rate
 from pipefit.validation import instance, parsed, sentence
 from pipefit.writable import obstacle
 
@@ -47,6 +47,7 @@ LARGEST_BYTES = 512 << 20
 LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
 MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
 _WORD = re.compile(r"\S+")
+_MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
 _HEADER = frozenset({"pipefit", "version"})
 
 
@@ -207,6 +208,8 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
 def load_cluster(name_or_path: str) -> Cluster:
     """The cluster that a person means: a preset's name, `emulated:4x256MiB`, or a .toml or .json file.
 
+    `16xdgx-a100@25GB/s` is sixteen of one, between which every device sends and receives 25 GB/s.
+
     Raises:
         UsageError: no preset of that name, or not an emulated cluster.
         FileError: the file cannot be used.
@@ -214,6 +217,8 @@ def load_cluster(name_or_path: str) -> Cluster:
     instance("name_or_path", name_or_path, str, "such as 4x-titan-rtx, emulated:2x64MiB or cluster.toml")
     if name_or_path.startswith("emulated:"):
         return parse_emulated(name_or_path)
+    if several := _MACHINES.fullmatch(name_or_path):
+        return load_cluster(several[2]).machines(int(several[1]), parse_rate(several[3]))
     suffix = Path(name_or_path).suffix.lower()
     if suffix == ".toml":
         source = _named(name_or_path)

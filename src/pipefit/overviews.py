@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipefit.cluster import Cluster
 from pipefit.fits import Attempt
+from pipefit.tables import Shown
 from pipefit.trace import Category
 from pipefit.training import Precision
 
@@ -94,7 +95,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overview:
+class Overview(Shown):
     """All of it, for the devices of a cluster. `sizes` are the microbatches that were looked at where smaller ones fit.
 
     `filled` says what holds the bytes of the device that limits the cluster at its peak, in bytes.
@@ -106,6 +107,11 @@ class Overview:
     precisions: tuple[InPrecision, ...]
     replicated: tuple[Replicated, ...]
     filled: dict[Category, int]
+
+    def __repr__(self) -> str:
+        """A line: the plans that it rests on would be thousands."""
+        answer = "fits" if self.here.fastest else "does not fit"
+        return f"<Overview: {self.here.one.plan.profile.model} {answer} on {self.cluster}>"
 
     @property
     def here(self) -> Reach:

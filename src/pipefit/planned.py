@@ -50,6 +50,8 @@ def plan(
 
         cluster = load_cluster(cluster)
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
+    if training is not None:
+        instance("training", training, Training, "or say batch_size and microbatches by name")
     if isinstance(model, ModelProfile):
         return plan_of_profile(model, cluster, training, **asked)
     from pipefit.capture import Task

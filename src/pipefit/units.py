@@ -28,6 +28,7 @@ _UNITS = {
 # A whole number in a regular expression. Nothing here has more digits, and of 4301 on `int` raises what nobody expects.
 WHOLE = "[0-9]{1,18}"
 _SIZE = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([a-zA-Z]*)\s*")
+_BITS = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([kKMGT])b(?:ps)?")
 _PERCENT = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*%\s*")
 _LONGEST = 60  # characters of a refused text that a message repeats
 
@@ -52,6 +53,19 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
     return nbytes
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second of `"25GB/s"`, or of a size without `/s`.
+
+    Raises:
+        UsageError: not a size, or one in bits, as networks are sold: `"200Gb/s"`.
+    """
+    size = text.strip().removesuffix("/s")
+    if bits := _BITS.fullmatch(size):
+        eighth = f"{float(bits[1]) / 8:g}{bits[2].upper()}B/s"
+        raise UsageError(f"{text!r} has the unit of bits: write {eighth}, or {bits[1]}{bits[2].upper()}B/s for bytes")
+    return parse_bytes(size)
 
 
 def parse_part(text: str, whole: int) -> int:

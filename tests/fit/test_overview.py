@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 
+import pipefit
 from pipefit.cli import main
 from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
 from pipefit.fit.overview import overview
 from pipefit.overviews import Overview
 from pipefit.planned import plan
@@ -26,7 +29,7 @@ TASK = build("mlp", **WIDTHS, optimizer="adamw")
 @cache
 def seen(kib: int, devices: int = 2) -> Overview:
     """An overview of a small perceptron on so many emulated devices."""
-    return overview(TASK, Cluster.emulated((devices, kib * KIB)), microbatches=2, target="cuda")
+    return pipefit.fit(TASK, f"emulated:{devices}x{kib}KiB", microbatches=2, target="cuda")
 
 
 def lowest_peak(devices: int, size: int) -> int:
@@ -103,6 +106,29 @@ def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
     assert text.startswith("Fits, tightly: mlp of")
     assert max(map(len, text.splitlines())) <= 80
     assert "Next: pipefit plan zoo:mlp --cluster emulated:2x88KiB --batch-size" in " ".join(text.split())
+
+
+def test_a_function_of_python_answers_as_the_command_does() -> None:
+    """Printed it is the screen, with the next call in the place of the command; its package stays one."""
+    found = seen(88)
+    assert str(found).startswith("Fits, tightly: mlp of") and max(map(len, str(found).splitlines())) <= 80
+    size = found.here.fastest.plan.training.batch_size if found.here.fastest else 0
+    assert f"Next: pipefit.plan(task, cluster, batch_size={size})" in " ".join(str(found).split())
+    assert repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ") and "<table>" in found._repr_html_()
+    assert pipefit.fit.__name__ == "pipefit.fit"
+
+
+def test_wrong_arguments_in_python_are_named() -> None:
+    """What is no task, no cluster or no training is refused by the argument's name, with what would do."""
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: pipefit.fit("emulated:2x1MiB", TASK), "model must be a Task, not 'emulated.*pipefit.Task"),  # type: ignore[arg-type]
+        (lambda: pipefit.fit(TASK, 4), "cluster must be a Cluster, not 4.*4x-titan-rtx"),  # type: ignore[arg-type]
+        (lambda: pipefit.fit(TASK, "emulated:2x24"), "has no unit"),
+        (lambda: plan(TASK, "emulated:2x1MiB", 4), "training must be a Training, not 4.*by name"),  # type: ignore[arg-type]
+    ]
+    for call, words in calls:
+        with pytest.raises(UsageError, match=words):
+            call()
 
 
 def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,11 @@ class Task:
                 "returns the loss, and give loss=None"
             )
 
+    def __repr__(self) -> str:
+        """A line; a module's own has one for every layer."""
+        module, optimizer = (getattr(one, "__name__", type(one).__name__) for one in (self.module, self.optimizer))
+        return f"<Task: {self.name}, {module} trained by {optimizer}>"
+
     def build(self) -> nn.Module:
         """The module itself, in the task's precision; a factory is called."""
         module = self.module if isinstance(self.module, nn.Module) else self._made()

@@ -186,7 +186,8 @@ def _usage_sentence(error: typer.TyperException) -> str:
     """The parser's complaint, and where help is."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "pipefit"
-    complaint = error.format_message().partition(", unable to parse")[0].replace("Input should be", "it must be")
+    complaint = " ".join(error.format_message().split()).partition(", unable to parse")[0]
+    complaint = complaint.replace("Input should be", "it must be")
     choice = _CHOICE.search(complaint)
     if choice:
         choices = re.findall("'([^']+)'", choice[2])

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 EXAMPLE = "pipefit clusters"
 _OTHERS = (
     "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, emulated:2x256MiB+2x128MiB two "
-    "sizes of them. A cluster of your own is a .toml file. pipefit show NAME tells devices, hosts and links."
+    "sizes of them. A cluster of your own is a .toml file. 16xdgx-a100@25GB/s is sixteen machines, between which every "
+    "device sends and receives 25 GB/s. pipefit show NAME tells devices, hosts and links."
 )
 
 

@@ -24,8 +24,8 @@ EXAMPLE = "pipefit demo --steps 40"
 
 
 def command(
-    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 80,
-    seed: Annotated[int, typer.Option(min=0, help="Decides weights and data.")] = 0,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 80,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Decides weights and data.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Out of memory, then a plan, then training.

@@ -27,7 +27,13 @@ EXAMPLE = "pipefit fit hf:gpt2 --cluster 4x-titan-rtx"
 def command(
     model: Model,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
+        str,
+        typer.Option(
+            "--cluster",
+            "-c",
+            metavar="NAME|FILE",
+            help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
+        ),
     ],
     grow: Annotated[
         str | None,
@@ -45,29 +51,39 @@ def command(
         str | None, typer.Option(metavar="N", help="Try --from and every N further; 1 unless given, 1MiB for memory.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="With --grow: samples in a step; four for each device unless given.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --grow: samples in a step; four for each device unless given."),
     ] = None,
     microbatch_size: Annotated[
         int | None,
         typer.Option(
-            "--microbatch-size", "-b", min=1, help="With --grow: samples in one microbatch; joint and exact choose."
+            "--microbatch-size",
+            "-b",
+            metavar="N",
+            min=1,
+            help="With --grow: samples in one microbatch; joint and exact choose.",
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Microbatches in a step; four for each device unless given.")
+        int | None, typer.Option(metavar="N", min=1, help="Microbatches in a step; four for each device unless given.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
+    schedule: Annotated[str, typer.Option(metavar="NAME", help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
     data: Annotated[
-        int | None, typer.Option(min=1, help="With --grow: replicas of every stage; chosen by joint and exact.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --grow: replicas of every stage; chosen by joint and exact."),
     ] = None,
     tensor: Annotated[
         int | None,
-        typer.Option(min=1, help="With --grow: devices that divide the layers of every replica; chosen likewise."),
+        typer.Option(
+            metavar="N", min=1, help="With --grow: devices that divide the layers of every replica; chosen likewise."
+        ),
     ] = None,
     planner: Annotated[
         str | None,
-        typer.Option(help="The planner that --grow asks, joint unless given; pipefit plan --help names them."),
+        typer.Option(
+            metavar="NAME", help="The planner that --grow asks, joint unless given; pipefit plan --help names them."
+        ),
     ] = None,
     target: Annotated[
         Target | None,
@@ -80,7 +96,7 @@ def command(
             help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
+    threads: Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")] = 1,
     certify: Annotated[
         bool,
         typer.Option("--certify/--no-certify", help="Check the answer, and that the next value fails, by dry runs."),

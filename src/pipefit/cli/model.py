@@ -74,7 +74,10 @@ def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
     """Where a model is from, its name there, and settings that its configuration has."""
     source, _, name = model.partition(":")
     if not source or not name:
-        raise UsageError(f"{model!r} is not a model: {_FORMS}")
+        from pipefit.zoo import MODELS
+
+        perhaps = f", but zoo:{model} is one" if model in MODELS else ""
+        raise UsageError(f"{model!r} is not a model{perhaps}: {_FORMS}")
     if source not in _ELSEWHERE:
         return source, name, {}
     from pipefit.zoo.configurations import CONFIGURATIONS

@@ -56,5 +56,7 @@ AfterDeath = Annotated[
 ]
 PredictedSteps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."),
+    typer.Option(
+        "--steps", metavar="N", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."
+    ),
 ]

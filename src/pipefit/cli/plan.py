@@ -42,24 +42,35 @@ def command(
         ),
     ],
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
+        str,
+        typer.Option(
+            "--cluster",
+            "-c",
+            metavar="NAME|FILE",
+            help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
+        ),
     ],
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size", min=1, help="Samples in one optimizer step; unless given, as many as the microbatches hold."
+            "--batch-size",
+            metavar="N",
+            min=1,
+            help="Samples in one optimizer step; unless given, as many as the microbatches hold.",
         ),
     ] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(
             "--microbatches",
+            metavar="N",
             min=1,
             help="Equal parts of the batch; chosen, or without a batch size four for each device.",
         ),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help=f"1f1b or eager-1f1b are chosen from unless given. {SCHEDULE_HELP}")
+        str | None,
+        typer.Option(metavar="NAME", help=f"1f1b or eager-1f1b are chosen from unless given. {SCHEDULE_HELP}"),
     ] = None,
     objective: Annotated[
         Literal["throughput", "peak"],
@@ -68,8 +79,9 @@ def command(
     planner: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help="joint or exact, which belong to the objectives, unless given: lean, mpress, capture, alpa, "
-            "exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
+            "exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last.",
         ),
     ] = None,
     recompute: Annotated[
@@ -86,17 +98,22 @@ def command(
     stages: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Pipeline stages, on as many devices; chosen by joint, one for each device under other planners.",
         ),
     ] = None,
     data: Annotated[
         int | None,
-        typer.Option(min=1, help="Replicas of every stage, which divide each microbatch; chosen by joint and exact."),
+        typer.Option(
+            metavar="N", min=1, help="Replicas of every stage, which divide each microbatch; chosen by joint and exact."
+        ),
     ] = None,
     tensor: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."),
+        typer.Option(
+            metavar="N", min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."
+        ),
     ] = None,
     shard: Annotated[
         Sharding | None,
@@ -108,6 +125,7 @@ def command(
         typer.Option(
             "--microbatch-size",
             "-b",
+            metavar="N",
             min=1,
             help="Samples in one microbatch; chosen by joint, 1 for a MODEL under other planners.",
         ),

@@ -28,6 +28,7 @@ def command(
         typer.Option(
             "--microbatch-size",
             "-b",
+            metavar="N",
             min=1,
             help="Samples in one microbatch; repeatable, for the slices that replicas of a stage compute.",
         ),
@@ -45,7 +46,7 @@ def command(
             help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
+    threads: Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")] = 1,
     tensor: Annotated[
         list[int],
         typer.Option(
@@ -61,7 +62,9 @@ def command(
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", min=1, help="Of a step of the runs; unless given as plan has it, 4 a device."),
+        typer.Option(
+            "--microbatches", metavar="N", min=1, help="Of a step of the runs; unless given as plan has it, 4 a device."
+        ),
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="Of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")

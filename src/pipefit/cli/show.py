@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.errors import UsageError
+from pipefit.texts import meant, shortened
 
 EXAMPLE = "pipefit show dgx1-v100"
 
@@ -23,5 +25,8 @@ def command(
     from pipefit.cli.output import deliver
     from pipefit.files import load, load_cluster, preset_names
 
-    is_cluster = file in preset_names() or file.startswith("emulated:") or Path(file).suffix.lower() == ".toml"
+    is_file = Path(file).exists() or Path(file).suffix.lower() == ".json"
+    is_cluster = file.startswith("emulated:") or Path(file).suffix.lower() == ".toml" or file in preset_names()
+    if not is_file and not is_cluster and (guess := meant(file, preset_names())):
+        raise UsageError(f"there is no file {shortened(file)} and no cluster of that name: {guess}")
     deliver(load_cluster(file) if is_cluster else load(file), output=None, as_json=as_json)

@@ -30,10 +30,13 @@ def command(
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Training steps in all, with those before --resume.")
+        int, typer.Option("--steps", metavar="N", min=1, help="Training steps in all, with those before --resume.")
     ] = 10,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Decides weights, data and dropout: 0, or the checkpoint's, if not given.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Decides weights, data and dropout: 0, or the checkpoint's, if not given."
+        ),
     ] = None,
     timeout: Annotated[
         float,

@@ -54,7 +54,7 @@ from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Lin
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
 from pipefit.texts import printable, shortened
-from pipefit.units import KIB, WHOLE, parse_bytes, parse_part
+from pipefit.units import KIB, WHOLE, parse_bytes, parse_part, parse_rate
 from pipefit.validation import validated
 
 _PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
@@ -324,7 +324,7 @@ def _size(written: str | int, *, least: Literal[0, 1] = 1) -> int:
 
 def _rate(written: str | float) -> float:
     """Per second: a number, or a size with or without `/s`."""
-    rate = float(parse_bytes(written.removesuffix("/s"))) if isinstance(written, str) else written
+    rate = float(parse_rate(written)) if isinstance(written, str) else written
     if not isfinite(rate):
         raise UsageError(f"{rate} is not a rate: write a finite number")
     return rate

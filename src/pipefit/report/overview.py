@@ -12,10 +12,10 @@ from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_number
 
 
-def describe_overview(overview: Overview, asked: str) -> list[Block]:
-    """The answer, a row for each number of devices and for each precision, what limits, and the next command.
+def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
+    """The answer, a row for each number of devices and for each precision, what limits, and what to ask next.
 
-    `asked` is the model with its settings and the cluster, as a command line has them.
+    `asked` is the model with its settings and the cluster, as a command line has them; empty in Python.
     """
     return [
         _head(overview),
@@ -135,7 +135,9 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
             f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
             f"{format_number(samples_per_second(best))} samples per second by {_seconds(best)} seconds."
         )
-        yield f"Next: pipefit plan {asked} --batch-size {best.plan.training.batch_size} -o plan.json"
+        size = best.plan.training.batch_size
+        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
+        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
         return
     yield from _ways_out(overview, here, asked)
 
@@ -149,9 +151,15 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     yield f"Not one sample fits: {here.one.miss}."
     more = next((row for row in overview.reaches if row.fastest is not None), None)
     if more is not None:
-        yield f"{counted(more.devices, 'device')} of this kind would do: pipefit fit {asked} --grow devices"
+        yield f"{counted(more.devices, 'device')} of this kind would do{_growing(asked, 'devices')}"
     for one in overview.precisions[1:]:
         if one.fewest is not None and one.fewest <= here.devices:
-            yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: --precision {one.precision}"
+            option = f"--precision {one.precision}" if asked else f'precision="{one.precision}" in the task'
+            yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: {option}"
     if more is None:
-        yield f"How much memory each device must have: pipefit fit {asked} --grow memory"
+        yield f"How much memory each device must have{_growing(asked, 'memory')}"
+
+
+def _growing(asked: str, what: str) -> str:
+    """How to ask for the least of something."""
+    return f": pipefit fit {asked} --grow {what}" if asked else f": pipefit.fit.growth.{what}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipefit.cluster import Cluster
 from pipefit.fits import Fit
+from pipefit.overviews import Overview
 from pipefit.plans import Plan
 from pipefit.post_mortems import PostMortem
 from pipefit.profiles import Measurement, ModelProfile
@@ -15,6 +16,7 @@ from pipefit.report.cluster import describe_cluster
 from pipefit.report.compare import Comparison, describe_comparison
 from pipefit.report.difference import Difference, describe_difference
 from pipefit.report.fit import describe_fit
+from pipefit.report.overview import describe_overview
 from pipefit.report.post_mortem import describe_post_mortem
 from pipefit.report.profile import describe_measurement, describe_profile
 from pipefit.report.trace import describe_trace
@@ -23,8 +25,8 @@ from pipefit.texts import counted
 from pipefit.trace import Trace
 
 Shows = (
-    Cluster | Comparison | Difference | Fit | Measurement | ModelProfile | Plan | PostMortem | Program | Trace
-    | UncheckedProgram
+    Cluster | Comparison | Difference | Fit | Measurement | ModelProfile | Overview | Plan | PostMortem | Program
+    | Trace | UncheckedProgram
 )  # fmt: skip
 
 
@@ -47,6 +49,7 @@ _WORDS: dict[type, Callable[[Any], list[Block]]] = {
     Fit: describe_fit,
     Measurement: describe_measurement,
     ModelProfile: describe_profile,
+    Overview: describe_overview,
     Plan: lambda plan: list(plan.explanation),
     PostMortem: describe_post_mortem,
     Trace: describe_trace,
