@@ -45,7 +45,8 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
-RATES = r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+"  # of a run; a Python's release
+# Of a run; a Python's release; losses, which after some steps depend on a processor's last bits
+RATES = r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+|(?<=loss )[0-9.]+|[0-9.]+ in the last"
 # What Python shows of warnings unless asked for less, as errors; those of workers, and of C++, are read on stderr
 QUIETLY = pytest.mark.filterwarnings(
     "error",
