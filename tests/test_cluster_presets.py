@@ -9,7 +9,7 @@ import pytest
 from pipefit.cluster import Cluster
 from pipefit.devices import Link, Overheads
 from pipefit.errors import FileError, UsageError
-from pipefit.files import load_cluster
+from pipefit.files import is_cluster, load_cluster
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_names
 
@@ -322,6 +322,7 @@ def test_several_machines_are_as_many_with_a_network_between_them() -> None:
     and what one machine's wires carry does not wait for another's.
     """
     one, several = load_cluster("dgx2-a100"), load_cluster("3xdgx2-a100@25GB/s")
+    assert is_cluster("3xdgx2-a100@25GB/s") and not is_cluster("plan.json")
     assert len(several.devices) == 24 and len(several.hosts) == 3 and several.target == "cuda"
     for machine in range(3):
         first = 8 * machine

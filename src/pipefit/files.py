@@ -38,7 +38,18 @@ from pipefit.units import format_bytes, parse_rate
 from pipefit.validation import instance, parsed, sentence
 from pipefit.writable import obstacle
 
-__all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
+__all__ = [
+    "Document",
+    "check_target",
+    "dumps",
+    "is_cluster",
+    "load",
+    "load_cluster",
+    "preset_names",
+    "save",
+    "save_text",
+    "schema",
+]
 
 Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
@@ -203,6 +214,12 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
     name = _check_header(text, source, expected)
     stored: Any = parsed(_KINDS[name].stored, text, source, ignored=_HEADER)
     return _program(stored, source) if isinstance(stored, ProgramText) else stored
+
+
+def is_cluster(text: str) -> bool:
+    """Whether a text means a cluster by its form: a preset, emulated devices, several machines, or a file in TOML."""
+    known = text in preset_names() or text.startswith("emulated:") or _MACHINES.fullmatch(text)
+    return bool(known) or Path(text).suffix.lower() == ".toml"
 
 
 def load_cluster(name_or_path: str) -> Cluster:

@@ -23,10 +23,9 @@ def command(
     The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
     """
     from pipefit.cli.output import deliver
-    from pipefit.files import load, load_cluster, preset_names
+    from pipefit.files import is_cluster, load, load_cluster, preset_names
 
     is_file = Path(file).exists() or Path(file).suffix.lower() == ".json"
-    is_cluster = file.startswith("emulated:") or Path(file).suffix.lower() == ".toml" or file in preset_names()
-    if not is_file and not is_cluster and (guess := meant(file, preset_names())):
+    if not is_file and not is_cluster(file) and (guess := meant(file, preset_names())):
         raise UsageError(f"there is no file {shortened(file)} and no cluster of that name: {guess}")
-    deliver(load_cluster(file) if is_cluster else load(file), output=None, as_json=as_json)
+    deliver(load_cluster(file) if is_cluster(file) else load(file), output=None, as_json=as_json)
