@@ -25,8 +25,9 @@ from made_up import (
     vgg_like,
 )
 from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
-from pipefit.planner import Options, exact, exhaustive
+from pipefit.planner import Options, exact, exhaustive, plan
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.schedule import ENDLESS
@@ -200,3 +201,29 @@ def test_one_device_holds_everything() -> None:
     """A pipeline of one stage is a plan too."""
     plan = asked(exact, profile(plain(Random(2), 9)), devices(AMPLE), training("gpipe", 3))
     assert plan.split == (9,)
+
+
+@pytest.mark.parametrize("planner", ["exact", "uniform", "time", "joint"])
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_share_a_parameter_are_in_one_stage_under_endless_schedules(
+    planner: str, schedule: str, seed: int
+) -> None:
+    """Each stage is updated by itself there: such layers, and those between them, are one block for planners. Exact is
+    exhaustive over the splits that remain.
+    """
+    rng = Random(seed)
+    chain = hostile(rng, rng.randrange(3, 8), shared=1)
+    cluster, how = devices(*[AMPLE] * 3), training(schedule, 4)
+    made = plan(profile(chain), cluster, how, planner=planner)
+    spans = [one.users for one in chain.shared if one.gradient_bytes]
+    cuts = {stage.stop for stage in made.stages[:-1]}
+    assert not any(users[0] < cut <= users[-1] for users in spans for cut in cuts)
+    assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+    if planner == "exact":
+        found, best = both(chain, cluster, how)
+        assert found.stages == best.stages == made.stages
+    inside = sum(any(users[0] < cut <= users[-1] for users in spans) for cut in range(1, len(chain.layers)))
+    if inside:
+        with pytest.raises(UsageError, match=r"share a parameter are in one stage.*ask for \d+ stages? or fewer"):
+            plan(profile(chain), devices(*[AMPLE] * 9), how, planner=planner, stages=len(chain.layers))

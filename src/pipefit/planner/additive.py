@@ -50,4 +50,9 @@ def measured_costs(question: Question) -> AdditiveCosts:
             f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that training, "
             "profile with --runs and the settings of this one, or use the exact planner, which needs no runs"
         )
+    if question.blocks < len(question.profile.block_names):
+        raise UsageError(
+            f"the training runs of {model} were made block by block, and schedule {question.training.schedule} keeps "
+            "blocks that share a parameter in one stage: use the exact planner, or untie them"
+        )
     return costs

@@ -51,7 +51,7 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
-    names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
+    names = question.profile.span(*question.layers(*split.edges[stage : stage + 2]))
     budget, reserve = budgets[device], question.cluster.reserves[device]
     left = f", {format_bytes(reserve)} of the device are left to what its process takes besides" if reserve else ""
     freed = ", with what recomputing and moving tensors frees" if found.decisions else ""

@@ -18,6 +18,7 @@ from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.validation import check_types
 
@@ -111,6 +112,12 @@ class Question:
         asked, blocks, devices = self.options.stages, self.blocks, len(self.cluster.devices)
         if asked is not None and asked < 1:
             raise UsageError(f"a plan has at least one stage, not {asked}")
+        if asked is not None and blocks < asked < len(self.profile.edges):
+            raise UsageError(
+                f"schedule {self.training.schedule} updates every stage by itself, so that layers that share a "
+                f"parameter are in one stage, with those between them: ask for {counted(blocks, 'stage')} or fewer, "
+                "untie them, or use schedule 1f1b"
+            )
         if asked is not None and asked > blocks:
             raise UsageError(
                 f"{self.profile.model} has {self.profile.parts}, too few for {asked} stages: ask for {blocks} or fewer"
@@ -153,8 +160,14 @@ class Question:
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        """The layer at which each block begins, and the number of layers."""
-        return self.profile.edges
+        """The layer at which each block begins, and the number of layers. Under a schedule that updates every stage by
+        itself, layers that share a trained parameter are in one block, with those between them.
+        """
+        found = self.profile.edges
+        if not self.training.endless:
+            return found
+        shared = [one.users for one in self.measurement.shared if one.gradient_bytes]
+        return tuple(edge for edge in found if not any(users[0] < edge <= users[-1] for users in shared))
 
     @property
     def blocks(self) -> int:
