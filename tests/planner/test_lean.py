@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, plain
+from made_up import AMPLE, keeping, plain
+from made_up import profile as profile_of
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.devices import Host
@@ -107,6 +108,23 @@ def test_no_plan_by_hand_with_state_at_hosts_has_a_lower_peak(seed: int) -> None
     assert made.provenance.value <= kept.provenance.value
     assert made.provenance.value == max(Simulation(made).peak_bytes) == max(made.prediction.peak_bytes)
     assert all(made.provenance.value <= peak for peak in peaks(moved(made)) if made.decisions)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 13])
+def test_cuts_move_where_state_does(seed: int) -> None:
+    """What balances weights balances no activations: of all cuts with all state at the host, the best."""
+    rng = Random(seed)
+    count = rng.randrange(4, 7)
+    widths = [rng.choice((1, 5, 40, 60)) for _ in range(count + 1)]
+    of = profile_of(keeping(rng, widths=widths, weights=[rng.choice((0, 3, 80, 200)) for _ in range(count)]))
+    on = cluster([AMPLE] * 2, host_rate=20.0, peer_rate=100.0)
+    on = replace(on, hosts=(Host(memory_bytes=1 << 30, memory_bandwidth=1e3),))
+    how = Training(batch_size=4, microbatches=4, schedule="gpipe")
+    made, every = plan(of, on, how, planner="lean"), list[Plan]()
+    for cut in range(1, count):
+        whole = written(of, on, how, [0, cut, count], [1, 1], "never")
+        every.append(replace(whole, decisions=tuple(decided(whole, (STATE, PARAMETERS, GRADIENTS), 0))))
+    assert made.provenance and made.provenance.value <= min(peaks(iter(every)))
 
 
 def test_hosts_without_room_leave_everything_on_the_devices() -> None:
