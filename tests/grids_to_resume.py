@@ -44,7 +44,10 @@ GRIDS = {
     "ZeRO-Offload": Grids((0, 6), ((2, 1),), "gradients", updated=True),
 }
 ENDLESS = {
-    schedule: Grids((0, 2, 6), ((1, 1), (1, 1)), schedule=schedule) for schedule in ("pipedream", "pipedream-2bw")
+    **{s: Grids((0, 2, 6), ((1, 1), (1, 1)), schedule=s) for s in ("pipedream", "pipedream-2bw")},
+    "2bw, ZeRO 1 of shards": Grids((0, 3, 6), ((1, 1), (2, 2)), "optimizer", "pipedream-2bw"),
+    "pipedream, ZeRO 2": Grids((0, 2, 6), ((2, 1), (1, 1)), "gradients", "pipedream"),
+    "pipedream, shards away": Grids((0, 4, 6), ((1, 2), (1, 1)), schedule="pipedream", away=("optimizer",)),
 }
 
 

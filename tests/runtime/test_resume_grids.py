@@ -12,6 +12,7 @@ from torch import Tensor
 from divided import divided
 from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
 from pipefit.runtime import Trainer
+from sampled import sampled
 from slices import batches, equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,6 +108,26 @@ def is_taken_up(before: str, after: str, folder: Path) -> None:
     ours, theirs = (trainer.state_dict(optimizer=True) for trainer in (second, first))
     assert any(name.startswith("optimizer/") for name in theirs)
     assert equal(ours, theirs, relative=0)
+
+
+@pytest.mark.parametrize("grids", sampled(ENDLESS, often=["2bw, ZeRO 1 of shards"]))
+def test_endless_schedules_go_on_as_if_they_had_only_saved(grids: str, tmp_path: Path) -> None:
+    """Bit by bit, with dropout: a training that goes on from a checkpoint, and the one that has saved it."""
+    task, plan = divided("dropped"), plan_of_grids("dropped", grids)
+    data, found = batches(task, plan, STEPS), []
+    first = Trainer(task, plan, seed=5)
+    for batch in data[:SAVED]:
+        first.step(batch)
+    first.save(tmp_path)
+    second = Trainer(task, plan, seed=6)
+    first.finish()
+    assert second.load(tmp_path) == SAVED
+    for trainer in (first, second):
+        losses = [trainer.step(batch) for batch in data[SAVED:]]
+        found.append(([*losses[trainer.late :], *trainer.finish()], trainer.state_dict(optimizer=True)))
+    (losses, state), (expected, theirs) = found
+    assert losses == expected and len(losses) == STEPS - SAVED
+    assert equal(state, theirs, relative=0)
 
 
 TAKEN_UP = [("pipedream", "ZeRO 3"), ("ZeRO-Offload", "pipedream-2bw")]

@@ -158,6 +158,15 @@ def test_what_is_away_is_in_the_hosts_memory_once_while_it_is_written(
     assert find(tmp_path).manifest.step == 1
 
 
+def test_a_tensor_is_gone_when_the_next_one_is_copied() -> None:
+    """One that is there for the copy alone, as state that was read from where it is away."""
+    tensors = {str(number): torch.ones(4) for number in range(4)}
+    read, there = [weakref.ref(tensor) for tensor in tensors.values()], list[int]()
+    found = saver.copied(tensors, lambda: there.append(sum(one() is not None for one in read)))
+    assert there == [4, 3, 2, 1] and tensors == {}
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in found.values()) and len(found) == 4
+
+
 @pytest.mark.parametrize(
     ("workers", "room", "copies"), [(1, 1.0, True), (1, 0.99, False), (3, 3.0, True), (3, 2.9, False)]
 )
