@@ -16,17 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoints import find, folders, load_state_dict
+from pipefit.checkpoints.manifest import dumps
+from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.runtime import Trainer, checkpointing, saver
+from pipefit.texts import dtype_name
 from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
 from state_away import SWAPPED, one_stage, task_named
 from tiny import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHARD = "worker-00000.safetensors"
 
 
 def trained(steps: int = 1, **options: Any) -> Trainer:
@@ -298,6 +304,44 @@ def test_what_a_damaged_checkpoint_holds_is_not_taken_up(tmp_path: Path) -> None
     trainer = trained()
     before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
     with pytest.raises(FileError, match="SHA-256 differs"):
+        trainer.load(tmp_path)
+    after = trainer.state_dict(optimizer=True)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def forged(directory: Path, key: str, other: Tensor | None) -> None:
+    """Put another tensor, or none, in the place of one in a checkpoint, whose sizes, shapes and hashes say so too."""
+    folder, manifest = find(directory).folder, find(directory).manifest
+    tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(folder / SHARD).items()}
+    tensors = {name: tensor if name != key else other for name, tensor in tensors.items()}
+    left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (folder / SHARD).unlink()
+    shard = write_shard(folder / SHARD, left)
+    stored = tuple(
+        replace(one, dtype=dtype_name(left[one.key].dtype), shape=tuple(left[one.key].shape))
+        for one in manifest.tensors
+        if one.key in left
+    )
+    (folder / folders.MANIFEST).write_text(dumps(replace(manifest, shards=(shard,), tensors=stored)))
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "words"),
+    [
+        ("2.bias", None, "2.bias is missing"),
+        ("0.weight", torch.ones(8, 64), r"0.weight has dtype .* shape \(8, 64\), and .* \(64, 8\) are needed"),
+        ("0.weight", torch.ones(64, 8).double(), "0.weight has dtype torch.float64"),
+    ],
+)
+def test_what_a_checkpoint_of_another_kind_holds_is_not_taken_up(
+    key: str, other: Tensor | None, words: str, tmp_path: Path
+) -> None:
+    """One whose hashes are right, as a stranger makes them: it is refused by name before any tensor changes."""
+    trained(steps=2).save(tmp_path, background=False)
+    forged(tmp_path, key, other)
+    trainer = trained()
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
+    with pytest.raises(FileError, match=words):
         trainer.load(tmp_path)
     after = trainer.state_dict(optimizer=True)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
