@@ -243,6 +243,17 @@ def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
             write(wrong)
 
 
+@pytest.mark.parametrize("write", [megatron_arguments, torchtitan_config])
+def test_models_that_read_no_tokens_are_refused(write: Any) -> None:
+    """Equal blocks between two layers are no language model if pictures go in; DeepSpeed takes any layers."""
+    plan = planned(3)
+    made = replace(plan.profile.fingerprint, lengths=(), inputs=("float32 (n, 256, 64)",))
+    pictures = replace(plan, profile=replace(plan.profile, fingerprint=made))
+    with pytest.raises(UsageError, match=r"reads float32 \(n, 256, 64\): .* of sequences of tokens only"):
+        write(pictures)
+    assert deepspeed_config(pictures) == deepspeed_config(plan)
+
+
 def test_slurms_script_is_one_that_bash_reads() -> None:
     """Every directive is one of sbatch's, with a task for each host and a GPU for each of the plan's devices."""
     text = slurm_script(planned(3), "a plan.json")

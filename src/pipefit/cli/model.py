@@ -188,7 +188,10 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{source}:{name} raised {in_one_line(error)}: --debug shows where") from error
     if not isinstance(task, Task):
-        raise UsageError(f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task")
+        raise UsageError(
+            f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task, which says how a module "
+            "is trained: pipefit.Task(module, batch=..., loss=...)"
+        )
     return task
 
 

@@ -60,6 +60,19 @@ def decoder_of(plan: Plan, tool: str, schedules: Collection[str], precisions: Co
     )
 
 
+def check_tokens(plan: Plan, tool: str) -> None:
+    """Check that samples are sequences of tokens: a tool that brings its own embedding reads nothing else.
+
+    Raises:
+        UsageError: they are something else, such as pictures.
+    """
+    if not plan.profile.fingerprint.lengths:
+        raise UsageError(
+            f"{plan.profile.model} reads {' and '.join(plan.profile.fingerprint.inputs) or 'no tokens'}: {tool} trains "
+            "models of sequences of tokens only"
+        )
+
+
 def _check(plan: Plan, tool: str, schedules: Collection[str], precisions: Collection[str]) -> None:
     for what, asked, known in (("schedule", plan.training.schedule, schedules),
                                ("precision", plan.training.precision, precisions)):  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 
-from pipefit.export.decoders import Decoder, decoder_of
+from pipefit.export.decoders import Decoder, check_tokens, decoder_of
 from pipefit.plans import Plan
 
 _PRECISIONS = {"float32": (), "master-bfloat16": (("--bf16",),), "master-float16": (("--fp16",),)}
@@ -24,6 +24,7 @@ def megatron_arguments(plan: Plan) -> str:
         UsageError: the plan does what Megatron cannot; says what, and what to plan instead.
     """
     found, training = decoder_of(plan, "Megatron", ("1f1b",), _PRECISIONS), plan.training
+    check_tokens(plan, "Megatron")
     lines: list[tuple[str, ...]] = [
         ("--num-layers", str(found.layers)),
         ("--pipeline-model-parallel-size", str(len(plan.stages))),

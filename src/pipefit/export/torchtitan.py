@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from pipefit.errors import UsageError
-from pipefit.export.decoders import decoder_of
+from pipefit.export.decoders import check_tokens, decoder_of
 from pipefit.plans import Plan
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
@@ -25,6 +25,7 @@ def torchtitan_config(plan: Plan) -> str:
         UsageError: the plan does what torchtitan cannot; says what, and what to plan instead.
     """
     found, training = decoder_of(plan, "torchtitan", _SCHEDULES, _PRECISIONS), plan.training
+    check_tokens(plan, "torchtitan")
     if found.tied and len(plan.stages) > 1:
         raise UsageError("torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1")
     parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(found.blocks, initial=0))]
