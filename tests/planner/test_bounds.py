@@ -11,21 +11,35 @@ import pytest
 from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, Question
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
-from tight import KEEP, Case, cluster, fastest, keeping_layer, random_case
+from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
 ENDLESS = ("pipedream", "pipedream-2bw")
 
 
-def bound(case: Case) -> float:
-    return step_bound(Question(profile=case.profile, cluster=case.cluster, training=case.training))
+TECHNIQUES = [
+    (Means(), (KEEP, RECOMPUTE, JOINED, HOST, PEER)),
+    (Means(recompute="never"), (KEEP, HOST, PEER)),
+    (Means(host=False), (KEEP, RECOMPUTE, JOINED, PEER)),
+    (Means(peers=False), (KEEP, RECOMPUTE, JOINED, HOST)),
+    (Means(host=False, peers=False), (KEEP, RECOMPUTE, JOINED)),
+    (Means(recompute="never", peers=False), (KEEP, HOST)),
+    (Means(recompute="never", host=False), (KEEP, PEER)),
+    (Means(recompute="never", host=False, peers=False), (KEEP,)),
+]
 
 
-def never_above(seed: int, schedules: tuple[str, ...]) -> None:
+def bound(case: Case, means: Means | None = None) -> float:
+    means = means or Means()
+    return step_bound(Question(profile=case.profile, cluster=case.cluster, training=case.training, means=means))
+
+
+def never_above(seed: int, schedules: tuple[str, ...], techniques: slice = slice(1)) -> None:
+    """Of the fastest plan with each of these choices of techniques; infinite only where no plan fits."""
     case = random_case(Random(seed), schedules)
-    best = fastest(case)
-    if best is not None:
-        assert bound(case) <= best * (1 + 1e-9)
+    for means, allowed in TECHNIQUES[techniques]:
+        best = fastest(case, allowed)
+        assert best is None or bound(case, means) <= best * (1 + 1e-9), means
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -38,6 +52,19 @@ def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
 def test_it_holds_where_steps_never_end(seed: int) -> None:
     """The same of PipeDream's schedules, in the last step that differs."""
     never_above(seed, ENDLESS)
+
+
+@pytest.mark.parametrize("seed", range(24, 30))
+def test_it_holds_with_fewer_techniques(seed: int) -> None:
+    """The fastest plan that does without recomputation, the host or peers, or with one of them, or none."""
+    never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(400, 460))
+def test_it_holds_with_fewer_techniques_in_many_questions(seed: int) -> None:
+    """60 more questions."""
+    never_above(seed, (*SCHEDULES, *ENDLESS), slice(1, None))
 
 
 @pytest.mark.gallery
@@ -62,6 +89,14 @@ def test_the_bound_of_equal_stages_without_messages_is_the_step(schedule: str) -
     assert fastest(case, (KEEP,)) == pytest.approx((3 - 1 + 5) * 2.0 + update)
 
 
+def test_a_loss_is_not_updated() -> None:
+    """Two minibatches in a step of a layer of a second each way, an update of a second, and a loss of half of one."""
+    loss = layer((value(1), value(1)), (value(4),), seconds=0.5)
+    chain = profile(measurement([keeping_layer(1, 1, 1, 1.0)], loss))
+    case = Case(chain, cluster([1 << 30], host_rate=1.0, peer_rate=1.0), training("pipedream", 2))
+    assert bound(case, Means(host=False)) == pytest.approx(2 * (2.0 + 1.0 + 1.0)) == fastest(case, (KEEP,))
+
+
 def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
     """Infinity says that nothing would help, where parameters are to stay on devices."""
     case = Case(
@@ -84,6 +119,37 @@ def test_what_must_be_recomputed_counts() -> None:
     assert bound(case) == pytest.approx(4 * (2.0 + 2.0) + 4 * 0.5 * 2.0 + 2.0, rel=1e-3)
 
 
+def test_what_all_devices_lend_is_what_they_have() -> None:
+    """Two layers that keep 100 bytes of each microbatch, two of them in flight on the first device and one on the
+    second: devices of 150 have room for all, whoever lends.
+
+    Devices of 60 lack 180 bytes, and a second of recomputation for one microbatch frees 50. The first one can use 2
+    seconds for each two microbatches while it waits. For the other 80 bytes a step is x seconds longer, x / 2 for each
+    two microbatches of the first device, and x / 4 for each one of the second.
+    """
+    layers = [keeping_layer(0, 100, 0, 2.0)] * 2
+    chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
+    found = [
+        bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1.0), training("1f1b", 4)))
+        for memory in (150, 60)
+    ]
+    kept = 4 * (2.0 + 2.0) + 4.0 + 2.0  # of the second stage, once the first microbatch is there, and an update
+    assert found[0] == pytest.approx(kept)
+    assert found[1] == pytest.approx(kept + 80 / (50 / 2 + 50 / 4), rel=1e-3)
+
+
+def test_versions_of_weights_take_memory() -> None:
+    """Two layers of 100 bytes with as much state, on devices of 250 bytes. The first one has a second version, of which
+    50 bytes go away in every step, at 0.1 of a byte a second.
+    """
+    layers = [keeping_layer(0, 0, 100, 1.0)] * 2
+    chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
+    means = Means(peers=False, state=False, spill=False)
+    for memory, seconds in ((300, 2 * (1.0 + 1.0 + 1.0)), (250, 50 / 0.1)):
+        case = Case(chain, cluster([memory] * 2, host_rate=0.1, peer_rate=1.0), training("pipedream", 2))
+        assert bound(case, means) == pytest.approx(seconds, rel=1e-3)
+
+
 def test_positions_are_those_of_the_drawings() -> None:
     """Of four stages and eight microbatches: what is in flight, and what goes backward before the last forward."""
     drawn = {"1f1b": [(4, 4), (3, 5), (2, 6), (1, 7)], "gpipe": [(8, 0)] * 4}
@@ -102,8 +168,7 @@ def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
     step, whole = walked(schedule, forward, backward, count), sum(forward) + sum(backward)
     for stage in range(stages):
         before = np.array(sum(forward[:stage]) + sum(backward[:stage]))
-        none = np.array(0.0)
-        work = Work(np.array(forward[stage]), np.array(backward[stage]), before, whole, none, none)
+        work = Work(np.array(forward[stage]), np.array(backward[stage]), before, whole)
         assert highest_line(position_of(schedule, stage, stages, count), work) <= step + 1e-9
 
 

@@ -14,6 +14,7 @@ from pipefit.decisions import Run, What
 from pipefit.devices import Link
 from pipefit.places import MemberKind
 from pipefit.planner import PLANNERS, Options, Question, solved
+from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import mapped_stages
 from pipefit.planner.question import Split
 from pipefit.planner.techniques import Means
@@ -133,6 +134,20 @@ def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: in
         found[means] = over, simulation.step_seconds[-1]
     for fewer, more in product(TECHNIQUES, repeat=2):
         assert not allows(more, fewer) or found[more] <= found[fewer], (fewer, more)
+
+
+def test_what_cannot_fit_or_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that can keep three quarters of what it must, far from a host: without recomputation nothing fits in
+    less time than with it, and a single device has no peers.
+    """
+    layers = [keeping_layer(0, 100, 0, 2.0)] * 2
+    chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
+    case = Case(chain, cluster([150], host_rate=1e-3, peer_rate=1.0), training("1f1b", 4))
+    searched = list[Means]()
+    restricted = Filler.restricted
+    monkeypatch.setattr(Filler, "restricted", lambda self, means: searched.append(means) or restricted(self, means))
+    planned(case, Means())
+    assert {(means.recompute, means.host) for means in searched} == {("runs", False), ("runs", True)}
 
 
 def square(rates: Sequence[tuple[int, int, float]]) -> Question:

@@ -48,7 +48,8 @@ class Flights:
         Raises:
             UsageError: the action uses what does not exist then; says what is missing.
         """
-        key = action.kind, action.layers, action.subject, action.place, action.part, action.wait, is_first
+        what = moved or action.subject  # not the number of a bundle, by which another program may mean other tensors
+        key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
         if answer is None:
             found, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))

@@ -145,23 +145,19 @@ class Costs:
         start: int,
         stop: int,
         kind: DeviceKind,
-        bundles: Sequence[tuple[Subject, ...]] = (),
         *,
         data: int = 1,
         share: Share | None = None,
         ring: Ring | None = None,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> StageCost:
-        """The costs of layers `start` to `stop - 1` on a device of `kind`, in a program with these bundles.
+        """The costs of layers `start` to `stop - 1` on a device of `kind`.
 
         The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
         divide; or it is one of the ranks of such a replica, which divide the layers and exchange around the `ring`.
-        What flights remember of an action names a bundle by its number alone, so that programs share it only where the
-        stage's bundles are the same.
         """
-        own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
         degree = self._size // data, 1 if ring is None else ring.members
-        flight = start, stop, degree, own, sent
+        flight = start, stop, degree, sent
         key = *flight, kind.key, share, ring
         if key not in self._stages:
             if flight not in self._flights:
@@ -170,10 +166,8 @@ class Costs:
             self._stages[key] = StageCost(self._flights[flight], times, kind, self._training.microbatches, share)
         return self._stages[key]
 
-    def of_device(
-        self, plan: Plan, stage: int, device: int, devices: Sequence[int], bundles: Sequence[tuple[Subject, ...]] = ()
-    ) -> StageCost:
-        """The costs of a stage of `plan` on one of the `devices` that hold it in a program with these bundles."""
+    def of_device(self, plan: Plan, stage: int, device: int, devices: Sequence[int]) -> StageCost:
+        """The costs of a stage of `plan` on one of the `devices` that hold it."""
         place, grid = plan.stages[stage], plan.stages[stage].grid
         replica, shard = divmod(devices.index(device), grid.tensor)
         group = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
@@ -181,7 +175,6 @@ class Costs:
             place.start,
             place.stop,
             plan.cluster.devices[device].kind,
-            bundles,
             data=grid.data,
             share=self._share(place, grid.devices[replica * grid.tensor + shard]),
             ring=Ring.of(plan.cluster, group) if grid.tensor > 1 else None,

@@ -14,13 +14,18 @@ for every k,
 and the update of the first block, unless a host can do it. An endless schedule takes M (f + b + r) and the updates of
 the slowest stage, less what a host may do of them in a step.
 
-How much a stage must recompute follows from its bytes when its first backward begins, and after every n more: n
-microbatches keep so much there, less what its device has, what the host's link carries in a whole step, and what all
-peers have beside parameters. Gradients and parameters that are away then must be back for the backward, so that they
-take of the link what tensors do. Every term is on the side that lowers the bound: layers take as long
-as on the fastest kind of device, the largest budget is everybody's, links are not shared, copies need no memory, and
-the layers whose bytes cost the fewest seconds are recomputed, in fractions. So the bound holds for any plan, and the
-gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of 1F1B.
+How much a stage must recompute follows from its bytes when its first backward begins, and after every n more: what n
+microbatches keep there, less what the host's link carries in a whole step. Under PipeDream that includes n - 1 versions
+of the weights. Devices hold the rest, the stage's own or others that lend to it. What is lent is set aside for a whole
+run, so that all stages together hold at most what all devices have. Hence seconds are enough if the stages of some
+split, each of which recomputes as long as its lines allow, together hold no more. Gradients and parameters that are
+away must be back for the backward, so that they take of the link what tensors do.
+
+Every term is on the side that lowers the bound: layers take as long as on the fastest kind of device, links are not
+shared, copies need no memory, optimizer state at a host takes no time, and the layers whose bytes cost the fewest
+seconds are recomputed, in fractions. Techniques that the question does not allow free nothing. So the bound holds for
+any plan, and the gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of
+1F1B.
 
 Costs: P L^2 numbers for L blocks in P stages, for some ten tries at the step's seconds: a third of a second for 128
 blocks in 8 stages.
@@ -69,18 +74,12 @@ class Position(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Seconds for one microbatch: of a stage, forward and backward; of all stages before it; and of all together.
-
-    `recomputed` are those of a stage's recomputation for all microbatches, `late` those for the ones that go forward
-    after its first backward.
-    """
+    """Seconds for one microbatch: of a stage, forward and backward; of all stages before it; and of all together."""
 
     forward: Floats
     backward: Floats
     before: Floats
     whole: float
-    recomputed: Floats
-    late: Floats
 
 
 @cache
@@ -106,17 +105,21 @@ def in_flight(training: Training, stage: int, stages: int) -> int:
     return position_of(training.schedule, stage, stages, training.microbatches).in_flight
 
 
-def highest_line(at: Position, work: Work) -> Floats:
-    """The highest of a stage's lines under a synchronous schedule."""
+def lines(at: Position, work: Work) -> tuple[Floats, Floats]:
+    """A stage's lines under a synchronous schedule, without recomputation: the one to which that of all microbatches is
+    added, and the highest of those to which that of the microbatches is added that go forward after its first backward.
+    """
     m, f, b = at.microbatches, work.forward, work.backward
-    found = [
-        work.before + m * (f + b) + work.recomputed,
-        work.whole + (m - 1) * b + (m - at.in_flight) * f + work.late,
-        work.whole + (m - 1) * f + at.before_last * b + work.late,
-    ]
-    if at.apart:
-        found.append(work.whole + (m - 1) * (f + b))
-    highest: Floats = np.maximum.reduce(found)
+    every = work.before + m * (f + b)
+    late: Floats = np.maximum(
+        work.whole + (m - 1) * b + (m - at.in_flight) * f, work.whole + (m - 1) * f + at.before_last * b
+    )
+    return every, np.maximum(late, work.whole + (m - 1) * (f + b)) if at.apart else late
+
+
+def highest_line(at: Position, work: Work) -> Floats:
+    """The highest of a stage's lines under a synchronous schedule, without recomputation."""
+    highest: Floats = np.maximum(*lines(at, work))
     return highest
 
 
@@ -147,52 +150,63 @@ class _Bound:
         self.prices = Prices(question)
         self.forward, self.backward, self.update = self.prices.forward, self.prices.backward, self.prices.update
         owned, gradients = question.ranges.owned()
-        owned = owned - question.ranges.state[np.array(question.edges)]  # the host may have it
-        self.owned, self.gradients = owned.astype(float), gradients.astype(float)
+        edges = np.array(question.edges)
+        owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
+        self.owned, self.gradients = ranges(owned.astype(float)), ranges(gradients.astype(float))
 
     # ---------------------------------------------------------------- bisection
 
     def seconds(self) -> float:
-        """The bound: the fewest seconds T such that some split's stages have no line above T."""
-        low = high = self._lowest(_INFINITE)
-        if high == _INFINITE or self._lowest(high) <= high:  # what links carry is enough, or does not matter
-            return high
-        while self._lowest(high) > high:
+        """The bound: the fewest seconds T such that a split has no line above T, and memory for all that it keeps."""
+        if not self._has_memory(_INFINITE):
+            return _INFINITE
+        low = high = self._lowest
+        while not self._has_memory(high):
             low, high = high, 2 * high
         while high - low > _CLOSE * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._lowest(middle) <= middle else (middle, high)
-        return low
+            low, high = (low, middle) if self._has_memory(middle) else (middle, high)
+        return low + self._first_update
 
-    def _lowest(self, step: float) -> float:
-        """The lowest possible highest line of a split, where links carry what they can in a step of these seconds."""
+    @cached_property
+    def _lowest(self) -> float:
+        """The lowest possible highest line of a split, if nothing is recomputed."""
         reached = np.full(self.count + 1, _INFINITE)
         reached[0] = 0.0
         for stage in range(self.question.stages):
-            reached = np.maximum(reached[:-1, None], self._lines(stage, step)).min(axis=0)
-        return float(reached[-1]) + (0.0 if self.endless or self._updating else float(self.update[1]))
+            highest = np.where(self._valid, np.maximum(*self._lines(stage, _INFINITE)), _INFINITE)
+            reached = np.maximum(reached[:-1, None], highest).min(axis=0)
+        return float(reached[-1])
 
-    def _lines(self, stage: int, step: float) -> Floats:
-        """The highest line of every range of blocks as this stage."""
-        found = self._endless_line(stage, step) if self.endless else self._line(stage, step)
-        return np.where(self._valid & self._fits, found, _INFINITE)
+    def _has_memory(self, step: float) -> bool:
+        """Whether in so many seconds some split recomputes and moves so much that devices have memory for the rest."""
+        held = np.full(self.count + 1, _INFINITE)
+        held[0] = 0.0
+        for stage in range(self.question.stages):
+            held = (held[:-1, None] + self._held(stage, step)).min(axis=0)
+        return bool(held[-1] <= sum(self.question.cluster.budgets))
 
-    def _line(self, stage: int, step: float) -> Floats:
-        at = position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
-        every = at.windows * self._recomputed(at.in_flight, at.windows, 1, step)
-        late = at.late_windows * self._recomputed(at.in_flight, max(1, at.late_windows), 0, step)
+    @property
+    def _first_update(self) -> float:
+        """Seconds after the last backward of a step in which the first block is updated, if no host may do that."""
+        return 0.0 if self.endless or self._updating else float(self.update[1])
+
+    # ---------------------------------------------------------------- time
+
+    def _lines(self, stage: int, step: float) -> tuple[Floats, Floats]:
+        """The lines of every range of blocks as this stage; of an endless schedule, its work in a step of `step`
+        seconds: passes and updates.
+        """
+        if self.endless:
+            updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
+            passes = self.microbatches * ranges(self.forward + self.backward)
+            found = passes + updates * ranges(self.update) * (1 - self._elsewhere(updates, step))
+            return found, found
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        work = Work(ranges(self.forward), ranges(self.backward), before[:-1, None], whole, every, late)
-        return highest_line(at, work)
+        return lines(self._at(stage), Work(ranges(self.forward), ranges(self.backward), before[:-1, None], whole))
 
-    def _endless_line(self, stage: int, step: float) -> Floats:
-        """The work of a stage in a step that never ends: its passes and its updates. It may have no gradients yet."""
-        updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
-        held = in_flight(self.question.training, stage, self.question.stages)
-        windows = self.microbatches / held
-        recomputed = windows * self._recomputed(held, windows, windows, step)
-        passes = self.microbatches * ranges(self.forward + self.backward)
-        return passes + recomputed + updates * ranges(self.update) * (1 - self._elsewhere(updates, step))
+    def _at(self, stage: int) -> Position:
+        return position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
 
     def _elsewhere(self, updates: int, step: float) -> Floats:
         """The part of the updates of every range that the fastest host may do in a step, if it did nothing else."""
@@ -207,8 +221,43 @@ class _Bound:
     @cached_property
     def _updating(self) -> list[Host]:
         """The hosts that may update layers."""
-        hosts = self.question.cluster.hosts if self.question.means.host and self._host_rate else ()
+        hosts = self.question.cluster.hosts if self._hosts_have_state else ()
         return [host for host in hosts if host.memory_bandwidth is not None]
+
+    # ---------------------------------------------------------------- memory
+
+    def _held(self, stage: int, step: float) -> Floats:
+        """Bytes that devices hold for every range as this stage: its own, and others that lend to it, for all of a run.
+
+        Infinity where a line is above `step`, or what cannot be lent is more than the largest device has.
+        """
+        every, late = self._lines(stage, step)
+        if self.endless:
+            number = in_flight(self.question.training, stage, self.question.stages)
+            windows = self.microbatches / number
+            found = self._in_windows(number, windows, windows, step, step - every)
+        else:
+            at = self._at(stage)
+            found = self._in_windows(at.in_flight, at.windows, 1, step, step - every)
+            if at.late_windows:
+                found = np.maximum(found, self._in_windows(at.in_flight, at.late_windows, 0, step, step - late))
+        possible = self._valid & self._fits & (every <= step) & (late <= step) & (found <= self._most)
+        return np.where(possible, found, _INFINITE)
+
+    def _in_windows(self, number: int, windows: float, without_gradients: float, step: float, spare: Floats) -> Floats:
+        """Bytes that devices hold on an average of so many windows, in each of which `number` microbatches are in
+        flight.
+
+        In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare` seconds in
+        all windows together.
+        """
+        tensors, own = number * self._kept, self.owned + self.gradients * (1 - without_gradients / windows)
+        if self.question.training.schedule == "pipedream":
+            tensors = tensors + (number - 1) * self._weights
+        if self.question.means.recompute != "never":
+            tensors = tensors - self.prices.freed(np.maximum(spare, 0.0) / windows, number)
+        away = self._host_rate * step / windows if self._host_rate else 0.0
+        return np.maximum(tensors + own - away, 0.0 if self._spills else own)
 
     @cached_property
     def _valid(self) -> NDArray[np.bool_]:
@@ -218,42 +267,48 @@ class _Bound:
     @cached_property
     def _fits(self) -> NDArray[np.bool_]:
         """Ranges whose parameters fit the largest device, unless they may be away between passes."""
-        means = self.question.means
-        if means.host and means.spill and self._host_rate:
-            return self._valid
-        return ranges(self.owned) <= max(self.question.cluster.budgets)
+        return self._valid if self._spills else self.owned <= max(self.question.cluster.budgets)
 
-    # ---------------------------------------------------------------- recomputation
-
-    def _recomputed(self, held: int, windows: float, without_gradients: float, step: float) -> Floats:
-        """Seconds of recomputation for each of so many windows, on an average; the stage holds `held` microbatches.
-
-        In `without_gradients` of the windows the stage has no gradients yet.
-        """
-        owned, gradients = ranges(self.owned), ranges(self.gradients)
-        room = max(self.question.cluster.budgets) - owned - gradients * (1 - without_gradients / windows)
-        away = self._peers + (self._host_rate * step / windows if self._host_rate else 0.0)
-        return self.prices.seconds(held * self._kept - room - away, held)
+    @property
+    def _most(self) -> float:
+        """Bytes that devices may hold for one stage."""
+        return _INFINITE if self.question.means.peers else max(self.question.cluster.budgets)
 
     @cached_property
     def _kept(self) -> Floats:
         return self.prices.kept
 
     @cached_property
+    def _weights(self) -> Floats:
+        """A version of the weights; one that layers share counts with the first of them alone."""
+        sums = self.question.ranges.weights.copy()
+        for shared in self.question.measurement.shared:
+            for user in shared.users[1:] if shared.gradient_bytes else ():
+                sums[user + 1 :] -= shared.nbytes + shared.copy_bytes
+        return np.maximum(ranges(sums[np.array(self.question.edges)].astype(float)), 0.0)
+
+    # ---------------------------------------------------------------- hosts
+
+    @cached_property
+    def _spills(self) -> bool:
+        """Whether a host may have parameters between passes."""
+        return self.question.means.spill and self._host_rate > 0
+
+    @cached_property
+    def _hosts_have_state(self) -> bool:
+        """Whether a host may have optimizer state."""
+        return self.question.means.state and self._host_rate > 0
+
+    @cached_property
     def _host_rate(self) -> float:
-        """Bytes per second that the fastest links of a device carry to all that are no devices."""
+        """Bytes per second that the fastest links of a device carry to all that are no devices, if any may be used."""
         cluster = self.question.cluster
+        if not self.question.means.host:
+            return 0.0
         there = [Member.host(n) for n in range(len(cluster.hosts))]
         there += [Member(MemberKind.DISK, n) for n, host in enumerate(cluster.hosts) if host.disk_bytes]
         devices = map(Member.device, range(len(cluster.devices)))
         return max(sum(_rate(cluster, device, member) for member in there) for device in devices)
-
-    @cached_property
-    def _peers(self) -> float:
-        """Bytes that all devices but one have beside parameters, if that one holds the most."""
-        budgets = sorted(self.question.cluster.budgets)
-        held = min(float(self.owned[-1]), float(budgets[-1]))
-        return max(0.0, sum(budgets[:-1]) - (float(self.owned[-1]) - held))
 
 
 def _rate(cluster: Cluster, one: Member, other: Member) -> float:

@@ -18,8 +18,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from pipefit.places import Place
 from pipefit.planner.bounds import Work, highest_line, in_flight, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
@@ -152,7 +150,7 @@ class Filler:
     def fewest_seconds(self, split: Split) -> float:
         """Seconds that a step of a split takes at least, whatever is done with tensors."""
         how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
-        before, whole, none = forward + backward, float(forward[-1] + backward[-1]), np.zeros(())
+        before, whole = forward + backward, float(forward[-1] + backward[-1])
         found = [0.0]
         for stage, (start, stop) in enumerate(pairwise(split.edges)):
             if how.endless:
@@ -160,7 +158,7 @@ class Filler:
                 continue
             at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
             passes = forward[stop] - forward[start], backward[stop] - backward[start]
-            found.append(float(highest_line(at, Work(*passes, before[start], whole, none, none))))
+            found.append(float(highest_line(at, Work(*passes, before[start], whole))))
         return max(found)
 
     def _whole(self, split: Split) -> tuple[int, ...]:

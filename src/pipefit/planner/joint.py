@@ -15,7 +15,8 @@ So it is never slower than `mpress`, nor than the time split where that fits, an
 search may end at a worse plan because it may do more. Hence all this is done with every choice of the three techniques,
 recomputation, the host and peers, from none of them to all that are allowed, and each goes on from what was found with
 one less. What a search finds depends on its own techniques and on those searches alone, and it has a budget of its own.
-So a technique that is allowed never makes the plan slower.
+A choice of which the bound says that none of its plans fits, or is faster than what another with one technique less has
+found, is left out. So a technique that is allowed never makes the plan slower.
 
 It reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
 proven.
@@ -27,7 +28,7 @@ search. (After AdaPipe, Mist and Aceso; MPress, HPCA 2023.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -108,6 +109,7 @@ class Search:
         self.bound = step_bound(question) if bound is None else bound
         self._question, self._filler = question, Filler(Evaluator(question))
         self._fillers: dict[Means, Filler] = {}
+        self._bounds = {question.means: self.bound}
 
     @property
     def work(self) -> int:
@@ -120,14 +122,7 @@ class Search:
         Raises:
             UsageError: no split can be carried out.
         """
-        answers = dict[Means, _Answer]()
-        for means in self._ways:
-            if means not in self._fillers:
-                self._fillers[means] = self._filler.restricted(means)
-            self._fillers[means].evaluator.begin(effort * (_LITTLE if means.recompute == "never" else 1.0))
-            fewer = [answers[less] for less in means.fewer if less in answers]
-            answers[means] = self._answered(self._fillers[means], fewer)
-        found, _, others, remarks = answers[self._question.means]
+        found, _, others, remarks = self._answer(self._question.means, effort, {})
         close = _close(found, others)
         whole = min((self._filler.evaluator.whole(one.candidate) for one in close), key=lambda one: one.order)
         return Searched(whole, (*remarks, *self._ended))
@@ -147,16 +142,6 @@ class Search:
             remarks=searched.remarks,
         )
 
-    @cached_property
-    def _ways(self) -> tuple[Means, ...]:
-        """The techniques of the question, and all choices of fewer of them, which come first."""
-        if self._filler.evaluator.pinned:
-            return (self._question.means,)
-        found = [self._question.means]
-        for means in found:
-            found += [less for less in means.fewer if less not in found]
-        return tuple(reversed(found))
-
     @property
     def _ended(self) -> tuple[str, ...]:
         """A sentence that says so, if a budget of work has ended a search."""
@@ -167,11 +152,48 @@ class Search:
 
     # ---------------------------------------------------------------- with some techniques
 
-    def _answered(self, filler: Filler, fewer: Sequence[_Answer]) -> _Answer:
+    def _answer(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
+        """The answer with these techniques, which is no worse than those with fewer; of all that are `known`, each is
+        found once.
+        """
+        if means not in known:
+            known[means] = self._found(means, effort, known)
+        return known[means]
+
+    def _found(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
+        """What goes on from the answers with one technique less, without those that cannot be faster than another.
+
+        Where it does not fit, all of them are asked, as one may lack less.
+        """
+        fewer, left_out = dict[Means, _Answer](), list[Means]()
+        for less in reversed(means.fewer) if not self._filler.evaluator.pinned else ():
+            fastest = min((one.found.seconds for one in fewer.values() if one.found.fits), default=float("inf"))
+            if _is_base(less, means) or self._bound(less) < fastest * (1 + _CLOSE):
+                fewer[less] = self._answer(less, effort, known)
+            else:
+                left_out.append(less)
+        found = self._answered(self._begun(means, effort), fewer)
+        others = () if found.found.fits else (self._answer(less, effort, known).found for less in left_out)
+        return found._replace(found=min((found.found, *others), key=lambda one: one.order))
+
+    def _begun(self, means: Means, effort: float) -> Filler:
+        """The filler with these techniques, whose search begins."""
+        if means not in self._fillers:
+            self._fillers[means] = self._filler.restricted(means)
+        self._fillers[means].evaluator.begin(effort * (_LITTLE if means.recompute == "never" else 1.0))
+        return self._fillers[means]
+
+    def _bound(self, means: Means) -> float:
+        """What no step of a plan with these techniques is shorter than."""
+        if means not in self._bounds:
+            self._bounds[means] = step_bound(replace(self._question, means=means))
+        return self._bounds[means]
+
+    def _answered(self, filler: Filler, answers: Mapping[Means, _Answer]) -> _Answer:
         """The answer with the techniques of a filler, which is no worse than those with fewer of them."""
-        evaluator, remarks = filler.evaluator, tuple[str, ...]()
-        if filler.question.means.peers and fewer:
-            base = fewer[-1]  # all but peers
+        evaluator, remarks, fewer = filler.evaluator, tuple[str, ...](), [*answers.values()]
+        base = next((one for less, one in answers.items() if _is_base(less, filler.question.means)), None)
+        if base is not None:
             filled, remarks = _lent(filler, base.filled)
         else:
             filled = self._filled(filler, fewer)
@@ -204,6 +226,11 @@ class Search:
     def _splits(self) -> tuple[Split, ...]:
         """The splits of other planners, the best first."""
         return tuple(planner(self._question).split for planner in _affordable(self._question))
+
+
+def _is_base(less: Means, means: Means) -> bool:
+    """Whether these are all techniques but peers, whose memory is lent to the plan that does without it."""
+    return means.peers and less == replace(means, peers=False)
 
 
 def _compacted(filler: Filler) -> list[Evaluation]:

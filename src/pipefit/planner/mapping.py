@@ -19,6 +19,7 @@ first, take what the lenders then have left, the fastest first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations, permutations
 from typing import NamedTuple
 
@@ -80,9 +81,16 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
     `needs` are the bytes that each stage is to place elsewhere, `spares` what each has left. Where no order places all
     of the needs, the order is the best for the largest of a few parts of them, and the seconds are infinite.
     """
-    if is_symmetric(rates) or not any(needs):
+    if is_symmetric(rates) or not any(needs) or not any(spares):
         return _lending(tuple(range(len(needs))), needs, spares, rates)
-    every = _orders(rates) if len(needs) <= _MOST else None
+    return _best_of_orders(tuple(needs), tuple(spares), tuple(map(tuple, rates.tolist())))
+
+
+@lru_cache(maxsize=64)
+def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple[tuple[float, ...], ...]) -> Mapping:
+    """The same where links differ, and some have what others need. Searches with other techniques ask it again."""
+    rates = np.array(rows)
+    every = _orders(rows) if len(needs) <= _MOST else None
     for part in _PARTS:
         placed = [int(part * need) for need in needs]
         orders = _swapped(placed, spares, rates) if every is None else every
@@ -140,8 +148,10 @@ def _until(need: float, room: Floats, rate: Floats) -> Floats:
 # -------------------------------------------------------------------- orders
 
 
-def _orders(rates: Floats) -> Orders:
+@lru_cache(maxsize=8)
+def _orders(rows: tuple[tuple[float, ...], ...]) -> Orders:
     """All orders of the devices, of those that differ by a symmetry of the links only the first."""
+    rates = np.array(rows)
     every = np.array(list(permutations(range(len(rates)))), dtype=np.intp)
     alike = (rates[every[:, :, None], every[:, None, :]] == rates).all(axis=(1, 2))
     first = np.ones(len(every), dtype=bool)

@@ -28,6 +28,7 @@ class Prices:
     def __init__(self, question: Question) -> None:
         self.question = question
         forward, backward, update = zip(*_fastest(question), strict=True)
+        update = (*update[:-1], 0.0)  # the loss has no parameters
         self.layers: tuple[float, ...] = forward  # forward seconds of every layer and of the loss
         self.forward, self.backward, self.update = map(self._by_block, (forward, backward, update))
         self._classes = self._classified(np.array(forward))
@@ -36,6 +37,15 @@ class Prices:
     def kept(self) -> Floats:
         """Bytes that ranges keep of a microbatch."""
         return sum((ranges(sums) for _, sums in self._classes), np.zeros_like(ranges(self.forward)))
+
+    def freed(self, seconds: Floats, microbatches: float) -> Floats:
+        """Bytes of so many microbatches that ranges free in `seconds` of recomputation, the cheapest first."""
+        found, left = np.zeros_like(seconds), seconds
+        for price, sums in self._classes:
+            most = microbatches * ranges(sums)
+            taken = np.minimum(most, left / price) if price else most
+            found, left = found + taken, np.maximum(left - price * taken, 0.0)
+        return found
 
     def seconds(self, need: Floats, microbatches: float) -> Floats:
         """Seconds in which ranges free `need` bytes of so many microbatches, the cheapest first; all if need be."""

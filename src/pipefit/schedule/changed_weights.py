@@ -20,7 +20,10 @@ def check_changed_weights(plan: Plan) -> None:
         UsageError: one has; says where, and what to do.
     """
     for number, stage in enumerate(plan.stages):
-        costs = plan.measured(number).costs[stage.start : stage.stop]
+        measured = plan.measured(number)
+        if not any(kind.changed_parameters for kind in measured.kinds):
+            continue
+        costs = measured.costs[stage.start : stage.stop]
         for layer, cost in enumerate(costs, start=stage.start):
             for parameter in cost.changed_parameters:
                 for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable):

@@ -95,6 +95,7 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
     Of replicas the first stores what all have, and each what it owns; a shared parameter is stored once.
     """
     measurement, found = plan.measurement, Counter[Member]()
+    costs = measurement.costs
     repeated = Counter[int]()  # of parameters that an earlier layer stores
     repeated_state = Counter[int]()
     for shared in measurement.shared:
@@ -105,7 +106,7 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
         first, tensor = stage.grid.devices[0], stage.grid.tensor
         share = share_of(plan, number, first)
         for layer in range(stage.start, stage.stop):
-            cost = measurement.costs[layer]
+            cost = costs[layer]
             owner = first if share is None else stage.grid.devices[share.owner(layer) * tensor]
             stores = owner if share is not None and share.divides_parameters else first
             kept = cost.parameter_bytes - repeated[layer] + cost.buffer_bytes + cost.constant_bytes

@@ -26,7 +26,6 @@ from pipefit.plans import Plan
 from pipefit.program import UncheckedProgram, in_a_row
 from pipefit.schedule import distinct_steps, rank_programs
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
-from pipefit.schedule.bundles import Bundles
 from pipefit.simulator.levels import at_rest, highest
 from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
@@ -115,7 +114,7 @@ class Parts:
     ) -> Part:
         """What a device does; `told` is what ledgers of the rank's devices have told."""
         last = programs[-1]
-        stages = {n: self._costs_of(plan, n, device, last.bundles) for n in plan.ranks[rank]}
+        stages = {n: self._costs_of(plan, n, device) for n in plan.ranks[rank]}
         key = _alike(programs, device, stages)
         if key not in told:
             read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
@@ -139,9 +138,9 @@ class Parts:
             arenas=tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)),
         )
 
-    def _costs_of(self, plan: Plan, number: int, device: int, bundles: Bundles = ()) -> StageCost:
+    def _costs_of(self, plan: Plan, number: int, device: int) -> StageCost:
         """The costs of a stage on one of its devices."""
-        return self._costs.of_device(plan, number, device, plan.stages[number].devices, bundles)
+        return self._costs.of_device(plan, number, device, plan.stages[number].devices)
 
     def storages(self, plan: Plan) -> list[StageStorages]:
         """The storages of every stage."""

@@ -80,7 +80,7 @@ def _contents(
 ) -> Contents | None:
     body = programs[-1]
     stages = {
-        number: costs.of_device(plan, number, device, stage.devices, body.bundles)
+        number: costs.of_device(plan, number, device, stage.devices)
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }

@@ -82,7 +82,7 @@ class Simulation:
         _check(plan, self._programs[0], self.steps)
         costs = costs or Costs.of(plan)
         self._stages = [
-            {device: costs.of_device(plan, number, device, there, self.program.bundles) for device in there}
+            {device: costs.of_device(plan, number, device, there) for device in there}
             for number, there in enumerate(self.program.placement)
         ]
         self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
