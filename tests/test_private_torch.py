@@ -41,9 +41,8 @@ TRACING = {
 SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/pointwise", "shortening", "tracing")}
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
-# The meter, what follows values and what answers autocast see operations through a dispatch mode; agreement uses what
-# GradScaler uses;
-# a batch is a tree of tensors
+# The meter, what follows values, what answers autocast and what an optimizer makes see operations through a dispatch
+# mode; agreement uses what GradScaler uses; a batch is a tree of tensors
 OTHERS = {
     "capture/caller.py",
     "meter/cpu.py",
@@ -54,6 +53,8 @@ OTHERS = {
     "runtime/comparison.py",
     "runtime/initial_weights.py",
     "runtime/lives.py",
+    "runtime/loss_check.py",
+    "runtime/made_tensors.py",
     "runtime/weight_copies.py",
 }
 

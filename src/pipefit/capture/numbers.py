@@ -49,7 +49,7 @@ class Numbers:
 
     `losses` are the module's own, of each microbatch; `gradients` and `buffers` count what was compared, and `apart` is
     the most that two numbers were apart of those that agree, as a share of the largest value; `allowed` is the limit.
-    `divided` says what else was compared: layers that ranks divide, with whole ones.
+    `besides` says what else was compared: layers that ranks divide, with whole ones, and losses of microbatches.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Numbers:
     apart: float
     allowed: float
     differences: tuple[Difference, ...]
-    divided: tuple[str, ...] = ()
+    besides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.differences:
@@ -72,7 +72,7 @@ class Numbers:
         return (
             f"{self.name} computes as a chain what it computes as a module: {len(self.losses)} microbatches of "
             f"{self.microbatch_size}, losses {losses}, {_counted(self.gradients, 'gradient')} and "
-            f"{_counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.divided)}"
+            f"{_counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
         )
 
     def check(self) -> None:

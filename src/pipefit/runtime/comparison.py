@@ -32,6 +32,7 @@ from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
+from pipefit.runtime.loss_check import tolerance, what_microbatches_change
 from pipefit.runtime.plan_check import check_model
 from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
@@ -41,7 +42,6 @@ from pipefit.validation import seed_number
 
 LONGEST_SECONDS = 10.0
 _MICROBATCHES, _RUNS = 2, 2
-_ROUNDED, _ROUNDED_HALF = 1e-4, 0.03  # by which part two sums of one loss may differ; models of float64 use float32 too
 _COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
 
@@ -70,7 +70,8 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
     found = compare(whole, chain.measured(plan.measurement), batches, target=target)
-    return replace(found, divided=tuple(_certified(whole, plan)))
+    changed = what_microbatches_change(whole, plan, chain, batches)
+    return replace(found, besides=(*_certified(whole, plan), *([f"; but {changed}"] if changed else [])))
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
@@ -134,12 +135,16 @@ class Comparisons:
     not_compared: str = ""
 
     def of_chain(self, whole: Task, chain: Chain, first: Sample, *, rank: int) -> None:
-        """The module with its chain, by the first of several workers; see `compare_at_start`."""
-        if self.wanted and (chain.traced or self.plan.is_sliced):
-            second = sample(
-                whole, self.plan.training.microbatch_size, seed=1
-            )  # in every worker, so that all draw alike
-            self._tell(compare_at_start(whole, self.plan, chain, (first, second)) if rank == 0 else "")
+        """The module with its chain, and the loss of microbatches with that of more samples, by the first of several
+        workers; see `compare_at_start` and `what_microbatches_change`.
+        """
+        if not self.wanted or not (chain.traced or self.plan.is_sliced):
+            return
+        second = sample(whole, self.plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
+        if rank == 0:
+            self._tell(compare_at_start(whole, self.plan, chain, (first, second)))
+        if rank == 0 and not _obstacle(self.plan.measurement):
+            _warn(what_microbatches_change(whole, self.plan, chain, (first, second)))
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
         """What ranks divide with what is whole; see `compare_divided`."""
@@ -149,7 +154,13 @@ class Comparisons:
     def _tell(self, reason: str) -> None:
         if reason:
             self.not_compared = "; ".join(filter(None, (self.not_compared, reason)))
-            warnings.warn(reason, PipefitWarning, stacklevel=4)
+        _warn(reason)
+
+
+def _warn(sentence: str) -> None:
+    """A warning, unless there is nothing to say."""
+    if sentence:
+        warnings.warn(sentence, PipefitWarning, stacklevel=5)
 
 
 def compare_divided(divided: ShardedChain, batch: Sample, *, longest: float = LONGEST_DIVIDED) -> str:
@@ -183,7 +194,7 @@ def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: 
     if one != again and isfinite(one):
         raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
     mean = sum(parts) / data
-    if abs(mean - one) > _tolerance(plan) * max(abs(one), abs(mean)):
+    if abs(mean - one) > tolerance(plan) * max(abs(one), abs(mean)):
         raise UsageError(
             f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
             f"{data} slices have {mean:.6g} on average. Return the mean over samples, which do not depend on each "
@@ -231,13 +242,8 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
 
 def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
     """Whether two values are equal but for rounding."""
-    one, other, tolerance = one.double(), other.double(), _tolerance(plan)
-    return torch.allclose(one, other, rtol=0, atol=tolerance * float(one.abs().max()), equal_nan=True)
-
-
-def _tolerance(plan: Plan) -> float:
-    """By which part of the largest number two results of the same operations may differ."""
-    return _ROUNDED if plan.training.precision in ("float32", "float64") else _ROUNDED_HALF
+    one, other = one.double(), other.double()
+    return torch.allclose(one, other, rtol=0, atol=tolerance(plan) * float(one.abs().max()), equal_nan=True)
 
 
 def _rows(batch: Sample, first: int, end: int) -> Sample:
