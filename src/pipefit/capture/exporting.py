@@ -13,12 +13,10 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -39,6 +37,7 @@ from pipefit.capture.records import closed
 from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
+from pipefit.capture.unchecked import no_negative_variance, unchecked_arguments
 from pipefit.errors import PipefitError, UsageError
 from pipefit.profiles import Target
 
@@ -85,7 +84,8 @@ def export(
                 _quiet(),
                 eager_masks(kwargs),
                 refusing(traced=True),
-                _unchecked(),
+                unchecked_arguments(),
+                no_negative_variance(),
                 RefusingStrangers(own),
                 RecordingContiguous(),
                 kept_whole() as calls,
@@ -128,11 +128,6 @@ def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: s
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end)
-
-
-def _unchecked() -> contextlib.AbstractContextManager[object]:
-    """Inside, torch's distributions do not check the values of what they are given, unless they are told to."""
-    return mock.patch.object(Distribution, "_validate_args", False)
 
 
 def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:

@@ -54,6 +54,7 @@ from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.no_gpu import without_gpus
+from pipefit.capture.unchecked import no_negative_variance
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
 from pipefit.fake.autocast import autocast_of
@@ -92,6 +93,7 @@ class FakeTarget:
     def __enter__(self) -> FakeTarget:
         with ExitStack() as stack:
             stack.enter_context(without_gpus())
+            stack.enter_context(no_negative_variance())
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
             if self.target == "cuda":
