@@ -104,12 +104,29 @@ def test_labels_may_stay_outside() -> None:
         ("gpt2", {"optimizer": "lion"}, "adamw"),
         ("gpt2", {"lr": -1.0}, "lr must be a finite number above 0, or None, not -1.0"),
         ("clip_text_model", {}, "pass the module to pipefit.Task"),
+        ("moonshine", {}, "samples cannot be made up .*max_source_positions.* with a batch function of your own"),
+        ("esm", {}, "set what is missing"),
+        ("gemma4_assistant", {}, "hidden_size_per_layer_input must be 0"),
     ],
 )
 def test_refusals_help(name: str, settings: dict[str, object], words: str) -> None:
     """An unknown name or setting is answered with the nearest one, a wrong value with what would do."""
     with pytest.raises(UsageError, match=words):
         hf(name, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["xlnet", "mamba", "bloom"])
+def test_positions_without_a_limit(name: str) -> None:
+    """A model that takes any number of tokens has as many as are usual, or as many as it is told to."""
+    assert hf(name).batch(1)[0]["input_ids"].shape == (1, 512)
+    assert hf(name, sequence=700).batch(1)[0]["input_ids"].shape == (1, 700)
+
+
+def test_words_of_a_model_of_several() -> None:
+    """Where a configuration is of several models, samples have words of the one for text."""
+    tokens = hf("gemma3", sequence=4096).batch(4)[0]["input_ids"]
+    words = sys.modules["transformers"].Gemma3Config().text_config.vocab_size
+    assert words // 2 < int(tokens.max()) < words
 
 
 def test_without_transformers() -> None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
+from pipefit.errors import UsageError, in_one_line
 from pipefit.texts import meant
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Setting, rule_of
 
+_MOST = 1 << 20  # tokens where a model has no limit
 _LONGEST = 512  # tokens of a made-up sample, unless told; fewer where the model has fewer positions
 _EVERY = 7  # a masked language model is asked for every seventh token
 _OWN = ("sequence", "attention", "optimizer", "lr")
@@ -58,10 +59,11 @@ def hf(
     for setting, value, hint in (("optimizer", optimizer, OptimizerName), ("lr", lr, Rate | None)):
         if not (rule := rule_of(hint)).accepts(value):
             raise UsageError(f"hf:{name}: {setting} must be {rule.words}, not {value!r}")
-    length = _length(name, config, sequence)
+    batch = partial(_BATCHES[kind], config=config, length=_length(name, config, sequence))
+    _check_batch(name, batch)
     return Task(
         partial(_build, getattr(transformers, architecture), config, attention),
-        batch=partial(_BATCHES[kind], config=config, length=length),
+        batch=batch,
         loss=None,
         optimizer=optimizer_of(optimizer, lr),
         name=f"hf:{name}",
@@ -83,23 +85,27 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
         raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_architecture(name, known)}")
-    plain = transformers.AutoConfig.for_model(name)
+    plain = _configured(transformers, name)
     names = {*vars(plain), *plain.attribute_map, "num_labels"}
     for key in settings:
         if key.startswith("_") or key not in names:
             raise UsageError(f"hf:{name} has no setting {key!r}{_closest(key, [*names, *_OWN])}")
-    try:
-        config = transformers.AutoConfig.for_model(name, **settings)
-    except Exception as error:
-        raise UsageError(f"hf:{name}: {' '.join(str(error).split())[:300]}") from error
+    config = _configured(transformers, name, **settings)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     words = getattr(config, "vocab_size", None)
     for key in _TOKENS:
         number = getattr(config, key, None)
         if isinstance(words, int) and isinstance(number, int) and number >= words and key not in settings:
             setattr(config, key, words - 1)
     return config
+
+
+def _configured(transformers: Any, name: str, **settings: Any) -> Any:
+    try:
+        return transformers.AutoConfig.for_model(name, **settings)
+    except Exception as error:
+        raise UsageError(f"hf:{name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def architectures() -> dict[str, str]:
@@ -157,8 +163,9 @@ def _kind(name: str) -> tuple[str, str]:
 
 def _length(name: str, config: Any, sequence: int | None) -> int:
     """Tokens in a sample: as asked, or as many as the model has positions, but no more than is usual."""
-    lengths = [getattr(config, key) for key in _POSITIONS if isinstance(getattr(config, key, None), int)]
-    longest = min(lengths or [_LONGEST])
+    found = [getattr(config, key, None) for key in _POSITIONS]
+    lengths = [length for length in found if isinstance(length, int) and length > 0]  # XLNet's -1: any
+    longest = min(lengths or [_MOST])
     length = min(longest, _LONGEST) if sequence is None else sequence
     if not isinstance(length, int) or not 1 <= length <= longest:
         raise UsageError(f"hf:{name}: sequence must be a whole number from 1 to {longest}, not {sequence!r}")
@@ -190,13 +197,35 @@ def _build(architecture: Any, config: Any, attention: str | None) -> nn.Module:
     return model
 
 
+def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
+    """Check that a sample can be made up from the configuration.
+
+    Raises:
+        UsageError: it cannot: the configuration does not say what a sample is.
+    """
+    with torch.random.fork_rng([]):
+        try:
+            batch(1)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise UsageError(
+                f"hf:{name}: its samples cannot be made up from its configuration ({in_one_line(error)}); set what is "
+                "missing, or build it in Python and pass the module to pipefit.Task, with a batch function of your own"
+            ) from error
+
+
+def _words(config: Any) -> int:
+    """The vocabulary, which a configuration of several models has for its text."""
+    found: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    return found
+
+
 def _causal(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
-    tokens = torch.randint(config.vocab_size, (size, length))
+    tokens = torch.randint(_words(config), (size, length))
     return {"input_ids": tokens, "labels": tokens.clone()}, None
 
 
 def _masked(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
-    tokens = torch.randint(config.vocab_size, (size, length))
+    tokens = torch.randint(_words(config), (size, length))
     labels = torch.full_like(tokens, _IGNORED)
     labels[:, ::_EVERY] = tokens[:, ::_EVERY]
     return {"input_ids": tokens, "labels": labels}, None
@@ -205,7 +234,7 @@ def _masked(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], 
 def _speech(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
     frames = 2 * config.max_source_positions
     sound = torch.randn(size, config.num_mel_bins, frames)
-    return {"input_features": sound, "labels": torch.randint(config.vocab_size, (size, length))}, None
+    return {"input_features": sound, "labels": torch.randint(_words(config), (size, length))}, None
 
 
 def _image(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
