@@ -27,6 +27,7 @@ from pipefit.cost.states import Kept, Layers
 from pipefit.errors import UsageError
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
+from pipefit.runtime.made_tensors import MadeTensors
 from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.parts import step_part
@@ -71,7 +72,8 @@ class Updates:
         groups = _of(self._owned, parameter_groups(layers, task.groups))
         if elsewhere:
             groups = _with_copies(groups, elsewhere)
-        self.optimizer = make_optimizer(task, groups, agreement) if groups else None
+        with MadeTensors() as self._made:
+            self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         if elsewhere and self.optimizer is not None:
             _check_for_hosts(self.optimizer)
         self.scheduler = make_scheduler(task, self.optimizer)
@@ -103,12 +105,18 @@ class Updates:
         found = parameter if copy is None else copy
         return copies_of(self.optimizer).get(found, found)
 
+    @property
+    def made(self) -> list[Tensor]:
+        """What the optimizer made as it was made, and holds still; where a place updates something, that is there."""
+        return [] if self._elsewhere else self._made.alive
+
     def state_here(self) -> list[Tensor]:
-        """The optimizer's tensors for all parameters but those that are updated at a place.
+        """The optimizer's tensors for all parameters but those that are updated at a place, and what it has made.
 
         It asks for these parameters one by one, since a thread may add state for others meanwhile.
         """
-        return self._kept([p for own in self._own for p in own if p not in self._elsewhere])
+        kept = self._kept([p for own in self._own for p in own if p not in self._elsewhere])
+        return [*self.made, *kept]
 
     def state(self, layers: Layers, planned: int) -> list[Tensor]:
         """The optimizer's tensors for these layers that are where it works on them, float32 copies included.
