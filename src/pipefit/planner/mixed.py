@@ -3,7 +3,8 @@
 They are looked for among whole replicas that keep everything, with plans beside them (`planner.nearby`), and then
 among all stages that may divide state, or run again in part, so that neither ever makes a plan slower; of many blocks
 on many devices only if nothing fits otherwise. Where plans take much longer than one that is known, of
-another microbatch size, few of them are looked at. What runs again is trimmed (`hybrid.trimming`).
+another microbatch size, few of them are looked at. What runs again is trimmed (`hybrid.trimming`),
+and the best plan's goes to hosts instead where that is faster (`planner.swapping`).
 
 Costs: the search of `planner.hybrid` for each, and a simulation for every number of stages, from the one of the
 fewest estimated seconds on, until estimates are longer than what was simulated, or a budget of work has ended.
@@ -23,6 +24,7 @@ from pipefit.planner.hybrid.trimming import trimmed
 from pipefit.planner.nearby import Timed, nearby
 from pipefit.planner.question import Question, Split
 from pipefit.planner.simulations import Simulations
+from pipefit.planner.swapping import Swapped, swapped
 
 _CLOSE = 0.02  # the part of a step by which estimates may be too long
 _FAR = 0.05  # the part of a step by which the first plan may be slower than one that is known
@@ -55,7 +57,7 @@ def with_hosts(question: Question, at_most: float) -> Mixed | None:
 
 
 def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
-    """The fastest plan in which nothing moves; None if none fits. Stages save memory where that is faster, or where
+    """The fastest plan in which no state moves; None if none fits. Stages save memory where that is faster, or where
     nothing else fits.
 
     With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too.
@@ -76,7 +78,15 @@ def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
     others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
     if best is not None:
         others = [one for one in others if any(stage.way != WHOLE for stage in one.stages)]
-    return _simulated(simulations, others, best)
+    return _swapped(simulations, _simulated(simulations, others, best))
+
+
+def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
+    """A plan, or a faster one in which hosts have tensors that it computed again."""
+    if best is None or not best.decisions:
+        return best
+    found = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
+    return best._replace(decisions=found.decisions, seconds=found.seconds, peaks=found.peaks)
 
 
 def _simulated(
