@@ -25,7 +25,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, train
+from pipefit.runtime import Trainer, restarts, train
 from pipefit.sharding.forms import Split
 from pipefit.sharding.shards import Shard
 from pretrained_models import PRETRAINED
@@ -270,6 +270,18 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     for name in ("nowhere.safetensors", "x" * 300):
         with pytest.raises(FileError, match="there is no file"):
             trainer.load_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "none.safetensors"])
+def test_weights_that_are_not_there_are_told_before_a_worker_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file, a folder without a model, and a file that is none."""
+    monkeypatch.setattr(restarts, "launch", lambda *_, **__: pytest.fail("workers start"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.safetensors").write_bytes(b"none")
+    with pytest.raises(FileError, match=r"there is no file|cannot be read|is not a safetensors file"):
+        train(partial(watched, ""), split_in(2), steps=1, weights=tmp_path / name)
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 600])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipefit.checkpoints.folders import Checkpoint, find
+from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.runtime.restoring import check_task
@@ -56,7 +57,7 @@ def orders(
     """The orders of a training by `plan`; without a `seed` it is that of the checkpoint, or 0.
 
     Raises:
-        FileError: there is no checkpoint to go on from, or it is of another task.
+        FileError: there is no checkpoint to go on from, or it is of another task; or there are no weights.
         OutOfMemory: a host has no room for copies of what is saved.
         UsageError: a number is out of range, or not that of the checkpoint; or the folder for checkpoints has others.
     """
@@ -67,6 +68,8 @@ def orders(
         raise UsageError(f"on_nan is warn or stop, not {shortened(repr(on_nan))}")
     if resume is not None and weights is not None:
         raise UsageError("a checkpoint has weights of its own: give either a checkpoint or weights to start from")
+    if weights is not None:
+        load_weights(weights, ())  # none of them, but a file that is not there is told before a worker starts
     checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
     first = 0 if checkpoint is None else checkpoint.manifest.step
     seed = (seed or 0) if checkpoint is None else checkpoint.manifest.seed
