@@ -57,17 +57,19 @@ def plan(
     from pipefit.capture import Task
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
-    from pipefit.fit.on_the_way import plan_on_the_way, sizes_asked
+    from pipefit.fit.on_the_way import Proposal, in_order, plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
 
     kernels: Target = target or cluster.target
-    known = OnDemand(model, target=kernels, progress=progress, sizes=sizes_asked(training, asked))
+    sizes = sizes_asked(training, asked)
+    ahead = in_order(sizes, training, asked, len(cluster.devices))
+    known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
 
-    def make(within: Cluster) -> Plan:
+    def make(within: Cluster) -> Proposal:
         return plan_on_the_way(known, within, training, shards=(asked.get("tensor") or 1,), **asked)
 
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
-        return make(cluster)
+        return make(cluster).settled()
     from pipefit.fit.reserving import plan_reserving
 
     return plan_reserving(model, cluster, make, allocator, known.chains)

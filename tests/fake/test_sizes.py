@@ -132,10 +132,10 @@ def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
     task = asking(lambda samples: samples == 4)
     known = OnDemand(task, sizes=(1, 2, 4, 8))
     assert known(4) != profile(task, microbatch_size=4)
-    assert known.as_traced([2])
-    assert not known.as_traced([2, 4])
+    assert known.checked([2])()
+    assert not known.checked([2, 4])()
     assert known(4) == profile(task, microbatch_size=4)
-    assert known.as_traced()
+    assert known.checked()()
 
 
 def test_a_plan_has_the_profile_of_a_trace() -> None:

@@ -18,7 +18,8 @@ from pipefit.cluster import Cluster
 from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import InfeasibleError
 from pipefit.fit import reserving
-from pipefit.fit.reserving import plan_reserving
+from pipefit.fit.on_the_way import Proposal
+from pipefit.fit.reserving import plan_reserving as reserving_of_proposals
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -59,6 +60,16 @@ def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:
 def planned(microbatches: int = 3, planner: str = "exact") -> Callable[[Cluster], Plan]:
     """Plans for `stack`."""
     return partial(plan, costs(), batch_size=500 * microbatches, microbatches=microbatches, planner=planner)
+
+
+def plan_reserving(task: Task, cluster: Cluster, make: Callable[[Cluster], Plan]) -> Plan:
+    """The plan where all that is proposed is settled."""
+
+    def propose(within: Cluster) -> Proposal:
+        made = make(within)
+        return Proposal(made, lambda: made)
+
+    return reserving_of_proposals(task, cluster, propose)
 
 
 def processes(made: Plan) -> list[int]:
@@ -153,3 +164,13 @@ def test_a_reserve_that_leaves_nothing_is_refused() -> None:
     make = planned(1)
     with pytest.raises(InfeasibleError, match="That leaves nothing to tensors"):
         plan_reserving(stack(), gpus(MIB), lambda tiny: replace(make(gpus(1 << 32)), cluster=tiny))
+
+
+def test_what_is_settled_is_run_dry() -> None:
+    """Where the model does otherwise than a proposal says, the plan that comes of it is, and it alone is told."""
+    make = planned()
+    first, second = make(gpus(1 << 30, 1 << 30)), make(gpus(1 << 31, 1 << 31))
+    with mock.patch.object(reserving, "certify", wraps=certify) as dry:
+        found = reserving_of_proposals(stack(), gpus(1 << 31, 1 << 31), lambda _: Proposal(first, lambda: second))
+    assert [call.args[1] for call in dry.call_args_list] == [first, second]
+    assert found.cluster == second.cluster

@@ -16,9 +16,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import ModuleType
 from typing import NamedTuple
 
-from torch import nn
+from torch._ops import OpOverload
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.custom_functions import CustomFunction
@@ -58,74 +59,100 @@ def _each(one: str, a: int, other: str, b: int) -> int | None:
     return int(one) // a
 
 
+class Sketch(NamedTuple):
+    """All of a traced chain but its tensors, to be compared with another: in texts and numbers, as far as that can be.
+
+    `codes` are the code of every traced layer, and its operations.
+    """
+
+    described: tuple[object, ...]
+    codes: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(chain: Chain) -> Sketch | None:
+        """The sketch of a chain; None of one by hand."""
+        if not chain.traced:
+            return None
+        return Sketch(
+            tuple(_described(chain)), tuple((module.generated_code, module.operations) for module in _modules(chain))
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The chains of a traced model for all numbers of samples from `few` to `many`.
 
-    `chain` is that of `few`, and `codes` are the code of every layer, and its operations.
+    `chain` is that of `few`, all that they have in common is `described`, and `codes` are the code of every layer, and
+    its operations.
     """
 
     chain: Chain
     few: int
     many: int
+    described: tuple[object, ...]
     codes: tuple[tuple[Template, Template], ...]
 
     @staticmethod
-    def of(chain: Chain, few: int, other: Chain, many: int) -> Family | None:
+    def of(chain: Chain, few: int, other: Sketch | None, many: int) -> Family | None:
         """The family of two chains; None where they differ in more than numbers that are in proportion."""
-        if not _alike(chain, other):
+        own = Sketch.of(chain)
+        if own is None or other is None or own.described != other.described:
             return None
         codes = list[tuple[Template, Template]]()
-        for one, another in zip(_modules(chain), _modules(other), strict=True):
-            code = Template.of(one.generated_code, few, another.generated_code, many)
-            operations = Template.of(one.operations, few, another.operations, many)
+        for ours, theirs in zip(own.codes, other.codes, strict=True):
+            code, operations = (Template.of(one, few, another, many) for one, another in zip(ours, theirs, strict=True))
             if code is None or operations is None:
                 return None
             codes.append((code, operations))
-        return Family(chain, few, many, tuple(codes))
+        return Family(chain, few, many, own.described, tuple(codes))
 
     def write(self, chain: Chain, samples: int) -> None:
         """Make a copy of the family's chain, which has layers of its own, one for so many samples."""
-        for module, (code, operations) in zip(_modules(chain), self.codes, strict=True):
-            module.rewrite(code.at(samples), operations.at(samples))
+        for module, (code, operations) in zip(_modules(chain), self._at(samples), strict=True):
+            module.rewrite(code, operations)
 
     def has(self, chain: Chain, samples: int) -> bool:
         """Whether a chain that was traced with so many samples is what `write` makes."""
-        return _alike(self.chain, chain) and all(
-            (module.generated_code, module.operations) == (code.at(samples), operations.at(samples))
-            for module, (code, operations) in zip(_modules(chain), self.codes, strict=True)
-        )
+        return Sketch.of(chain) == Sketch(self.described, self._at(samples))
+
+    def _at(self, samples: int) -> tuple[tuple[str, str], ...]:
+        return tuple((code.at(samples), operations.at(samples)) for code, operations in self.codes)
 
 
 def _modules(chain: Chain) -> Sequence[GraphLayer]:
     return [layer.module for layer in chain.layers if isinstance(layer.module, GraphLayer)]
 
 
-def _alike(one: Chain, other: Chain) -> bool:
-    """Whether two traced chains are the same but for the code of their layers."""
-    return (
-        one.traced
-        and other.traced
-        and (one.name, one.blocks, one.inputs, one.outputs, one.targets, one.autocast, one.packing)
-        == (other.name, other.blocks, other.inputs, other.outputs, other.targets, other.autocast, other.packing)
-        and [shared.places for shared in one.shared] == [shared.places for shared in other.shared]
-        and [list(_described(layer)) for layer in one.layers] == [list(_described(layer)) for layer in other.layers]
-    )
+def _described(chain: Chain) -> Iterator[object]:
+    """All of a traced chain but its tensors and the code of its layers."""
+    yield chain.name, chain.blocks, chain.inputs, chain.outputs, chain.targets, chain.autocast, chain.packing
+    yield [shared.places for shared in chain.shared]
+    for layer in chain.layers:
+        yield list(_described_layer(layer))
 
 
-def _described(layer: ChainLayer) -> Iterator[object]:
+def _described_layer(layer: ChainLayer) -> Iterator[object]:
     """All of a layer but its code: what it holds, and which functions it calls."""
     module = layer.module
-    yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves, type(module)
+    yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves
     yield [(name, layout(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
     yield [(name, layout(buffer)) for name, buffer in module.named_buffers(remove_duplicate=False)]
     yield module.training
-    yield (
-        {name: _called(function) for name, function in module.functions.items()}
-        if isinstance(module, GraphLayer)
-        else nn.Module
-    )
+    if isinstance(module, GraphLayer):
+        yield type(module).__name__, {name: _called(function) for name, function in module.functions.items()}
+    else:
+        yield type(module)
 
 
 def _called(function: object) -> object:
-    return function.function if isinstance(function, CustomFunction) else function
+    """A function as itself, or as its name if no other has it."""
+    match function:
+        case CustomFunction():
+            return function.function
+        case ModuleType():
+            return "module", function.__name__
+        case OpOverload():
+            return "operator", str(function)
+        case float():
+            return "number", repr(function)  # one that is no number equals none
+    return function

@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from pipefit.beside import forking
 from pipefit.cli import (
     certify,
     checkpoint,
@@ -78,7 +79,8 @@ def pipefit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given.
 
-    Only where they are those of the process may a signal end it, and is garbage looked for less often.
+    Only where they are those of the process may a signal end it, is garbage looked for less often, and are others
+    forked to work beside it.
     """
     _fill_streams()
     words, own = list(sys.argv[1:] if arguments is None else arguments), arguments is None
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return _print_version()
     try:
-        with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr():
+        with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr(), forking() if own else nullcontext():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         if code == STOPPED:  # typer has made an exit code of the interrupt

@@ -1,25 +1,27 @@
 """The chains of a task over fake tensors, for any number of samples, of which few are traced.
 
-A traced model is captured for the fewest and the most samples that are of interest, and the chains between are written
-from these two (`capture.sizes`), where that can be done. Every chain that is asked for has tensors of its own.
+A traced model is captured for the fewest and the most samples that are of interest, one beside the other, and the
+chains between are written from these two (`capture.sizes`), where that can be done. Every chain that is asked for has
+tensors of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from unittest import mock
 
 import torch.fx.config  # noqa: F401 - so that it is there to be changed
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.beside import beside
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
-from pipefit.capture.sizes import Family
+from pipefit.capture.sizes import Family, Sketch
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.chain import chain_again, fake_chain
-from pipefit.fake.target import FakeTarget
+from pipefit.fake.target import FakeTarget, Target
 
 _MOST = 256  # samples of which a batch is made only to trace the model
 
@@ -33,7 +35,9 @@ class Chains:
     def __init__(self, task: Task, sizes: Iterable[int] = ()) -> None:
         self.task = task
         self._sizes = sorted(set(sizes))
+        self._known = [size for size in self._sizes if size <= _MOST]
         self._traced: dict[int, Chain] = {}
+        self._most: Callable[[], Sketch | None] | None = None  # of the largest size
         self._family: Family | None = None
         self._writes = True
 
@@ -45,26 +49,38 @@ class Chains:
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain for so many samples, of which `like` is a batch, over tensors of `fake`. Call it inside `fake`."""
+        if samples not in self._traced:
+            self._begin(fake)
+            if samples in (self._known[1:] if self._traced.keys() & self._known[:1] else self._known[1:-1]):
+                self.family(fake)
         if samples in self._traced:
             return chain_again(self._traced[samples], fake)
-        family = self._family_of(samples, fake)
-        if family is None:
+        family = self._family
+        if family is None or not family.few < samples <= family.many:
             return self._trace(samples, fake, like)
         made = chain_again(family.chain, fake)
         family.write(made, samples)
         return made
 
-    def are_as_traced(self, sizes: Iterable[int], fake: FakeTarget) -> bool:
-        """Whether the chains for these numbers of samples are those of traces. Where one is not, all are from now on.
+    def checked(self, sizes: Iterable[int], fake: FakeTarget) -> Callable[[], bool]:
+        """Begin to trace the model with these numbers of samples: a function that tells whether the chains for them
+        are those of the traces. Where one is not, all are from then on.
 
-        Call it inside `fake`.
+        Call it, and the function, inside `fake`.
         """
         family = self._family
         written = [size for size in sizes if family and family.few < size < family.many and size not in self._traced]
-        if family is None or all(self._is_written_well(family, size, fake) for size in written):
-            return True
-        self._writes, self._family = False, None
-        return False
+        if family is None or not written:
+            return lambda: True
+        (checked,) = beside(lambda: all(self._is_written_well(family, size, fake) for size in written))
+
+        def found() -> bool:
+            if checked():
+                return True
+            self._writes, self._family = False, None
+            return False
+
+        return found
 
     def _is_written_well(self, family: Family, samples: int, fake: FakeTarget) -> bool:
         try:
@@ -72,14 +88,20 @@ class Chains:
         except UsageError:
             return False
 
-    def _family_of(self, samples: int, fake: FakeTarget) -> Family | None:
-        """The family with a chain for so many samples, if there is one."""
-        known = [size for size in self._sizes if size <= _MOST]
-        if self._family is None and self._writes and samples in known[1:-1]:
-            self._family = self._found(known, fake)
+    def family(self, fake: FakeTarget) -> Family | None:
+        """The chains that are written, if there are sizes between others, and if that can be done. Call it inside
+        `fake`.
+        """
+        if self._family is None and self._writes and self._known[1:-1]:
+            self._begin(fake)
+            self._family = self._found(self._known, fake)
             self._writes = self._family is not None
-        family = self._family
-        return family if family and family.few < samples < family.many else None
+        return self._family
+
+    def _begin(self, fake: FakeTarget) -> None:
+        """Begin with the trace of the largest size, of which no more than a sketch is needed to write chains."""
+        if self._most is None and self._known[1:-1]:
+            (self._most,) = beside(lambda: self._sketched(self._known[-1], fake.target))
 
     def _found(self, known: Sequence[int], fake: FakeTarget) -> Family | None:
         """The family of the smallest and the largest size. A single sample may be another model than several are."""
@@ -89,12 +111,18 @@ class Chains:
     def _between(self, few: int, many: int, fake: FakeTarget) -> Family | None:
         """The family of two traces; None where there is none, or one of them fails."""
         try:
-            for samples in (few, many):
-                if samples not in self._traced:
-                    self._trace(samples, fake)
-            return Family.of(self._traced[few], few, self._traced[many], many)
+            if few not in self._traced:
+                self._trace(few, fake)
+            return Family.of(self._traced[few], few, self._most() if self._most else None, many)
         except (UsageError, KeyError):  # whoever asks for this size is told; or it is a chain by hand
             return None
+
+    def _sketched(self, samples: int, target: Target) -> Sketch | None:
+        """The sketch of a trace over tensors of its own, for it may be made when those of `_begin` are no more."""
+        if samples not in self._traced:
+            with _disable_current_modes(), FakeTarget(target) as fake:
+                self._trace(samples, fake)
+        return Sketch.of(self._traced[samples])
 
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain of a trace. One that is kept stays as it is, and a copy is returned."""

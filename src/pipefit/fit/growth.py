@@ -87,13 +87,13 @@ class Demand:
     def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Plan:
         """The plan, whether or not it fits: without shards, or with the fewest with which it fits."""
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
-        plan = plan_on_the_way(known, within, shards=(self.tensor or 1,), **asked)
+        plan = plan_on_the_way(known, within, shards=(self.tensor or 1,), **asked).settled()
         most = len(within.devices) if self.tensor is None and self.planner in ON_GRIDS else 1
         for ranks in takewhile(lambda ranks: ranks <= most, (2 << power for power in count())):
             if attempt(0, plan).fits:
                 break
             with suppress(UsageError):  # so many ranks cannot divide the layers
-                divided = plan_on_the_way(known, within, shards=(ranks,), **asked)
+                divided = plan_on_the_way(known, within, shards=(ranks,), **asked).settled()
                 plan = divided if attempt(0, divided).fits else plan
         return plan
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Unpack
 
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
 from pipefit.fit.attempts import attempt
 from pipefit.planner import Asked
 from pipefit.planner import plan as plan_of_profile
-from pipefit.planner.spaces import sizes_of
+from pipefit.planner.spaces import by_distance, sizes_of
 from pipefit.plans import Plan
 from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiles import ModelProfile
 from pipefit.training import Training
+
+
+class Proposal(NamedTuple):
+    """A plan, and what it comes to: itself, or another one where the model does otherwise than its profiles say."""
+
+    plan: Plan
+    settled: Callable[[], Plan]
 
 
 def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
@@ -27,6 +34,12 @@ def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
     return sizes_of(size) if isinstance(size, int) and size > 0 else (1,)
 
 
+def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:
+    """The sizes of `sizes_asked` in the order in which they are likely to be asked for."""
+    chosen = training is None and asked.get("microbatch_size") is None and asked.get("microbatches") is None
+    return by_distance(sizes, sizes[-1], devices) if chosen else sorted(sizes, reverse=True)
+
+
 def plan_on_the_way(
     known: OnDemand,
     cluster: Cluster,
@@ -34,25 +47,22 @@ def plan_on_the_way(
     *,
     shards: Sequence[int] = (),
     **asked: Unpack[Asked],
-) -> Plan:
-    """A plan whose profiles, as far as it has them, are those of traces; layers may be divided between `shards` ranks.
+) -> Proposal:
+    """A plan whose profiles, as far as it has them, come to be those of traces; layers may be divided between `shards`
+    ranks. It is held against traces from now on until it is settled.
 
     Other arguments are those of `pipefit.planner.plan`.
 
     Raises:
-        InfeasibleError: no plan fits, by such profiles.
+        InfeasibleError: no plan fits, by such profiles; as it is settled, too.
     """
-
-    def profiles(size: int) -> ModelProfile:
-        return known(size, shards)
-
+    make = partial(plan_of_profile, partial(known, tensor=shards), cluster, training, **asked)
     try:
-        made = plan_of_profile(profiles, cluster, training, **asked)
+        made = make()
     except InfeasibleError:
-        if known.as_traced():
+        if known.checked()():
             raise
-    else:
-        used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
-        if known.as_traced(used if attempt(0, made).fits else None):
-            return made
-    return plan_of_profile(profiles, cluster, training, **asked)
+        made = make()
+    used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
+    as_traced = known.checked(used if attempt(0, made).fits else None)
+    return Proposal(made, lambda: made if as_traced() else make())

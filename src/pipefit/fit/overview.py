@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.fake.fingerprint import precision_of
 from pipefit.fake.sizes import Chains
 from pipefit.fit.attempts import attempt
 from pipefit.fit.growth import with_devices
@@ -26,7 +28,7 @@ from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.plans import Plan
 from pipefit.profiler import Progress
-from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiler.on_demand import OnDemand, profiled_beside
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.simulator import simulate
 from pipefit.texts import counted
@@ -66,16 +68,25 @@ def overview(
             f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
             "fits on a few: name a cluster of equal devices, or ask pipefit plan"
         )
-    say = progress or _silent
     kernels = target or cluster.target
     profiles = OnDemand(task, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
-    look = _Look(profiles, cluster, microbatches=microbatches, schedule=schedule, say=say)
+    chain = profiles.chain()
+    look = _Look(
+        profiles,
+        cluster,
+        microbatches=microbatches,
+        schedule=schedule,
+        say=progress or _silent,
+        many=len(chain.layers) > _MANY_LAYERS,
+    )
+    own = precision_of(task, chain)
+    (others,) = profiled_beside(kernels, lambda: tuple(_others(task, own, look, kernels, threads)))
     reaches = tuple(look.reach(count) for count in look.counts)
     found = Overview(
         cluster=cluster,
         sizes=look.seen,
         reaches=reaches,
-        precisions=tuple(_precisions(task, look, kernels, threads)),
+        precisions=(look.in_precision(own), *others()),
         replicated=tuple(one for count in look.replicas for one in look.replicated(count)),
         filled={},
     )
@@ -95,15 +106,19 @@ class _Look:
     microbatches: int | None
     schedule: str
     say: Progress
+    many: bool  # layers
     known: dict[tuple[int, int, How], Attempt] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        first = self.profiles(1)
-        self.many = len(first.layers) > _MANY_LAYERS
-        self.sizes: tuple[int, ...] = _SIZES_OF_MANY if self.many else _SIZES
-        most = len(first.edges) - 1
-        wanted = {*_COUNTS, len(self.cluster.devices)}
-        self.counts = sorted({min(count, most) for count in wanted})
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of microbatches that may be looked at."""
+        return _SIZES_OF_MANY if self.many else _SIZES
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The numbers of devices that are looked at: each has a block at least."""
+        most = len(self.profiles(1).edges) - 1
+        return sorted({min(count, most) for count in {*_COUNTS, len(self.cluster.devices)}})
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -199,9 +214,15 @@ class _Look:
                 largest=max(fits, default=0),
             )
 
-    def fewest(self) -> int | None:
-        """The fewest devices that hold one sample with all of it kept."""
-        return next((count for count in self.counts if self.at(count, 1, "kept").fits), None)
+    def in_precision(self, precision: Precision) -> InPrecision:
+        """What one sample with all of it kept takes, of profiles in this precision."""
+        one = self.at(1, 1, "kept")
+        return InPrecision(
+            precision=precision,
+            state_bytes=sum(_state(one.plan.measurement)),
+            need_bytes=one.need_bytes,
+            fewest=next((count for count in self.counts if self.at(count, 1, "kept").fits), None),
+        )
 
 
 def _state(measured: Measurement) -> tuple[int, int, int]:
@@ -220,30 +241,20 @@ def _blocks(plan: Plan) -> Iterator[tuple[LayerCost, ...]]:
         yield plan.measurement.costs[start:stop]
 
 
-def _precisions(task: Task, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
-    """The task's own precision, and the usual others unless the model has very many layers."""
-    own, chains = look.profiles(1).assumptions.precision, dict[object, Chains]()
-    for precision in (own, *(other for other in _PRECISIONS if other != own and not look.many)):
-        other = look
-        if precision != own:
-            cast = replace(task, precision=precision)
-            types = cast.dtype, cast.autocast
-            known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
-            chains[types] = known
-            profiles = OnDemand(cast, target=target, threads=threads, chains=known)
-            try:
-                other = _Look(
-                    profiles, look.cluster, microbatches=look.microbatches, schedule=look.schedule, say=look.say
-                )
-            except UsageError:  # the model cannot be cast, or its optimizer keeps no master weights
-                continue
-        one = other.at(1, 1, "kept")
-        yield InPrecision(
-            precision=precision,
-            state_bytes=sum(_state(one.plan.measurement)),
-            need_bytes=one.need_bytes,
-            fewest=other.fewest(),
-        )
+def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
+    """The usual precisions but the task's own one, unless the model has very many layers."""
+    chains = dict[object, Chains]()
+    for precision in (other for other in _PRECISIONS if other != own and not look.many):
+        cast = replace(task, precision=precision)
+        types = cast.dtype, cast.autocast
+        known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
+        chains[types] = known
+        profiles = OnDemand(cast, target=target, threads=threads, chains=known)
+        try:
+            profiles(1)
+        except UsageError:  # the model cannot be cast, or its optimizer keeps no master weights
+            continue
+        yield replace(look, profiles=profiles, say=_silent, known={}).in_precision(precision)
 
 
 def _filled(limiting: Attempt) -> dict[Category, int]:

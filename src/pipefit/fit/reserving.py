@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
 from pipefit.fake.sizes import Chains
+from pipefit.fit.on_the_way import Proposal
 from pipefit.plans import Plan
 from pipefit.runtime import certify
 from pipefit.trace import DeviceTrace
@@ -29,11 +31,12 @@ _SEGMENT = 20 * MIB  # what the allocator has from the driver at least, where it
 def plan_reserving(
     task: Task,
     cluster: Cluster,
-    make: Callable[[Cluster], Plan],
+    make: Callable[[Cluster], Proposal],
     allocator: AllocatorSettings | None = None,
     chains: Chains | None = None,
 ) -> Plan:
-    """The plan of `make` for `cluster`, or one that leaves more of its devices, whose processes have room on them.
+    """The plan of `make` for `cluster`, or one that leaves more of its devices, whose processes have room on them. What
+    is proposed is run dry while it is held against traces.
 
     Its prediction tells what they take (`Prediction.processes`). The model of `task` is run dry under `allocator`, and
     not traced for numbers of samples for which `chains` have a trace.
@@ -41,15 +44,18 @@ def plan_reserving(
     Raises:
         InfeasibleError: the tensors of a plan fit but not its processes, and no other plan was found.
     """
-    settings, within, short = allocator or AllocatorSettings(), cluster, list[str]()
+    within, short = cluster, list[str]()
+    dry = partial(certify, task, target="cuda", allocator=allocator or AllocatorSettings(), chains=chains)
     for _ in range(ROUNDS):
         try:
-            made = make(within)
+            proposal = make(within)
+            devices, made = dry(proposal.plan).devices, proposal.settled()
         except InfeasibleError as error:
             if not short:
                 raise
             raise InfeasibleError(f"{short[-1]}. No plan was found that leaves it as much: {error}") from None
-        devices = certify(task, made, target="cuda", allocator=settings, chains=chains).devices
+        if made is not proposal.plan:
+            devices = dry(made).devices
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)

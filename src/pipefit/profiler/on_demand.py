@@ -2,17 +2,22 @@
 ranks among which it chooses.
 
 Of the sizes among which it chooses the smallest and the largest are traced, and chains for those between are written
-from these two where that can be done (`pipefit.fake.sizes`). `as_traced` holds the sizes of a plan against traces.
+from these two where that can be done (`pipefit.fake.sizes`). `checked` holds the sizes of a plan against traces. Sizes
+that are going to be asked for are profiled beside the first one (`pipefit.beside`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 
+from pipefit.beside import beside
 from pipefit.capture.caller import recording
+from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
@@ -20,11 +25,16 @@ from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiles import MOST_THREADS, ModelProfile, Target
 from pipefit.validation import whole
 
+T = TypeVar("T")
+
+_Wanted = tuple[int, tuple[int, ...]]  # a size of microbatches, and numbers of ranks
+
 
 class OnDemand:
     """A function that profiles `task`, for every size and numbers of ranks once; arguments are those of `profile`.
 
-    `sizes` are those that may be asked for, as far as they are known; `chains` are the task's own, if there are some.
+    `sizes` are those that may be asked for, as far as they are known; `ahead` says in which order they are going to be.
+    `chains` are the task's own, if there are some.
     """
 
     def __init__(
@@ -35,29 +45,26 @@ class OnDemand:
         threads: int = 1,
         progress: Progress | None = None,
         sizes: Iterable[int] = (),
+        ahead: Sequence[int] = (),
         chains: Chains | None = None,
     ) -> None:
         whole("threads", threads, 1, MOST_THREADS)
         self.sizes = tuple(sorted(sizes))
         self.chains = chains or Chains(task, self.sizes)
         self._task, self._target, self._threads, self._progress = task, target, threads, progress
-        self._known: dict[tuple[int, tuple[int, ...]], ModelProfile] = {}
+        self._known: dict[_Wanted, ModelProfile] = {}
+        self._ahead = () if target == "cpu" else tuple(ahead)
+        self._begun: dict[_Wanted, Callable[[], ModelProfile]] = {}
 
-    def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), /) -> ModelProfile:
+    def __call__(self, microbatch_size: int, tensor: Sequence[int] = ()) -> ModelProfile:
         """The profile of layers that are whole, and divided between each of these numbers of ranks."""
         wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1}))
         if wanted not in self._known:
             self._say("tracing the model")
             with _profiling():
-                self._known[wanted] = profile_sizes(
-                    self._task,
-                    [microbatch_size],
-                    target=self._target,
-                    threads=self._threads,
-                    tensor=wanted[1],
-                    progress=self._progress,
-                    chains=self.chains,
-                )
+                self._begin(wanted)
+                made = self._begun.pop(wanted, None) or partial(self._made, wanted, self._progress)
+                self._known[wanted] = made()
             self._say("searching")
         return self._known[wanted]
 
@@ -66,18 +73,66 @@ class OnDemand:
         if self._progress is not None:
             self._progress(0, 0, what)
 
-    def as_traced(self, sizes: Iterable[int] | None = None) -> bool:
-        """Whether the model does at these sizes what their profiles say, by default at all that were asked for.
+    def _begin(self, first: _Wanted) -> None:
+        """Begin to profile other sizes, beside the first one."""
+        others = [(size, first[1]) for size in self._ahead if size != first[0]]
+        self._ahead = ()
+        if others:
+            with FakeTarget(self._target) as fake:
+                self.chains.family(fake)
+            works = (partial(self._made, wanted, None) for wanted in others)
+            self._begun = dict(zip(others, profiled_beside(self._target, *works), strict=True))
+
+    def chain(self) -> Chain:
+        """The chain of the smallest size. Costs its trace, and no profile."""
+        self._say("tracing the model")
+        with _profiling(), FakeTarget(self._target) as fake:
+            return self.chains.of(min(self.sizes, default=1), fake)
+
+    def _made(self, wanted: _Wanted, progress: Progress | None) -> ModelProfile:
+        size, ranks = wanted
+        return profile_sizes(
+            self._task,
+            [size],
+            target=self._target,
+            threads=self._threads,
+            tensor=ranks,
+            progress=progress,
+            chains=self.chains,
+        )
+
+    def checked(self, sizes: Iterable[int] | None = None) -> Callable[[], bool]:
+        """Begin to trace the model at these sizes, by default at all that were asked for: a function that tells whether
+        it does there what their profiles say.
 
         Where it does something else at one of them, as a model may that asks how many samples there are, all profiles
-        are forgotten, and each is made of a trace from now on.
+        are forgotten, and each is made of a trace from then on.
         """
+        self._begun = {}
         wanted = sorted({size for size, _ in self._known} if sizes is None else set(sizes))
-        with _profiling(), FakeTarget(self._target) as fake:
-            found = self.chains.are_as_traced(wanted, fake)
-        if not found:
-            self._known.clear()
+        fake = FakeTarget(self._target)
+        with _profiling(), fake:
+            checked = self.chains.checked(wanted, fake)
+
+        def found() -> bool:
+            with _profiling(), fake:
+                as_traced = checked()
+            if not as_traced:
+                self._known.clear()
+            return as_traced
+
         return found
+
+
+def profiled_beside(target: Target, *works: Callable[[], T]) -> tuple[Callable[[], T], ...]:
+    """Begin with works that profile (`pipefit.beside`). Those for the CPU run kernels, whose threads a fork has not."""
+    return beside(*works, forks=target != "cpu", check=_run_a_backward)
+
+
+def _run_a_backward() -> None:
+    """Torch refuses it in the fork of a process that has run one. There a profile would say that a layer fails."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
 @contextmanager

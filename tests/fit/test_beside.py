@@ -1,0 +1,93 @@
+"""Planning and looking with a second process: the same answers, and most of the work is done there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
+
+# In a process of its own, because one that has run a backward leaves no fork any.
+_PROGRAM = """
+import os
+import pickle
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pipefit
+from pipefit.beside import forking
+from pipefit.fake import sizes
+from pipefit.fit import reserving
+from pipefit.fit.overview import overview
+from pipefit.fit.reserving import certify
+from pipefit.profiler import fake
+from fake.test_sizes import asking
+
+GPUS = pipefit.Cluster.preset("4x-titan-rtx")
+
+
+def here(how, ask):
+    "What is answered, and how often a model is traced, surveyed and run dry in this process."
+    with (
+        how,
+        mock.patch.object(sizes, "fake_chain", wraps=sizes.fake_chain) as traced,
+        mock.patch.object(fake, "survey", wraps=fake.survey) as surveyed,
+        mock.patch.object(reserving, "certify", wraps=certify) as dry,
+    ):
+        return ask(), traced.call_count, surveyed.call_count, dry.call_count
+
+
+def planned(task):
+    made = pipefit.plan(task, GPUS, batch_size=8, data=2)
+    return replace(made, provenance=replace(made.provenance, seconds=0.0))
+
+
+ASKED = {
+    "planned": lambda: planned(asking(lambda _: False)),
+    "odd": lambda: planned(asking(lambda samples: 1 < samples < 8)),
+    "looked": lambda: overview(asking(lambda _: False), GPUS).as_json(),
+    "refused": lambda: overview(asking(lambda samples: 1 / 0), GPUS),
+}
+def answer(how, ask):
+    try:
+        return here(how, ask)
+    except Exception as error:
+        return str(error), 0
+
+
+def forked(ask, file):
+    "The answer of a process that is forked here, and forks."
+    process = os.fork()
+    if not process:
+        file.write_bytes(pickle.dumps(answer(forking(), ask)))
+        os._exit(0)
+    os.waitpid(process, 0)
+    return pickle.loads(file.read_bytes())
+
+
+with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), tempfile.TemporaryDirectory() as folder:
+    found = {name: forked(ask, Path(folder, name)) for name, ask in ASKED.items()}
+    for name, ask in ASKED.items():
+        alone = answer(nullcontext(), ask)
+        assert alone[0] == found[name][0], (name, alone[0], found[name][0])
+        print(name, *found[name][1:], *alone[1:])
+    refused = answer(forking(), ASKED["looked"])  # torch refuses backwards in a fork from now on
+    assert refused[0] == found["looked"][0]
+"""
+
+
+def test_answers_are_those_of_one_process() -> None:
+    """A plan; one of a model that is another one at a size that is used; an overview; and a refusal."""
+    ran = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    counts = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, ran.stdout.splitlines())}
+    print(counts)
+    # traces, surveys and dry runs in this process, and where it is the only one
+    assert counts["planned"] == (1, 1, 1, 3, 4, 1)
+    assert counts["looked"] == (1, 2, 0, 4, 5, 0)
+    assert counts["odd"] == (4, 5, 2, 4, 8, 2)
