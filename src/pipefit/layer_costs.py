@@ -271,6 +271,19 @@ class LayerCost:
         return tuple(o.index for o in self.saved_storages if o.kind == "input")
 
     @property
+    def least_bytes(self) -> int:
+        """Bytes that a device has at least while the layer runs, whatever else is moved away or computed again.
+
+        Those are its weights, or their copies, and what a pass makes; in a backward also the own storages that its
+        saved tensors hold. Inputs and gradients of outputs are left out, for they may be views of something smaller.
+        """
+        weights = sum(one.copy_bytes or one.nbytes for one in self.parameters)
+        saved = sum(self.storages[origin.index] for origin in self.saved_storages if origin.kind == "own")
+        backwards = (self.spans(is_first=True, inner=inner) for inner in (False, True))
+        made = min(max((span.peak_bytes for span in spans), default=0) for spans in backwards)
+        return weights + max(min(self.forward_peak_bytes, self.checkpoint_peak_bytes), saved + made)
+
+    @property
     def lasting_storages(self) -> tuple[Origin, ...]:
         """Those of the saved storages that the layer's own backward does not free."""
         lasting = {tensor.origin for tensor in self.saved if tensor.lasting}

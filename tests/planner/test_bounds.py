@@ -8,9 +8,12 @@ from random import Random
 import numpy as np
 import pytest
 
+import random_cases
+from compaction import compacted
 from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, Question
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
+from pipefit.simulator import simulate
 from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
@@ -72,6 +75,36 @@ def test_it_holds_with_fewer_techniques_in_many_questions(seed: int) -> None:
 def test_the_bound_is_never_above_the_best_of_many_plans(seed: int) -> None:
     """300 more questions, synchronous and endless in turn."""
     never_above(seed, ENDLESS if seed % 3 == 0 else SCHEDULES)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_decisions_leave_a_device_with_less_than_its_largest_layer(seed: int) -> None:
+    """Random ones, with runs computed again and tensors and state away; some device comes close in some plan."""
+    rng = Random(seed)
+    case = random_cases.random_case(rng)
+    plan = compacted(case.plan, rng)
+    for rank, stages in enumerate(plan.ranks):
+        layers = [layer for stage in map(plan.stages.__getitem__, stages) for layer in range(stage.start, stage.stop)]
+        peak = max(
+            simulate(plan, steps=2).devices[plan.stages[stages[0]].device].step_peak_bytes(step) for step in (0, 1)
+        )
+        assert peak >= max(case.plan.measurement.costs[layer].least_bytes for layer in layers), rank
+
+
+def test_what_a_layer_takes_at_least_is_all_that_its_passes_need() -> None:
+    """Its weights, what it keeps of its own and what its backward makes; not its input, which it also keeps."""
+    cost = keeping_layer(90, 40, 700, 1.0)
+    assert cost.least_bytes == 700 + 40 + max(span.peak_bytes for span in cost.backward_first)
+    forward = replace(cost, forward_peak_bytes=5000, checkpoint_peak_bytes=4000)
+    assert forward.least_bytes == 700 + 4000
+
+
+def test_no_plan_fits_where_a_layer_alone_takes_more() -> None:
+    """Whatever is moved or computed again: the bound says so, and planners need not search."""
+    case = random_case(Random(3), SCHEDULES)
+    least = max(cost.least_bytes for cost in case.profile.measurements[0].costs)
+    budgets = [replace(device, memory_bytes=least - 1, reserve_bytes=0) for device in case.cluster.devices]
+    assert bound(case._replace(cluster=replace(case.cluster, devices=tuple(budgets)))) == float("inf")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

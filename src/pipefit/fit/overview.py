@@ -25,6 +25,7 @@ from pipefit.fits import Attempt
 from pipefit.layer_costs import LayerCost
 from pipefit.overviews import HOWS, How, InPrecision, Overview, Reach, Replicated, samples_per_second
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner.bounds import step_bound
 from pipefit.planner.joint import exact_in_time
 from pipefit.plans import Plan
 from pipefit.profiler import Progress
@@ -151,7 +152,9 @@ class _Look:
         if how == "kept":
             name = "exact" if exact_in_time(question) else "uniform"
             return solved(question, PLANNERS[name], name=name)
-        return solved(replace(question, means=_MEANS[how]), PLANNERS["joint"], name="joint")
+        question = replace(question, means=_MEANS[how])
+        name = "uniform" if step_bound(question) == float("inf") else "joint"  # no search makes it fit
+        return solved(question, PLANNERS[name], name=name)
 
     def reach(self, devices: int) -> Reach:
         """What so many devices hold; what more may be done for begins at the largest that fits without it."""

@@ -21,6 +21,8 @@ run, so that all stages together hold at most what all devices have. Hence secon
 split, each of which recomputes as long as its lines allow, together hold no more. Gradients and parameters that are
 away must be back for the backward, so that they take of the link what tensors do.
 
+The device that runs the largest layer has its bytes at least (`LayerCost.least_bytes`), whatever is away.
+
 Every term is on the side that lowers the bound: layers take as long as on the fastest kind of device, links are not
 shared, copies need no memory, optimizer state at a host takes no time, and the layers whose bytes cost the fewest
 seconds are recomputed, in fractions. Techniques that the question does not allow free nothing. So the bound holds for
@@ -158,7 +160,8 @@ class _Bound:
 
     def seconds(self) -> float:
         """The bound: the fewest seconds T such that a split has no line above T, and memory for all that it keeps."""
-        if not self._has_memory(_INFINITE):
+        least = max(cost.least_bytes for cost in self.question.measurement.costs)
+        if least > max(self.question.cluster.budgets) or not self._has_memory(_INFINITE):
             return _INFINITE
         low = high = self._lowest
         while not self._has_memory(high):
