@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -83,10 +84,12 @@ with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), tempfile.TemporaryDir
 
 def test_answers_are_those_of_one_process() -> None:
     """A plan; one of a model that is another one at a size that is used; an overview; and a refusal."""
-    ran = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     counts = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, ran.stdout.splitlines())}
-    print(counts)
     # traces, surveys and dry runs in this process, and where it is the only one
     assert counts["planned"] == (1, 1, 1, 3, 4, 1)
     assert counts["looked"] == (1, 2, 0, 4, 5, 0)
