@@ -133,7 +133,7 @@ def test_a_loss_is_not_updated() -> None:
 def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
     """Infinity says that nothing would help, where parameters are to stay on devices."""
     case = Case(
-        profile(measurement([keeping_layer(1, 1, 100, 1.0)] * 2, layer((value(1), value(1)), (value(4),)))),
+        profile(measurement([keeping_layer(1, 1, 40, 1.0)] * 4, layer((value(1), value(1)), (value(4),)))),
         cluster([90, 90], host_rate=1.0, peer_rate=1.0),
         training("1f1b", 2),
     )
@@ -143,30 +143,32 @@ def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
 
 
 def test_what_must_be_recomputed_counts() -> None:
-    """One device that can keep half of what its only layer keeps, with links that carry nothing worth mentioning."""
+    """One device that can keep half of what its layers keep, with links that carry nothing worth mentioning."""
     case = Case(
-        profile(measurement([keeping_layer(0, 100, 0, 2.0)], layer((value(0), value(1)), (value(4),), seconds=0.0))),
+        profile(
+            measurement([keeping_layer(0, 10, 0, 0.2)] * 10, layer((value(0), value(1)), (value(4),), seconds=0.0))
+        ),
         cluster([50], host_rate=1e-9, peer_rate=1.0),
         training("1f1b", 4),
     )
-    assert bound(case) == pytest.approx(4 * (2.0 + 2.0) + 4 * 0.5 * 2.0 + 2.0, rel=1e-3)
+    assert bound(case) == pytest.approx(4 * (2.0 + 2.0) + 4 * 0.5 * 2.0 + 0.2, rel=1e-3)
 
 
 def test_what_all_devices_lend_is_what_they_have() -> None:
-    """Two layers that keep 100 bytes of each microbatch, two of them in flight on the first device and one on the
+    """Two stages that keep 100 bytes of each microbatch, two of them in flight on the first device and one on the
     second: devices of 150 have room for all, whoever lends.
 
     Devices of 60 lack 180 bytes, and a second of recomputation for one microbatch frees 50. The first one can use 2
     seconds for each two microbatches while it waits. For the other 80 bytes a step is x seconds longer, x / 2 for each
     two microbatches of the first device, and x / 4 for each one of the second.
     """
-    layers = [keeping_layer(0, 100, 0, 2.0)] * 2
+    layers = [keeping_layer(0, 50, 0, 1.0)] * 4
     chain = profile(measurement(layers, layer((value(0), value(1)), (value(4),), seconds=0.0)))
     found = [
         bound(Case(chain, cluster([memory] * 2, host_rate=1e-9, peer_rate=1.0), training("1f1b", 4)))
         for memory in (150, 60)
     ]
-    kept = 4 * (2.0 + 2.0) + 4.0 + 2.0  # of the second stage, once the first microbatch is there, and an update
+    kept = 4 * (2.0 + 2.0) + 4.0 + 1.0  # of the second stage, once the first microbatch is there, and an update
     assert found[0] == pytest.approx(kept)
     assert found[1] == pytest.approx(kept + 80 / (50 / 2 + 50 / 4), rel=1e-3)
 
