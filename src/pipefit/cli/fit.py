@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipefit.cli.options import PRECISIONS, SCHEDULE_HELP, Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.options import (
+    PRECISIONS,
+    SCHEDULE_HELP,
+    ClusterName,
+    Json,
+    Model,
+    Output,
+    Precision,
+    Recompute,
+    Settings,
+    Target,
+)
 from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
 
@@ -26,15 +37,7 @@ EXAMPLE = "pipefit fit hf:gpt2 --cluster 4x-titan-rtx"
 
 def command(
     model: Model,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            "-c",
-            metavar="NAME|FILE",
-            help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
-        ),
-    ],
+    cluster: ClusterName,
     grow: Annotated[
         str | None,
         typer.Option(

@@ -42,6 +42,15 @@ Output = Annotated[
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:NAME, or package.module:factory that returns a Task.")
 ]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="NAME|FILE",
+        help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
+    ),
+]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
 ]

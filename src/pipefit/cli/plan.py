@@ -11,6 +11,7 @@ from pipefit.cli.allocation import allocator
 from pipefit.cli.options import (
     PRECISIONS,
     SCHEDULE_HELP,
+    ClusterName,
     Json,
     Output,
     Precision,
@@ -41,15 +42,7 @@ def command(
             help="What pipefit profile saved; or zoo:NAME, hf:NAME or package.module:factory, to be profiled first.",
         ),
     ],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            "-c",
-            metavar="NAME|FILE",
-            help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
-        ),
-    ],
+    cluster: ClusterName,
     batch_size: Annotated[
         int | None,
         typer.Option(
