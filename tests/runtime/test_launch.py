@@ -54,14 +54,14 @@ def nothing_left() -> Iterator[None]:
 
 def children(of: str = "") -> list[str]:
     """Command lines of this process's child processes, and of those that the fork server has for it; but not of
-    multiprocessing's own two helpers, which stay.
+    multiprocessing's own two helpers and what removes their folder, which stay.
     """
     found, parent = [], of or str(os.getpid())
     for number in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
         if not of and "multiprocessing.forkserver import main" in command:
             found += children(number)
-        elif "resource_tracker" not in command:
+        elif not any(word in command for word in ("resource_tracker", "rmtree(sys.argv[1]")):
             found.append(f"{number} {command}")
     return found
 

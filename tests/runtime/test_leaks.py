@@ -31,7 +31,7 @@ from tiny import plan_of
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # for a loaded machine
 COPY = 0.01  # seconds of a copy, so that some are always under way
-THEIRS = ("pymp-", "torchinductor_")  # multiprocessing's until this process ends; torch's for good
+THEIRS = ("pipefit-", "torchinductor_")  # the sockets' until this process ends; torch's for good
 
 
 @cache
@@ -73,8 +73,8 @@ def descendants(of: int) -> list[int]:
 
 
 def helpers() -> set[int]:
-    """multiprocessing's own two processes, which stay."""
-    words = (b"multiprocessing.forkserver import main", b"resource_tracker")
+    """multiprocessing's own two processes and the one that removes their folder, which stay."""
+    words = (b"multiprocessing.forkserver import main", b"resource_tracker", b"rmtree(sys.argv[1]")
     return {n for n in descendants(os.getpid()) if any(w in Path(f"/proc/{n}/cmdline").read_bytes() for w in words)}
 
 
@@ -183,7 +183,7 @@ def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.M
             assert parent.stdout is not None
             assert word in iter(lambda: parent.stdout.readline().strip(), "")
             until = time.monotonic() + SECONDS
-            while not (started := descendants(parent.pid)) or not list(folder.glob("pymp-*")):
+            while not (started := descendants(parent.pid)) or not list(folder.glob("pipefit-*")):
                 assert time.monotonic() < until
         finally:
             parent.kill()

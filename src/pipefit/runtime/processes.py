@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,16 +24,14 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from multiprocessing.util import get_temp_dir
 from typing import Any
 
-from pipefit.runtime.fork_server import FOLDER, PARENT
+from pipefit.runtime.sockets_folder import make_sockets_folder
 
 _ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
-_LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")  # Linux allows 107 bytes in the path of a socket
 # What the fork server imports; making an optimizer imports the last
-_IMPORTED = ["pipefit.runtime.fork_server", "pipefit.runtime.worker", "torch._dynamo.config"]
+_IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]
 
 
 def forks() -> ForkServerContext:
@@ -53,7 +50,8 @@ def start(process: BaseProcess) -> None:
     Raises:
         OSError: the system does not let us.
     """
-    with _told({PARENT: str(os.getpid()), FOLDER: _folder(), _TUNABLES: tunables(os.environ.get(_TUNABLES, ""))}):
+    make_sockets_folder()
+    with _told({_TUNABLES: tunables(os.environ.get(_TUNABLES, ""))}):
         _start(process)
 
 
@@ -93,18 +91,6 @@ def _told(words: dict[str, str]) -> Iterator[None]:
                 del os.environ[word]
             else:
                 os.environ[word] = value
-
-
-def _folder() -> str:
-    """multiprocessing's folder for its sockets, made if there is none: it is below TMPDIR, and below /tmp if the path
-    of TMPDIR is too long for sockets.
-    """
-    usual, long = tempfile.tempdir, len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PATH
-    try:
-        tempfile.tempdir = "/tmp" if long else usual  # noqa: S108 - the folder has a name of its own, and is private
-        return get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
 
 
 @dataclass(frozen=True, slots=True)

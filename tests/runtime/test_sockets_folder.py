@@ -1,0 +1,72 @@
+"""Whenever and however a program ends, the folder of the sockets of multiprocessing goes with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from pipefit.runtime import sockets_folder
+
+SECONDS = 60  # for a loaded machine
+SCRIPT = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(sockets_folder.__file__).parent)!r})
+import sockets_folder
+from multiprocessing.util import get_temp_dir
+def mkdir(folder, mode):
+    usual(folder, mode)
+    os.kill(os.getpid(), signal.SIGKILL)
+if "at once" in sys.argv:
+    usual, os.mkdir = os.mkdir, mkdir
+sockets_folder.make_sockets_folder()
+sockets_folder.make_sockets_folder()
+print(get_temp_dir(), flush=True)
+"""
+ENDS = {
+    "as usual": "",
+    "at once": "",
+    "without cleaning up": "os._exit(3)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "killed with its whole group": "os.killpg(0, signal.SIGKILL)",
+    "hung up": "os.killpg(0, signal.SIGHUP)",
+    "while it forks": "os.fork() and os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_however_a_program_ends_the_folder_goes(end: str) -> None:
+    """Also where it is killed in the moment in which the folder is made."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sockets-") as folder:  # a short path
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT + ENDS[end], end],
+            env={**os.environ, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            start_new_session=True,
+            check=False,
+        )
+        made = Path(run.stdout.strip())
+        assert run.stderr == ""
+        assert (made.parent.parent == Path(folder)) is (end != "at once")
+        if end == "as usual":
+            assert not os.listdir(folder)
+        until = time.monotonic() + SECONDS
+        while left := os.listdir(folder):
+            assert time.monotonic() < until, left
+            time.sleep(0.01)
+
+
+def test_what_the_program_made_before_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that multiprocessing has is used; the folder for temporary files is what it was."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(sockets_folder, "get_temp_dir", (tmp_path / "theirs").mkdir)
+    sockets_folder.make_sockets_folder()
+    assert tempfile.tempdir is None
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
