@@ -112,6 +112,16 @@ class Measurement(Shown):
         return sum(cost.copy_bytes for cost in self.costs[start:stop]) - again
 
     @property
+    def loss_dtype(self) -> str:
+        """In which a step keeps the losses of its microbatches: float64 where they are, and float32 otherwise."""
+        return "float64" if any(value.dtype == "float64" for value in self.loss.outputs) else "float32"
+
+    @property
+    def loss_bytes(self) -> int:
+        """What a step keeps of each microbatch's loss."""
+        return {"float32": 4, "float64": 8}[self.loss_dtype]
+
+    @property
     def costs(self) -> tuple[LayerCost, ...]:
         """The cost of every layer, in order."""
         return tuple(self.kinds[kind] for kind in self.layers)

@@ -1,4 +1,4 @@
-"""What an optimizer makes as it is made counts on its device, in its state or not."""
+"""What an optimizer makes as it is made counts on its device, in its state or not; and what it reads is no memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from pipefit.errors import PipefitWarning
+from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
 from tiny import batch_of, plan_of, task_of
@@ -52,3 +55,36 @@ def test_what_an_optimizer_makes_at_once_is_counted() -> None:
         ours >= device.step_peak_bytes(0) + slow
         for ours, device, slow in zip(peaks[0], plain.devices, (128, 256), strict=True)
     )
+
+
+class Clipped(torch.optim.SGD):
+    """Makes gradients smaller whose norm is large, in new memory."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            norm = parameter.grad.norm().item()
+            if norm > self.defaults["lr"] + 10:
+                parameter.grad = parameter.grad * (10 / norm)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
+@pytest.mark.filterwarnings("error::pipefit.errors.PipefitWarning")
+def test_numbers_that_an_update_reads_are_no_memory(kind: type[torch.optim.Optimizer]) -> None:
+    """Counts of steps, rates and norms: nothing is said of them, and the bytes are those of training."""
+    task = task_of(layers, outputs=16, optimizer=partial(kind, lr=0.1))
+    plan = plan_of(task, [2, 1])
+    trainer = Trainer(task, plan)
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    assert trainer.trace.peak_bytes == certify(task, plan).peak_bytes == simulate(plan).peak_bytes
+    assert plan.profile.kernels.unknown == ()
+
+
+def test_an_update_whose_memory_depends_on_what_it_reads_is_named() -> None:
+    """One that clips by the norm of a gradient needs memory only for a large one."""
+    task = task_of(layers, outputs=16, optimizer=partial(Clipped, lr=0.1))
+    found = profile(task, microbatch_size=2)
+    assert [kernel.operation for kernel in found.kernels.unknown] == ["aten._local_scalar_dense.default"]
+    with pytest.warns(PipefitWarning, match="_local_scalar_dense"):
+        certify(task, plan_of(task, [2, 1], profiled=found))

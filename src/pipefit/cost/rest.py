@@ -69,8 +69,8 @@ class StageRest:
 
     @property
     def loss_bytes(self) -> int:
-        """On the last stage, the losses of all microbatches, four bytes each."""
-        return 4 * self.microbatches if self.storages.last else 0
+        """On the last stage, the losses of all microbatches."""
+        return self.storages.measurement.loss_bytes * self.microbatches if self.storages.last else 0
 
     @cached_property
     def gradient_bytes(self) -> int:

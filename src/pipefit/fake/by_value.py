@@ -3,6 +3,7 @@
 As if every mask selected all of its tensor and every condition held, which for a loop over experts means that each of
 them is given every token. A layer that its author wrote may do this, in `pipefit.chain`; what a peak is with other
 values is unknown, so the operations are kept by name, and profiles and plans say so. Numbers that are read are ones.
+An optimizer reads numbers too, such as its count of steps; it is named only if its memory depends on them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Reading:
 
 
 _reading: ContextVar[Reading | None] = ContextVar("the numbers that the layer which runs has read", default=None)
+_updating: ContextVar[int | None] = ContextVar("what an update reads where it reads a number", default=None)
+
+NUMBERS = (1, 2, 1_000_000)  # that an update is given for those it reads
 _REASON = "it depends on values: counted as if every mask selected all and every condition held"
 
 
@@ -44,13 +48,16 @@ def unknown(func: Any) -> Kernel:
     return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
 
 
+READING = unknown(aten._local_scalar_dense.default)
+
+
 def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether `func(*args)` gives Python a number that is assumed, as every condition on a tensor does."""
     return func is aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None
 
 
 @contextmanager
-def reading(numbers: Reading) -> Iterator[None]:
+def reading(numbers: Reading) -> Iterator[Reading]:
     """Inside, a layer runs. One that reads too many numbers loops for as long as a condition holds: for ever.
 
     Raises:
@@ -58,9 +65,27 @@ def reading(numbers: Reading) -> Iterator[None]:
     """
     token = _reading.set(numbers)
     try:
-        yield
+        yield numbers
     finally:
         _reading.reset(token)
+
+
+@contextmanager
+def updating(number: int = NUMBERS[0]) -> Iterator[None]:
+    """Inside, an optimizer updates, reads this number wherever it reads one, and is not named for it.
+
+    Whoever makes a profile tries several, and lets it be named if its memory depends on them.
+    """
+    token = _updating.set(number)
+    try:
+        yield
+    finally:
+        _updating.reset(token)
+
+
+def is_named(func: Any) -> bool:
+    """Whether to say of `func` that something was assumed of it."""
+    return func is not aten._local_scalar_dense.default or _updating.get() is None
 
 
 def _number(tensor: Tensor) -> bool | int | float:
@@ -69,7 +94,8 @@ def _number(tensor: Tensor) -> bool | int | float:
         numbers.count += 1
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
-    return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    found = _updating.get() or 1
+    return found % 2 == 1 if tensor.dtype is torch.bool else float(found) if tensor.is_floating_point() else found
 
 
 def _nonzero(tensor: Tensor) -> Tensor:

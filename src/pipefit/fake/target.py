@@ -58,7 +58,7 @@ from pipefit.capture.unchecked import no_negative_variance
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
 from pipefit.fake.autocast import autocast_of
-from pipefit.fake.by_value import assumed, unknown
+from pipefit.fake.by_value import assumed, is_named, unknown
 from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
@@ -67,9 +67,12 @@ from pipefit.kernels import KernelMemory
 
 Target = Literal["cpu", "cuda"]
 
+aten = torch.ops.aten
+
 FAKE_CUDA = "fakecuda"
 _FREE_SLOT = "privateuseone"  # torch's name for the open device slot while nobody has taken it
 _CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
+_NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # where they make a single one
 _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 
 
@@ -124,7 +127,7 @@ class FakeTarget:
         if tensor.constant is not None:
             with _disable_current_modes():
                 known = tensor.constant.detach().clone()
-            self._know(made, known)
+            self._mode.know(made, known)
         return made
 
     @contextmanager
@@ -145,12 +148,7 @@ class FakeTarget:
         """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
         with _disable_current_modes():
             known = torch.full(tensor.shape, value, dtype=tensor.dtype)
-        self._know(tensor, known)
-
-    def _know(self, tensor: Tensor, known: Tensor) -> None:
-        assert isinstance(tensor, FakeTensor)
-        tensor.constant = known
-        self._mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
+        self._mode.know(tensor, known)
 
 
 def follows_fake_streams() -> bool:
@@ -185,14 +183,25 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
         check_product(func, args)
         self._forget_numbers(args)
         try:
-            return super()._run(func, types, args, kwargs)
+            made = super()._run(func, types, args, kwargs)
+            if func in _NUMBERS and made.shape == () and made.device.type == "cpu":
+                with _disable_current_modes():
+                    self.know(made, func(*args, **kwargs))
+            return made
         except (DataDependentOutputException, DynamicOutputShapeException):
             with self:
                 found = assumed(func, args) if self.assumes else None
             if found is None:
                 raise
-            self.by_value[func] = None
+            if is_named(func):
+                self.by_value[func] = None
             return found
+
+    def know(self, tensor: Tensor, known: Tensor) -> None:
+        """Give a fake number a value."""
+        assert isinstance(tensor, FakeTensor)
+        tensor.constant = known
+        self.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
     def _forget_numbers(self, args: Any) -> None:
         """Forget those of parameters that were made of known numbers: training changes them."""

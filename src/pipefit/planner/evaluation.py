@@ -35,7 +35,6 @@ from pipefit.texts import counted
 from pipefit.training import Training
 
 HOST = Place([Share(Member.host(), 1)])
-_LOSS_BYTES = 4  # that the last stage holds for each microbatch until the end of the step
 _EACH = 100  # actions that take as long as what is the same for a program of any length
 _KNOWN = 16  # actions of stages that are known take as long as a new one
 _SHORT = 200  # forwards of all stages in a step, up to which all microbatches are simulated
@@ -60,7 +59,7 @@ class Evaluation:
     def peaks(self) -> tuple[int, ...]:
         """The peak of every device."""
         last = self.candidate.split.devices[-1]
-        losses = _LOSS_BYTES * self._left_out
+        losses = self.simulation.plan.measurement.loss_bytes * self._left_out
         return tuple(peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes))
 
     @cached_property

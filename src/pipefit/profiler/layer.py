@@ -13,7 +13,6 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipefit.capture.constants import constants
 from pipefit.capture.held import held_storages
@@ -30,23 +29,14 @@ from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
+from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
-from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.runtime.weight_copies import WeightCopy, cast_by, using
 from pipefit.texts import dtype_name
 from pipefit.trace import Category
 from pipefit.work import Work
 
 Call = Callable[[Values], Values]
-LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
-MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
-
-
-class Peak(NamedTuple):
-    """The peak of a pass above its start, and how many of these bytes are the workspace of a kernel."""
-
-    nbytes: int
-    workspace: int
 
 
 class _Kept(NamedTuple):
@@ -68,16 +58,6 @@ class _Microbatch(NamedTuple):
     arriving: Layouts
     gradients: Gradients
     layouts: Layouts
-
-
-class _Updates(NamedTuple):
-    """The first optimizer step and a later one, and bytes of the optimizer's state: after and before any step."""
-
-    first: Peak
-    later: Peak
-    state_bytes: int
-    early_state_bytes: int
-    work: Work
 
 
 class LayerMeter:
@@ -125,7 +105,7 @@ class LayerMeter:
             checkpoint = self._checkpoint()
             first, later = self._microbatch(arriving), self._microbatch(arriving)
             gradient_bytes = self._gradient_bytes()
-            updates = self._update(optimizer, groups)
+            updates = updates_of(self.meter, optimizer, groups, self._follow)
             self._drop_gradients()
         self.layouts = later.layouts
         _check_buffer_shapes(shapes, _buffer_shapes(self.module))
@@ -298,7 +278,7 @@ class LayerMeter:
         self.meter.drop_graph()
         changed = (number for number, value in enumerate(inputs) if value._version != versions[number])
         self.changed_inputs = frozenset(changed)
-        return self._peak()
+        return Peak.of(self.meter)
 
     def _microbatch(self, arriving: Layouts | None, usual: Sequence[GradientOrigin] = ()) -> _Microbatch:
         """Run a forward and its backward, from gradients of the outputs that lie as `arriving` says, or dense ones."""
@@ -308,7 +288,7 @@ class LayerMeter:
         self.meter.start()
         values = self._enter(graph, inputs)
         values = self.call(values)
-        peak, forward = self._peak(), self.meter.work
+        peak, forward = Peak.of(self.meter), self.meter.work
         device = values[0].device
         arriving = dense(values) if arriving is None else arriving
         incoming = gradients_in(arriving, device)
@@ -323,46 +303,10 @@ class LayerMeter:
         gradients = gradients_of(self.meter, outgoing, given, usual)
         return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
 
-    def _update(self, optimizer: MakeOptimizer, groups: LayerGroups) -> _Updates:
-        """Make two optimizer steps."""
-        if not groups:
-            return _Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
-        before = self.meter.total
-        stepper = optimizer(groups)
-        early = self.meter.total - before
-        self.meter.start()
-        stepper.step()
-        first, state = self._peak(), self.meter.total - before
-        self.meter.start()
-        stepper.step()
-        peak = self._peak()
-        self._follow()  # once a step, as the update is
-        return _Updates(first, peak, state, early, self.meter.work)
-
-    def _peak(self) -> Peak:
-        """The peak of the pass so far."""
-        return Peak(self.meter.peak_bytes, self.meter.workspace_bytes)
-
     def _enter(self, graph: GraphEnds, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)
         inputs.clear()
         return enter(graph, values, self.flags, self.anchor) if any(self.flags) else values
-
-
-def state_bytes(
-    parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
-) -> tuple[int, int]:
-    """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
-    before the first step.
-    """
-    meter = PassMeter(kernels, parameter.device)
-    alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
-    alike.grad = torch.empty_like(alike, requires_grad=False)
-    with meter:
-        stepper = optimizer([[options | {"params": [alike]}]])
-        early = meter.total
-        stepper.step()
-    return meter.total, early
 
 
 def _like(value: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ from pipefit.meter.kernels import Kernels
 from pipefit.profiler.arriving import Layouts, dense, dense_alike
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gradients import BackwardPass, Gradients
-from pipefit.profiler.layer import LayerMeter, state_bytes
+from pipefit.profiler.layer import LayerMeter
+from pipefit.profiler.update import state_bytes
 from pipefit.profiler.value_memory import ValueMemory
 from pipefit.profiles import Measurement
 from pipefit.runtime.master_weights import make_optimizer

@@ -22,9 +22,11 @@ from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cost.communicators import communicators
 from pipefit.errors import PipefitWarning, UsageError
+from pipefit.fake.by_value import READING
 from pipefit.fake.chain import chain_again
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
+from pipefit.kernels import KernelMemory
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.profiles import Target
@@ -103,7 +105,8 @@ def certify(
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
-    if gap := fake.unknown.gap:
+    assumed = (*fake.unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel == READING))
+    if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     return Trace(
         source="dry run",

@@ -85,7 +85,8 @@ class StageRunner:
         self.replica, self.share = replica, share
         self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
-        self.losses = torch.zeros(microbatches, dtype=torch.float32, device=device) if self.last else None
+        dtype = getattr(torch, storages.measurement.loss_dtype)
+        self.losses = torch.zeros(microbatches, dtype=dtype, device=device) if self.last else None
         self.copies = WeightCopies(self.layers, storages.costs, self.start)
         self.weights = None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
         self.gathered = GatheredParameters(share, own, self.copies, self.start)

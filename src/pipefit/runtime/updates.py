@@ -25,6 +25,7 @@ from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
 from pipefit.cost.states import Kept, Layers
 from pipefit.errors import UsageError
+from pipefit.fake.by_value import updating
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
 from pipefit.runtime.made_tensors import MadeTensors
@@ -160,10 +161,11 @@ class Updates:
         """Update these layers on the device, unless the stages agreed to skip it; their gradients are freed."""
         parameters = self.updated(layers)
         if self.optimizer is not None and parameters and not self._skipped:
-            if layers == (self._start, self._stop):
-                self.optimizer.step()
-            else:
-                step_part(self.optimizer, parameters, self._others(parameters))
+            with updating():
+                if layers == (self._start, self._stop):
+                    self.optimizer.step()
+                else:
+                    step_part(self.optimizer, parameters, self._others(parameters))
         for parameter in self.parameters(layers):
             parameter.grad = None
         self._end(layers)

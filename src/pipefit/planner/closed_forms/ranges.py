@@ -68,7 +68,7 @@ class Ranges:
         self.layers = len(costs) - 1
         self.edges = np.arange(self.layers + 1) if edges is None else np.array(edges)
         self.count = len(self.edges) - 1
-        self.loss_bytes = 4 * microbatches
+        self.loss_bytes = measurement.loss_bytes * microbatches
         # By boundary: sums over the layers before it
         self.static = cumulated(cost.static_bytes for cost in costs)
         self.gradients = cumulated(cost.gradient_bytes for cost in costs)
@@ -122,7 +122,7 @@ class Ranges:
     def of_step(self, microbatches: int) -> Ranges:
         """The same ranges, which share their bands, in a step of so many microbatches."""
         found = copy(self)
-        found.loss_bytes = 4 * microbatches
+        found.loss_bytes = self.measurement.loss_bytes * microbatches
         return found
 
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:

@@ -22,8 +22,6 @@ from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator.assembled import Parts
 from pipefit.training import Training
 
-_LOSS_BYTES = 4  # that the last stage keeps for each microbatch
-
 
 class Reader:
     """Reads stages of plans for one question."""
@@ -51,7 +49,8 @@ class Reader:
                 found.append(float("inf"))
                 continue
             self.actions += parts.actions - before
-            found.append(float(highest + _LOSS_BYTES * left_out * (number == len(plan.stages) - 1)))
+            losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
+            found.append(float(highest + losses))
         return found
 
     def _training(self, stages: int) -> Training:

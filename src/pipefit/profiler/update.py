@@ -1,0 +1,91 @@
+"""Measures what the updates of a layer cost: two steps of an optimizer that has this layer alone, under a meter.
+
+An optimizer may read numbers: its count of steps, the norm of a parameter. A profile has none, so that it is given
+others: the same wherever it reads one, and several in turn. If its memory depends on them, it is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.fake.by_value import NUMBERS, Reading, reading, updating
+from pipefit.meter.kernels import Kernels
+from pipefit.profiler.pass_meter import PassMeter
+from pipefit.runtime.master_weights import Group, MasterWeights
+from pipefit.work import Work
+
+LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
+MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
+
+
+class Peak(NamedTuple):
+    """The peak of a pass above its start, and how many of these bytes are the workspace of a kernel."""
+
+    nbytes: int
+    workspace: int
+
+    @staticmethod
+    def of(meter: PassMeter) -> Peak:
+        """That of the pass so far."""
+        return Peak(meter.peak_bytes, meter.workspace_bytes)
+
+
+class Updates(NamedTuple):
+    """The first optimizer step and a later one, and bytes of the optimizer's state: after and before any step."""
+
+    first: Peak
+    later: Peak
+    state_bytes: int
+    early_state_bytes: int
+    work: Work
+
+
+def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
+    """What two steps cost for parameters that have gradients; `follow` is called behind both, as once in an update."""
+    if not groups:
+        return Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
+
+    def steps() -> Updates:
+        before = meter.total
+        stepper = optimizer(groups)
+        early = meter.total - before
+        meter.start()
+        stepper.step()
+        first, state = Peak.of(meter), meter.total - before
+        meter.start()
+        stepper.step()
+        later = Peak.of(meter)
+        follow()
+        return Updates(first, later, state, early, meter.work)
+
+    with reading(Reading()) as numbers, updating():
+        found = steps()
+    for number in NUMBERS[1:] * bool(numbers.count):
+        with updating(number), suppress(ArithmeticError):
+            if steps() == found:
+                continue
+        return steps()  # outside of `updating`, so that what it reads is named
+    return found
+
+
+def state_bytes(
+    parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
+    before the first step.
+    """
+    meter = PassMeter(kernels, parameter.device)
+    alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
+    alike.grad = torch.empty_like(alike, requires_grad=False)
+    with meter:
+        stepper = optimizer([[options | {"params": [alike]}]])
+        early = meter.total
+        with updating():
+            stepper.step()
+    return meter.total, early
