@@ -155,6 +155,11 @@ class Plan(Shown):
         return any(stage.grid.data > 1 for stage in self.stages)
 
     @property
+    def names_rows(self) -> bool:
+        """Whether its programs say which rows of a microbatch are sent: where a stage is on several devices."""
+        return any(len(stage.devices) > 1 for stage in self.stages)
+
+    @property
     def workers(self) -> tuple[int, ...]:
         """The devices in use, rank by rank, and within a rank as its grid names them: worker w runs the w-th."""
         return tuple(device for stages in self.ranks for device in self.stages[stages[0]].devices)

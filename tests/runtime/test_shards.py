@@ -125,6 +125,21 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
         assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("schedule", "degrees"), [("1f1b", [(1, 1), (1, 2)]), ("pipedream-2bw", [(1, 2), (1, 1)])])
+def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(schedule: str, degrees: Any) -> None:
+    """Twelve samples and then six go to neighbours of more shards or of fewer; numbers are those without shards."""
+    task = divided("normed", optimizer=MOMENTUM)
+    shards, whole = (
+        Trainer(task, grid_plan(profiled("normed"), [0, 5, 6], how, schedule=schedule))
+        for how in (degrees, [(1, 1), (1, 1)])
+    )
+    inputs, targets = batch_of(task, shards.plan)
+    for count in (18, 24):
+        batch = inputs[:count], targets[:count]
+        assert shards.step(batch) == pytest.approx(whole.step(batch), rel=1e-6, nan_ok=True)
+    assert equal(shards.state_dict(), whole.state_dict(), relative=1e-9)
+
+
 def test_an_evaluation_uses_the_statistics_of_all_channels() -> None:
     """Batch norm of a rank in evaluation mode, and buffers that no state dict has."""
     task, plan = divided("normed", optimizer=MOMENTUM), grid_plan(profiled("normed"), [0, 6], [(1, 4)])

@@ -60,6 +60,6 @@ class Programs:
         return self._evaluations[key]
 
     def _rows(self, last: int | None) -> int | None:
-        """The samples of the last microbatch, if the program depends on them: where replicas divide these."""
+        """The samples of the last microbatch, if it has others than all, and the program depends on them."""
         plan = self._plan
-        return last if plan.is_sliced and last != plan.training.microbatch_size else None
+        return last if plan.names_rows and last != plan.training.microbatch_size else None
