@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from partitioners import SCHEDULES, Setting
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.fit.growth import Demand
+from pipefit.fitting.growth import Demand
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
 from pipefit.schedule.whole_stages import Recompute

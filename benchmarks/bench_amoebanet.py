@@ -61,9 +61,9 @@ from partitioners import (
     splitters,
 )
 from pipefit.files import load_cluster
-from pipefit.fit.certified import find
-from pipefit.fit.growth import Growth, setting
 from pipefit.fits import Attempt, Fit
+from pipefit.fitting.certified import find
+from pipefit.fitting.growth import Growth, setting
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.profiler.on_demand import OnDemand

@@ -51,7 +51,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
 from pipefit.fingerprints import Fingerprint
-from pipefit.fit.search import edge
+from pipefit.fitting.search import edge
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule.whole_stages import Recompute

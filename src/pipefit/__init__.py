@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from pipefit.files import load, load_cluster, save
-    from pipefit.fit.overview import overview as fit
+    from pipefit.fitting.overview import fit
     from pipefit.planned import plan
     from pipefit.planner import plan_again
     from pipefit.plans import Plan
@@ -93,7 +93,7 @@ _HOMES = {
         "WorkerFailed",
     ),
     "files": ("load", "load_cluster", "save"),
-    "fit": ("fit",),
+    "fitting.overview": ("fit",),
     "planned": ("plan",),
     "plans": ("Plan",),
     "planner": ("plan_again",),

@@ -1,7 +1,7 @@
 """The answer to what is the largest that fits: the value, the next one that does not fit, and all that was tried.
 
-`pipefit.fit` finds a `Fit`; `pipefit.report.fit` and `pipefit.report.page` show one. For the number of devices and
-for their memory the smallest value is wanted.
+`pipefit.fitting.certified` finds a `Fit`; `pipefit.report.fit` and `pipefit.report.page` show one. For the number of
+devices and for their memory the smallest value is wanted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The answer to whether a model fits at all: on how many devices, in how large microbatches, in which precision.
 
-`pipefit.fit.overview` finds an `Overview`; `pipefit.report.overview` shows it on one screen.
+`pipefit.fit` finds an `Overview`; `pipefit.report.overview` shows it on one screen.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ def plan(
 
     `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target`
     says whose kernels a task will run; the cluster's unless given. For GPUs the plan of a task is held against what
-    processes reserve (`pipefit.fit.reserving`), unless `certify` is False or what does not fit is allowed: that takes a
-    dry run of the plan, under the settings of torch's `allocator`. `progress` hears of layers that are profiled.
+    processes reserve (`pipefit.fitting.reserving`), unless `certify` is False or what does not fit is allowed: that
+    takes a dry run of the plan, under the settings of torch's `allocator`. `progress` hears of layers as they are
+    profiled.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -57,7 +58,7 @@ def plan(
     from pipefit.capture import Task
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
-    from pipefit.fit.on_the_way import Proposal, in_order, plan_on_the_way, sizes_asked
+    from pipefit.fitting.on_the_way import Proposal, in_order, plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
 
     kernels: Target = target or cluster.target
@@ -70,6 +71,6 @@ def plan(
 
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster).settled()
-    from pipefit.fit.reserving import plan_reserving
+    from pipefit.fitting.reserving import plan_reserving
 
     return plan_reserving(model, cluster, make, allocator, known.chains)

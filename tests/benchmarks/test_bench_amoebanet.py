@@ -30,7 +30,7 @@ from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, Torchgpi
 from pipefit.actions import Kind
 from pipefit.capture import Task
 from pipefit.files import load_cluster
-from pipefit.fit.growth import with_memory
+from pipefit.fitting.growth import with_memory
 from pipefit.runtime import certify
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute

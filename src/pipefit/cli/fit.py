@@ -27,8 +27,8 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.cluster import Cluster
-    from pipefit.fit.growth import Demand, Growth
     from pipefit.fits import Fit
+    from pipefit.fitting.growth import Demand, Growth
 
 _NO_SETTINGS = ("batch", "devices", "memory")  # what grows besides
 _LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
@@ -141,8 +141,8 @@ def command(
         raise UsageError(f"{option} is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
     with progress("searching") as report:
-        from pipefit.fit.certified import find
-        from pipefit.fit.growth import Demand
+        from pipefit.fitting.certified import find
+        from pipefit.fitting.growth import Demand
 
         demand = Demand(
             cluster=devices,
@@ -209,9 +209,9 @@ def _overview(
 
     with progress("looking") as report:
         task = resolve(model, settings, precision)
-        from pipefit.fit.overview import overview
+        from pipefit.fitting.overview import fit as look
 
-        found = overview(task, cluster, progress=report, **asked)
+        found = look(task, cluster, progress=report, **asked)
     words = [model, *(word for setting in settings for word in ("--set", setting)), "--cluster", named]
     words += ["--precision", precision] if precision else []
     if not as_json:
@@ -228,7 +228,7 @@ def _growth(
 ) -> Growth:
     """What `--grow` names."""
     from pipefit.cli.model import parse_settings, resolve
-    from pipefit.fit import growth
+    from pipefit.fitting import growth
 
     match grow:
         case "batch":

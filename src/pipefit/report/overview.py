@@ -162,4 +162,4 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
 
 def _growing(asked: str, what: str) -> str:
     """How to ask for the least of something."""
-    return f": pipefit fit {asked} --grow {what}" if asked else f": pipefit.fit.growth.{what}"
+    return f": pipefit fit {asked} --grow {what}" if asked else f": pipefit.fitting.growth.{what}"

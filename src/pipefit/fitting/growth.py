@@ -14,9 +14,9 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.fit.attempts import attempt
-from pipefit.fit.on_the_way import plan_on_the_way, sizes_asked
 from pipefit.fits import Sense, named_value
+from pipefit.fitting.attempts import attempt
+from pipefit.fitting.on_the_way import plan_on_the_way, sizes_asked
 from pipefit.places import Member, MemberKind
 from pipefit.planner import ON_GRIDS, Asked, Means
 from pipefit.plans import Plan

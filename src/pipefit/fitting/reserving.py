@@ -18,7 +18,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
 from pipefit.fake.sizes import Chains
-from pipefit.fit.on_the_way import Proposal
+from pipefit.fitting.on_the_way import Proposal
 from pipefit.plans import Plan
 from pipefit.runtime import certify
 from pipefit.trace import DeviceTrace

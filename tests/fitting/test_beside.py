@@ -23,9 +23,9 @@ from unittest import mock
 import pipefit
 from pipefit.beside import forking
 from pipefit.fake import sizes
-from pipefit.fit import reserving
-from pipefit.fit.overview import overview
-from pipefit.fit.reserving import certify
+from pipefit.fitting import reserving
+from pipefit.fitting.overview import fit
+from pipefit.fitting.reserving import certify
 from pipefit.profiler import fake
 from fake.test_sizes import asking
 
@@ -51,8 +51,8 @@ def planned(task):
 ASKED = {
     "planned": lambda: planned(asking(lambda _: False)),
     "odd": lambda: planned(asking(lambda samples: 1 < samples < 8)),
-    "looked": lambda: overview(asking(lambda _: False), GPUS).as_json(),
-    "refused": lambda: overview(asking(lambda samples: 1 / 0), GPUS),
+    "looked": lambda: fit(asking(lambda _: False), GPUS).as_json(),
+    "refused": lambda: fit(asking(lambda samples: 1 / 0), GPUS),
 }
 def answer(how, ask):
     try:

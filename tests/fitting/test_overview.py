@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import cache
+from inspect import isfunction, signature
 
 import pytest
 
@@ -13,7 +14,6 @@ import pipefit
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.fit.overview import overview
 from pipefit.overviews import Overview
 from pipefit.planned import plan
 from pipefit.profiler import profile
@@ -109,13 +109,17 @@ def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
 
 
 def test_a_function_of_python_answers_as_the_command_does() -> None:
-    """Printed it is the screen, with the next call in the place of the command; its package stays one."""
+    """Printed it is the screen, with the next call in the place of the command; it is a plain function."""
     found = seen(88)
     assert str(found).startswith("Fits, tightly: mlp of") and max(map(len, str(found).splitlines())) <= 80
     size = found.here.fastest.plan.training.batch_size if found.here.fastest else 0
     assert f"Next: pipefit.plan(task, cluster, batch_size={size})" in " ".join(str(found).split())
     assert repr(found).startswith("<Overview: mlp fits on emulated:2x88KiB: 2 x ") and "<table>" in found._repr_html_()
-    assert pipefit.fit.__name__ == "pipefit.fit"
+    assert isfunction(pipefit.fit) and list(signature(pipefit.fit).parameters)[:3] == [
+        "model",
+        "cluster",
+        "microbatches",
+    ]
 
 
 def test_wrong_arguments_in_python_are_named() -> None:
@@ -157,6 +161,6 @@ def test_options_of_a_search_need_grow(option: str, capsys: pytest.CaptureFixtur
 def test_gpt2_on_a_preset_takes_seconds() -> None:
     """Under 20 s on two cores that others use, of which importing torch is no part."""
     began = time.process_time()
-    found = overview(build("gpt"), Cluster.preset("4x-titan-rtx"))
+    found = pipefit.fit(build("gpt"), Cluster.preset("4x-titan-rtx"))
     assert time.process_time() - began < 20
     assert found.here.fastest is not None

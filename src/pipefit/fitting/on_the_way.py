@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
-from pipefit.fit.attempts import attempt
+from pipefit.fitting.attempts import attempt
 from pipefit.planner import Asked
 from pipefit.planner import plan as plan_of_profile
 from pipefit.planner.spaces import by_distance, sizes_of

@@ -14,10 +14,10 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import State
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.fit import certified
-from pipefit.fit.certified import find
-from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
 from pipefit.fits import Attempt, Fit
+from pipefit.fitting import certified
+from pipefit.fitting.certified import find
+from pipefit.fitting.growth import Demand, Growth, batch, devices, memory, setting, with_devices
 from pipefit.places import Member, MemberKind
 from pipefit.planner import plan
 from pipefit.profiler import profile

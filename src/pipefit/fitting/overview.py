@@ -4,7 +4,7 @@ Every number but those of `Replicated` is a plan's: peaks are those that `pipefi
 Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds; so are precisions
 other than the task's left out there. Costs a profile for each size of microbatch and each precision, a fraction of a
 second for each plan that keeps everything, and a short search for each that does not. For one number exactly, such as
-the largest microbatch, `pipefit.fit.certified` is the place.
+the largest microbatch, `pipefit.fitting.certified` is the place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.fake.fingerprint import precision_of
 from pipefit.fake.sizes import Chains
-from pipefit.fit.attempts import attempt
-from pipefit.fit.growth import with_devices
+from pipefit.files import load_cluster
 from pipefit.fits import Attempt
+from pipefit.fitting.attempts import attempt
+from pipefit.fitting.growth import with_devices
 from pipefit.layer_costs import LayerCost
 from pipefit.overviews import HOWS, How, InPrecision, Overview, Reach, Replicated, samples_per_second
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
@@ -35,6 +36,7 @@ from pipefit.simulator import simulate
 from pipefit.texts import counted
 from pipefit.trace import Category
 from pipefit.training import Precision, Training
+from pipefit.validation import instance
 
 _COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
 _MANY_LAYERS = 200  # of which a profile takes seconds
@@ -47,9 +49,9 @@ _MEANS: dict[How, Means] = {
 }
 
 
-def overview(
-    task: Task,
-    cluster: Cluster,
+def fit(
+    model: Task,
+    cluster: Cluster | str,
     *,
     microbatches: int | None = None,
     schedule: str = "1f1b",
@@ -57,20 +59,26 @@ def overview(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Overview:
-    """Look at the whole question of `task` on devices like those of `cluster`, of equal kind and memory.
+    """Look at the whole question of `model` on devices like those of `cluster`, of equal kind and memory.
 
-    `microbatches` None is four for each device. Otherwise arguments are those of `pipefit.plan`.
+    `cluster` may be a name or a file, as `load_cluster` takes them; `microbatches` None is four for each device.
+    Otherwise arguments are those of `pipefit.plan`. Print the answer, or end a notebook's cell with it.
 
     Raises:
-        UsageError: the cluster has devices of different kinds or sizes, or the task cannot be profiled.
+        UsageError: what is no task or cluster, a cluster of devices of different kinds or sizes, or a task that
+            cannot be profiled.
     """
+    instance("model", model, Task, "pipefit.Task says how a module is trained")
+    if isinstance(cluster, str):
+        cluster = load_cluster(cluster)
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     if len({(device.kind.key, device.memory_bytes) for device in cluster.devices}) > 1:
         raise UsageError(
             f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
             "fits on a few: name a cluster of equal devices, or ask pipefit plan"
         )
     kernels = target or cluster.target
-    profiles = OnDemand(task, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
+    profiles = OnDemand(model, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
     chain = profiles.chain()
     look = _Look(
         profiles,
@@ -80,8 +88,8 @@ def overview(
         say=progress or _silent,
         many=len(chain.layers) > _MANY_LAYERS,
     )
-    own = precision_of(task, chain)
-    (others,) = profiled_beside(kernels, lambda: tuple(_others(task, own, look, kernels, threads)))
+    own = precision_of(model, chain)
+    (others,) = profiled_beside(kernels, lambda: tuple(_others(model, own, look, kernels, threads)))
     reaches = tuple(look.reach(count) for count in look.counts)
     found = Overview(
         cluster=cluster,

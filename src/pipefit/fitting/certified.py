@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.fit.attempts import attempt
-from pipefit.fit.growth import Growth
-from pipefit.fit.search import Edge, edge
 from pipefit.fits import Attempt, Fit
+from pipefit.fitting.attempts import attempt
+from pipefit.fitting.growth import Growth
+from pipefit.fitting.search import Edge, edge
 from pipefit.runtime import certify as dry_run
 
 Progress = Callable[[int, int, str], None]

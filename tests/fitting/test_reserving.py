@@ -17,9 +17,9 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import InfeasibleError
-from pipefit.fit import reserving
-from pipefit.fit.on_the_way import Proposal
-from pipefit.fit.reserving import plan_reserving as reserving_of_proposals
+from pipefit.fitting import reserving
+from pipefit.fitting.on_the_way import Proposal
+from pipefit.fitting.reserving import plan_reserving as reserving_of_proposals
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
