@@ -178,8 +178,9 @@ def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, ra
     (tmp_path / "read.py").write_text(DEEPSPEED)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "read.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280,
-        check=True, env=environment(rank, len(plan.stages)),
+        check=False, env=environment(rank, len(plan.stages)),
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
     asked, edges = plan.training, plan.profile.edges
     stage = plan.stages[rank]
