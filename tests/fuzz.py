@@ -28,7 +28,7 @@ from typer.main import get_command
 from made_checkpoints import write
 from pipefit.cli import app, main
 from pipefit.files import save
-from pipefit.presets import preset_names, preset_text
+from pipefit.presets import machine_names, preset_text
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from pipelines import make_plan, offload_all, random_profile
@@ -148,7 +148,7 @@ def file_cases(folder: Path, random: Random) -> Iterator[tuple[str, bytes, list[
         name = random.choice(list(readers))
         content = (folder / name).read_bytes()
         if name == "cluster.toml":
-            content = preset_text(random.choice(preset_names())).encode()
+            content = preset_text(random.choice(machine_names())).encode()
         yield name, mutated(content, random, as_json=name.endswith(".json")), readers[name]
 
 

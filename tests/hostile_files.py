@@ -17,6 +17,7 @@ from typing import Any
 from pipefit import files
 from pipefit.errors import FileError
 from pipefit.files import load, load_cluster
+from pipefit.presets import preset_text
 
 HOLE = "\ufffchole\ufffc"
 
@@ -99,8 +100,8 @@ def measured(path: Path) -> dict[str, Any]:
 
 def tomls(size: int) -> dict[str, str]:
     """Clusters in TOML of about `size` bytes that are damaged, or stand for far more than they are."""
-    preset = (Path(files.__file__).parent / "presets" / "4x-titan-rtx.toml").read_text()
-    group = '[[devices]]\ncount = 4096\nkind = "titan-rtx"\nmemory = "24GB"\n'
+    preset = preset_text("4x-a100-80gb")
+    group = '[[devices]]\ncount = 4096\nkind = "a100-80gb"\nmemory = "24GB"\n'
     every = '[[links]]\neach = "device*"\nto = "host0"\nbytes_per_second = 1\n'
     switch = '[[links]]\nmembers = ["device*"]\nbytes_per_second = 1\n'
     return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 import pytest
 
 from pipefit.cluster import Cluster
@@ -11,32 +9,46 @@ from pipefit.devices import Link, Overheads
 from pipefit.errors import FileError, UsageError
 from pipefit.files import is_cluster, load_cluster
 from pipefit.places import Member, MemberKind
-from pipefit.presets import preset_names
+from pipefit.presets import card_names, is_preset, machine_names, nearest, preset_text
 
 # devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
 EXPECTED = {
     "4x-a100-80gb": (4, 81050, 100, 31.5, 312),
-    "4x-rtx-4090": (4, 24207, 31.5, 31.5, 165.2),
-    "4x-titan-rtx": (4, 24217, 15.75, 15.75, 130),
     "dgx-a100": (8, 81050, 300, 31.5, 312),
     "dgx1-v100": (8, 32510, 25, 15.75, 125),
     "dgx2-a100": (8, 40339, 300, 31.5, 312),
     "gh200": (1, 96768, None, 450, 990),
     "hgx-h100": (8, 81082, 450, 63, 989.5),
     "hgx-h200": (8, 143156, 450, 63, 989.5),
+    "8x-a10g": (8, 22587, 31.5, 31.5, 70),
+    "4x-l40s": (4, 45486, 31.5, 31.5, 362),
+    "2x-rtx-3060-12gb": (2, 11931, 31.5, 31.5, 25.4),
+    "4x-rtx-3090": (4, 24259, 31.5, 31.5, 71),
+    "3x-rtx-4080": (3, 16049, 31.5, 31.5, 97.5),
+    "4x-rtx-4090": (4, 24207, 31.5, 31.5, 165.2),
+    "4x-rtx-5090": (4, 32112, 63, 63, 209.5),
+    "4x-rtx-6000-ada": (4, 48622, 31.5, 31.5, 364.2),
+    "4x-rtx-a6000": (4, 48676, 31.5, 31.5, 154.8),
+    "16x-t4": (16, 14909, 15.75, 15.75, 65),
+    "4x-titan-rtx": (4, 24217, 15.75, 15.75, 130),
+    "1x-v100-16gb": (1, 16158, None, 15.75, 112),
+    "8x-v100-32gb": (8, 32501, 15.75, 15.75, 112),
 }
 # GB/s that somebody measured of copies between devices 0 and 1, and to the host; GB of the host, and of its disk
 MEASURED = {
     "4x-a100-80gb": (86, 24.8, 512, 0),
-    "4x-rtx-4090": (26.3, 26.3, 256, 2000),
-    "4x-titan-rtx": (12.4, 12.4, 128, 0),
     "dgx-a100": (517 / 2, 24.8, 2000, 0),
     "dgx1-v100": (45 / 2, 10.4, 768, 0),
     "dgx2-a100": (517 / 2, 24.8, 948, 6000),
     "gh200": (None, 320, 480, 0),
     "hgx-h100": (376, 52.8, 2000, 0),
     "hgx-h200": (376, 52.8, 2000, 0),
+    "4x-rtx-4090": (26.3, 26.3, 256, 2000),
+    "4x-rtx-3090": (26.3, 26.3, 128, 0),
+    "4x-rtx-5090": (52.8, 52.8, 256, 2000),
+    "4x-titan-rtx": (12.4, 12.4, 128, 0),
 }
+NAMES = [name if name in machine_names() else f"1x-{name.partition('x-')[2]}" for name in EXPECTED]
 LANES = (  # the hybrid cube mesh of a DGX-1, row by row
     "01122000",
     "10210200",
@@ -50,8 +62,9 @@ LANES = (  # the hybrid cube mesh of a DGX-1, row by row
 
 
 def test_every_preset_is_expected() -> None:
-    """A new preset comes with its row in the table above."""
-    assert preset_names() == tuple(EXPECTED) == tuple(MEASURED)
+    """A new machine or card comes with its row in the table above."""
+    assert [*machine_names(), *(f"1x-{card}" for card in card_names())] == NAMES
+    assert all(is_preset(name) and is_cluster(name) for name in EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -122,13 +135,44 @@ def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_closest() -> None:
-    """The refusal names the presets and the one that was probably meant."""
-    with pytest.raises(UsageError, match=r"did you mean hgx-h100.*Presets are 4x-a100-80gb, .*emulated:4x256MiB"):
+    """The refusal names the one that was probably meant, and where all are listed, in a sentence."""
+    with pytest.raises(UsageError, match=r"did you mean hgx-h100\? pipefit clusters lists .*emulated:4x256MiB") as told:
         Cluster.preset("hgx-h10")
+    assert len(str(told.value)) < 240
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [("4x-rtx3090", "4x-rtx-3090"), ("rtx4090", "1x-rtx-4090"), ("2x3060", "2x-rtx-3060-12gb"), ("2xT4", "2x-t4"),
+     ("4x-a100", "4x-a100-80gb or dgx-a100"), ("v100", "dgx1-v100 or 1x-v100-16gb"), ("24x24GiB", "emulated:24x24GiB"), ("", "")],
+)  # fmt: skip
+def test_cards_are_meant_however_they_are_written(asked: str, near: str) -> None:
+    """With their number, or without one; hyphens and capitals do not matter."""
+    assert nearest(asked) == (f"did you mean {near}?" if near else "")
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_cards_in_a_box_are_as_many_of_one(count: int) -> None:
+    """Each with its own uplink to the one host and its disk; two of them copy to the host side by side."""
+    one, some = Cluster.preset("1x-rtx-4090"), Cluster.preset(f"{count}x-rtx-4090")
+    assert (some.devices, some.hosts, some.name) == (one.devices * count, one.hosts, f"{count}x-rtx-4090")
+    up = [some.route(Member.device(number), Member.host(0)) for number in range(count)]
+    assert len({way.wires for way in up}) == count and len({way.bytes_per_second for way in up}) == 1
+    assert some.capacity(Member(MemberKind.DISK, 0)) == one.capacity(Member(MemberKind.DISK, 0)) > 0
+    assert load_cluster(f"2x{count}x-rtx-4090@1.25GB/s").devices[-1].host == 1
+
+
+@pytest.mark.parametrize("name", ["0x-t4", "17x-t4"])
+def test_a_box_has_room_for_sixteen_cards(name: str) -> None:
+    """None, and more of them, are refused with the limits."""
+    with pytest.raises(UsageError, match="cards in one box must be a whole number from 1 to 16"):
+        Cluster.preset(name)
 
 
 SOLD_AS = {
-    "rtx-4090": 24, "titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "gh200": 96,
+    "titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "gh200": 96, "a10g": 24,
+    "l40s": 48, "rtx-3060-12gb": 12, "rtx-3090": 24, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32,
+    "rtx-6000-ada": 48, "rtx-a6000": 48, "t4": 16, "v100-16gb": 16, "v100-32gb": 32,
 }  # fmt: skip
 
 
@@ -140,11 +184,6 @@ def test_a_devices_memory_is_not_the_figure_it_is_sold_by(name: str) -> None:
         assert device.memory_bytes != sold * 10**9
         assert 0.9 * sold * 2**30 < device.memory_bytes < sold * 2**30
     assert "\n# Memory is what " in preset_text(name) or "\n# Memory is torch's " in preset_text(name)
-
-
-def preset_text(name: str) -> str:
-    """The preset as it is written, comments included."""
-    return (resources.files("pipefit.presets") / f"{name}.toml").read_text()
 
 
 HEAD = """

@@ -72,8 +72,8 @@ def test_no_word_of_a_document_rewrites_the_terminal(
     """A cluster of GPUs whose name is a control sequence: also in the sentence beside the plan."""
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
-    text = preset_text("4x-titan-rtx")
-    Path("given.toml").write_text(text.replace('name = "4x-titan-rtx"', r'name = "\u001b[2J"'))
+    text = preset_text("1x-titan-rtx")
+    Path("given.toml").write_text(text.replace('name = "1x-titan-rtx"', r'name = "\u001b[2J"'))
     assert main(["plan", "profile.json", "--cluster", "given.toml", "--planner", "uniform"]) == 0
     out, err = capsys.readouterr()
     assert "than those of \ufffd[2J: profile again with --target cuda" in err

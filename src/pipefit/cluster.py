@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
-from pipefit.presets import preset_text
+from pipefit.presets import cards_asked, preset_text
 from pipefit.presets.toml import parse_cluster
 from pipefit.tables import Shown
 from pipefit.texts import shortened
@@ -84,12 +84,14 @@ class Cluster(Shown):
     @staticmethod
     @cache
     def preset(name: str) -> Cluster:
-        """The cluster that ships with pipefit under `name`; `pipefit.presets.preset_names()` lists them.
+        """The cluster that ships with pipefit under `name`: a machine (`dgx1-v100`), or cards in a box (`4x-rtx-3090`).
 
         Raises:
-            UsageError: there is none of that name; says which exist.
+            UsageError: there is none of that name, or no box for so many cards.
         """
-        return Cluster.parse(preset_text(name), f"preset {name}")
+        one = Cluster.parse(preset_text(name), f"preset {name}")
+        cards = cards_asked(name)
+        return one if cards == 1 else one._with_cards(cards)
 
     @staticmethod
     def parse(text: str, source: str = "the text") -> Cluster:
@@ -147,6 +149,19 @@ class Cluster(Shown):
         """
         pairs = zip(self.devices, reserves, strict=True)
         return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
+
+    def _with_cards(self, count: int) -> Cluster:
+        """So many of the one device in its host, each with links like those of the one."""
+        whole("the number of cards in one box", count, 1, _MOST_CARDS)
+        card = Member.device(0)
+
+        def of(number: int, link: Link) -> Link:
+            members = tuple(Member.device(number) if member == card else member for member in link.members)
+            return replace(link, members=members)
+
+        links = ((of(n, link) for n in range(count)) if card in link.members else (link,) for link in self.links)
+        name = self.name.replace("1", str(count), 1)
+        return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
 
     def machines(self, count: int, bytes_per_second: float) -> Cluster:
         """So many of this cluster, between which every device sends and receives so many bytes per second.
@@ -253,6 +268,7 @@ class Cluster(Shown):
 
 
 _COUNT = re.compile(WHOLE)
+_MOST_CARDS = 16  # in one box; more of them are several machines
 _NETWORK_SECONDS = 1e-5  # until a message between machines begins to move
 
 

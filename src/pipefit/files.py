@@ -29,7 +29,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal, adapter
 from pipefit.plans import Plan
 from pipefit.post_mortems import PostMortem
-from pipefit.presets import preset_names
+from pipefit.presets import is_preset
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.texts import printable
@@ -45,7 +45,6 @@ __all__ = [
     "is_cluster",
     "load",
     "load_cluster",
-    "preset_names",
     "save",
     "save_text",
     "schema",
@@ -218,7 +217,7 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
 
 def is_cluster(text: str) -> bool:
     """Whether a text means a cluster by its form: a preset, emulated devices, several machines, or a file in TOML."""
-    known = text in preset_names() or text.startswith("emulated:") or _MACHINES.fullmatch(text)
+    known = is_preset(text) or text.startswith("emulated:") or _MACHINES.fullmatch(text)
     return bool(known) or Path(text).suffix.lower() == ".toml"
 
 

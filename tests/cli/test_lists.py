@@ -13,8 +13,8 @@ from typer.main import get_command
 
 from pipefit.cli import app, main
 from pipefit.cli.model import built_with
-from pipefit.presets import preset_names, preset_text
-from pipefit.units import parse_bytes
+from pipefit.presets import card_names, machine_names, preset_text
+from pipefit.units import format_bytes, parse_bytes
 from pipefit.zoo import MODELS
 
 COMMANDS = [str(known.name) for known in app.registered_commands]
@@ -71,14 +71,16 @@ def test_a_model_of_ones_own_tells_its_defaults(
 
 
 def test_every_cluster_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has as many devices, of as much memory, as its file says."""
+    """Each has as many devices, of as much memory, as its file says; a card is one; all of it is on one screen."""
     text, found = printed(capsys, "clusters"), json.loads(printed(capsys, "clusters", "--json"))
-    assert [*found] == [*preset_names()]
-    for name in preset_names():
+    assert [*found] == [*machine_names(), *(f"1x-{name}" for name in card_names())]
+    assert len(text.splitlines()) < 35 and max(map(len, text.splitlines())) <= 80
+    for name in found:
         groups = tomllib.loads(preset_text(name))["devices"]
         sizes = [parse_bytes(group["memory"]) for group in groups for _ in range(group.get("count", 1))]
         assert found[name]["memory_bytes"] == sizes
-        assert any(line.split()[:2] == [name, str(len(sizes))] for line in text.splitlines())
+        row = [name, str(len(sizes))] if name in machine_names() else [f"N{name[1:]}", *format_bytes(sizes[0]).split()]
+        assert any(line.split()[: len(row)] == row for line in text.splitlines())
 
 
 def test_settings_that_were_not_given_are_told_where_a_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

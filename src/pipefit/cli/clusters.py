@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pipefit.tables import Table
 
 EXAMPLE = "pipefit clusters"
+_CARDS = "Cards in one box, 1 to 16 of a kind: 4x-rtx-3090 is four. TFLOP/s by type"
+_DTYPES = ("float32", "float16", "bfloat16")  # TFLOP/s
 _OTHERS = (
     "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, emulated:2x256MiB+2x128MiB two "
     "sizes of them. A cluster of your own is a .toml file. 16xdgx-a100@25GB/s is sixteen machines, between which every "
@@ -25,14 +27,15 @@ def command(as_json: Json = False) -> None:
     Memory is what the driver offers to programs; of it, a reserve is left to what a process takes besides tensors.
     """
     from pipefit.cluster import Cluster
-    from pipefit.presets import preset_names
+    from pipefit.presets import card_names, machine_names
     from pipefit.tables import write
 
-    found = [Cluster.preset(name) for name in preset_names()]
+    machines = [Cluster.preset(name) for name in machine_names()]
+    cards = [Cluster.preset(f"1x-{name}") for name in card_names()]
     if as_json:
-        print(json.dumps({cluster.name: _figures(cluster) for cluster in found}))
+        print(json.dumps({cluster.name: _figures(cluster) for cluster in (*machines, *cards)}))
         return
-    write([_table(found), _OTHERS], width=80)
+    write([_table(machines), _card_table(cards), _OTHERS], width=80)
 
 
 def _figures(cluster: Cluster) -> dict[str, object]:
@@ -43,6 +46,25 @@ def _figures(cluster: Cluster) -> dict[str, object]:
         "reserve_bytes": list(cluster.reserves),
         "host_bytes": [host.memory_bytes for host in cluster.hosts],
     }
+
+
+def _card_table(cards: list[Cluster]) -> Table:
+    """A row for each card, of which a cluster has one."""
+    from pipefit.tables import Table
+    from pipefit.units import format_bytes
+
+    kinds = [(cluster.devices[0].kind, cluster) for cluster in cards]
+    rows = tuple(
+        (
+            f"Nx-{kind.name}",
+            format_bytes(cluster.devices[0].memory_bytes),
+            f"{kind.memory_bandwidth / 1e9:g} GB/s",
+            *(f"{kind.flops[dtype] / 1e12:g}" if dtype in kind.flops else "-" for dtype in _DTYPES),
+            f"{cluster.links[0].bytes_per_second / 1e9:g} GB/s",
+        )
+        for kind, cluster in kinds
+    )
+    return Table(("cards", "memory", "bandwidth", *_DTYPES, "to the host"), rows, title=_CARDS)
 
 
 def _table(clusters: list[Cluster]) -> Table:

@@ -9,7 +9,7 @@ import typer
 
 from pipefit.cli.options import Json
 from pipefit.errors import UsageError
-from pipefit.texts import meant, shortened
+from pipefit.texts import shortened
 
 EXAMPLE = "pipefit show dgx1-v100"
 
@@ -23,9 +23,10 @@ def command(
     The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
     """
     from pipefit.cli.output import deliver
-    from pipefit.files import is_cluster, load, load_cluster, preset_names
+    from pipefit.files import is_cluster, load, load_cluster
+    from pipefit.presets import nearest
 
     is_file = Path(file).exists() or Path(file).suffix.lower() == ".json"
-    if not is_file and not is_cluster(file) and (guess := meant(file, preset_names())):
+    if not is_file and not is_cluster(file) and (guess := nearest(file)):
         raise UsageError(f"there is no file {shortened(file)} and no cluster of that name: {guess}")
     deliver(load_cluster(file) if is_cluster(file) else load(file), output=None, as_json=as_json)

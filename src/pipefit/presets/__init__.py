@@ -1,4 +1,7 @@
-"""Clusters by name, each a TOML file beside this one: the form that people write, with the sources of its figures.
+"""Clusters by name, each a TOML file: the form that people write, with the sources of its figures.
+
+Machines as they are sold are beside this file (`dgx1-v100`). In `cards` are single cards, each in a box of its own,
+whose name is their number in one box and the card: `4x-rtx-3090`.
 
 Rates are the data sheets' peak figures. A link's `efficiency` is the part of it that copies reach, with its source in
 the file; `pipefit.cost.time` has the parts of a device's figures that kernels reach. The memory of a device is the
@@ -15,25 +18,68 @@ from pipefit.errors import UsageError
 from pipefit.texts import meant
 
 _SIZES = re.compile(r"[0-9]+x[0-9.]+[kKmMgGtT]i?[bB]")  # emulated devices without that word
+_CARDS = re.compile(r"([0-9]{1,9})x-(.+)")
+_NEARLY = re.compile(r"(?:([0-9]{1,2})x?[- ]?)?(?=.*[a-z])(.+)")  # 4xrtx3090, 2-l40s, t4
 
 
-def preset_names() -> tuple[str, ...]:
-    """The names that `preset_text` knows, in alphabetical order."""
-    found = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".toml"))
-    return tuple(sorted(name.removesuffix(".toml") for name in found))
+def machine_names() -> tuple[str, ...]:
+    """The names of machines, in alphabetical order."""
+    return _names("")
+
+
+def card_names() -> tuple[str, ...]:
+    """The names of cards, of which a cluster has any number in one box, in alphabetical order."""
+    return _names("cards")
+
+
+def is_preset(name: str) -> bool:
+    """Whether a cluster of that name ships with pipefit."""
+    return name in machine_names() or _card(name) in card_names()
+
+
+def cards_asked(name: str) -> int:
+    """How many of a card the name of a preset asks for; one of what is a machine."""
+    return 1 if name in machine_names() else int(name[: name.index("x")])
 
 
 def preset_text(name: str) -> str:
-    """The TOML of the cluster of that name.
+    """The TOML of what has that name: a machine, or a box with one card of that kind.
 
     Raises:
-        UsageError: there is none; says which exist and which is closest.
+        UsageError: there is none; says which is closest.
     """
-    if name not in preset_names():
-        near = f"did you mean emulated:{name}?" if _SIZES.fullmatch(name) else meant(name, preset_names())
-        guess = f"{near} " if near else ""
-        raise UsageError(
-            f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
-            f"or name a .toml file, or emulated devices such as emulated:4x256MiB"
-        )
-    return (files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+    if name in machine_names():
+        return _text(f"{name}.toml")
+    if (card := _card(name)) in card_names():
+        return _text(f"cards/{card}.toml")
+    guess = f"{near} " if (near := nearest(name)) else ""
+    raise UsageError(
+        f"there is no cluster {name!r}: {guess}pipefit clusters lists machines such as dgx1-v100 and cards such as "
+        "4x-rtx-3090; or name a .toml file, or emulated devices such as emulated:4x256MiB"
+    )
+
+
+def nearest(name: str) -> str:
+    """A question: what may be meant by the name of no cluster; empty where nothing is near."""
+    if _SIZES.fullmatch(name):
+        return f"did you mean emulated:{name}?"
+    asked = _NEARLY.fullmatch(name.lower())
+    count, card = (asked[1] or 1, asked[2]) if asked else (1, name)
+    known = (*machine_names(), *(f"{count}x-{one}" for one in card_names()))
+    bare = re.sub("[^a-z0-9]", "", card)
+    found = [one for one in known if bare and bare in one.replace("-", "")]
+    return f"did you mean {' or '.join(found[:2])}?" if found else meant(name, known)
+
+
+def _card(name: str) -> str | None:
+    """The card that a name asks for some of, whether there is one or not."""
+    return asked[2] if (asked := _CARDS.fullmatch(name)) else None
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    found = (entry.name for entry in (files(__name__) / folder).iterdir() if entry.name.endswith(".toml"))
+    return tuple(sorted(name.removesuffix(".toml") for name in found))
+
+
+def _text(path: str) -> str:
+    return (files(__name__) / path).read_text(encoding="utf-8")
