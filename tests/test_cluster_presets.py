@@ -144,7 +144,8 @@ def test_an_unknown_preset_is_answered_with_the_closest() -> None:
 @pytest.mark.parametrize(
     ("asked", "near"),
     [("4x-rtx3090", "4x-rtx-3090"), ("rtx4090", "1x-rtx-4090"), ("2x3060", "2x-rtx-3060-12gb"), ("2xT4", "2x-t4"),
-     ("4x-a100", "4x-a100-80gb or dgx-a100"), ("v100", "dgx1-v100 or 1x-v100-16gb"), ("24x24GiB", "emulated:24x24GiB"), ("", "")],
+     ("4x-a100", "4x-a100-80gb or dgx-a100"), ("v100", "dgx1-v100 or 1x-v100-16gb"),
+     ("24x24GiB", "emulated:24x24GiB"), ("", "")],
 )  # fmt: skip
 def test_cards_are_meant_however_they_are_written(asked: str, near: str) -> None:
     """With their number, or without one; hyphens and capitals do not matter."""

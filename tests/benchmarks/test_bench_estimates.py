@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+import pipefit
 from bench_estimates import PAGE, Row, table, trained
 from pipefit import Task
+from pipefit.profiler import profile
+from pipefit.zoo.huggingface import hf
 
 
 class Loss(nn.Module):
@@ -27,6 +32,27 @@ def test_a_plain_loop_holds_parameters_gradients_adams_two_and_what_an_update_co
     """Six times the parameters, as an update has two results of their size; a batch of one is hardly anything."""
     task = Task(Loss, batch=lambda size: ({"values": torch.zeros(size, 512)}, None), loss=None)
     assert 6 << 20 <= trained(task, 1) <= 6.1 * (1 << 20)
+
+
+def test_gpt2_takes_what_is_predicted_once_its_cache_is_off() -> None:
+    """And the labels and loss that a loop holds besides; with the cache, each layer's values no longer hold its keys
+    and queries: two thirds of what the three share, less.
+    """
+    pytest.importorskip("transformers")
+    layers, width, tokens = 2, 64, 256
+    task = hf("gpt2", sequence=tokens, n_layer=layers, n_embd=width, n_head=2, vocab_size=8192)
+    plan = pipefit.plan(profile(task, microbatch_size=1), "emulated:1x1GiB", batch_size=1, planner="uniform")
+    assert plan.prediction is not None
+
+    def uncached() -> nn.Module:
+        module = task.module()
+        module.config.use_cache = False
+        return module
+
+    (predicted,) = plan.prediction.peak_bytes
+    kept = predicted + tokens * 8 + 4
+    assert trained(task, 1) == kept - layers * 2 * tokens * width * 4
+    assert trained(replace(task, module=uncached), 1) == kept  # last: a task has one configuration
 
 
 def test_the_page_has_the_table_of_the_figures() -> None:

@@ -110,6 +110,16 @@ def same_state(trainer: Trainer, plain: Plain, tolerance: float = 0.0) -> bool:
     )
 
 
+def test_a_trainer_is_a_line() -> None:
+    """Of what plan, and after how many steps; so that a notebook's cell that ends with it says something."""
+    task, plan = make()
+    trainer = Trainer(task, plan)
+    whole = "<Trainer: model: 6 layers in 3 stages on emulated:3x1GiB: 3 x emulated-cpu 1.00 GiB, after "
+    assert repr(trainer) == f"{whole}0 steps>"
+    trainer.step(data(0))
+    assert repr(trainer) == f"{whole}1 step>"
+
+
 def test_a_smaller_last_batch_counts_every_sample_once() -> None:
     """Batches of 8, 6 (4 + 2) and 3 train as in a plain loop that weighs microbatches by their samples."""
     task, plan = make()

@@ -57,6 +57,7 @@ from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport
 from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone, whole_run
+from pipefit.texts import counted
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, instance, number, seed_number, whole
 
@@ -69,8 +70,7 @@ class Trainer:
             `torch.manual_seed(seed)`. Of several workers the first hands out what it builds.
         plan: made for this task, or for one with the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
-        timeout_seconds: how long a worker waits for another before it gives up. On GPUs NCCL's own limit of ten minutes
-            holds instead.
+        timeout_seconds: how long a worker waits for another before it gives up; on GPUs NCCL's own ten minutes hold.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
         numbers: whether a traced model is compared with its chain at the start, and layers that ranks divide with whole
@@ -83,9 +83,8 @@ class Trainer:
         on_save: called with whether this worker waits for others, again and again in a save; for supervision.
         on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
 
-    Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
-    this process has; where the numbers could not be compared; and, on emulated devices, of operations whose kernels
-    could not be measured.
+    Warns (`PipefitWarning`) where the profile is of another processor, torch release or number of threads; where the
+    numbers could not be compared; and, on emulated devices, of operations whose kernels could not be measured.
 
     Raises:
         FileError: the plan was made for another model.
@@ -161,9 +160,13 @@ class Trainer:
         self._checkpoints = Checkpointing(
             plan, self.runners, names, workers=count, rank=self.rank, on_save=on_save, on_failed_save=on_failed_save
         )
-        self._began = time.perf_counter()
-        self._step_seconds: list[float] = []
+        self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # those of the checkpoint that was loaded
+
+    def __repr__(self) -> str:
+        """A line: of what plan, after how many steps, and of several workers which."""
+        worker = f", worker {self.rank}" if self.distributed else ""
+        return f"<Trainer: {repr(self.plan)[7:-1]}, after {counted(self.steps_done, 'step')}{worker}>"
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
@@ -260,8 +263,7 @@ class Trainer:
     def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module.
 
-        With `optimizer`, also the optimizer's tensors and master weights, under names such as
-        `optimizer/fc.weight/exp_avg` and `master/fc.weight`.
+        With `optimizer`, also its tensors and master weights, as `optimizer/fc.weight/exp_avg` and `master/fc.weight`.
         """
         state = self.state
         return dict(state.tensors) | (self._checkpoints.tensors() if optimizer else {})
@@ -295,8 +297,7 @@ class Trainer:
         All workers call it together. It copies what is trained to the host's memory, and a thread writes it while
         training goes on; the next save, and `finish`, wait for it. Without `background`, and where the plan's hosts or
         this one's memory have no room, which is told in a warning, it is written before the call returns. Of the older
-        checkpoints in `directory` the newest stay, so that there are `keep`; all stay without it. `saved` tells the
-        bytes and seconds.
+        checkpoints in `directory` the newest stay, so that there are `keep`; all stay without it. See `saved`.
 
         Raises:
             UsageError: batches wait for an update, or something that is trained cannot be written; names it.
@@ -326,8 +327,7 @@ class Trainer:
             OutOfMemory: the optimizer's state does not fit a device.
         """
         self._drain()
-        self._accumulated = 0
-        self._steps_before = self._checkpoints.load(path) - len(self._step_seconds)
+        self._accumulated, self._steps_before = 0, self._checkpoints.load(path) - len(self._step_seconds)
         return self.steps_done
 
     # ---------------------------------------------------------------- inside
