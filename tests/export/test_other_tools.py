@@ -51,6 +51,16 @@ def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", *
     )  # fmt: skip
 
 
+@cache
+def on_grids(data: int, tensor: int = 1, shard: Any = "none") -> Plan:
+    """The same GPT in two stages of so many replicas, of so many shards."""
+    task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=False)
+    return pipefit.plan(
+        task, "dgx1-v100", microbatches=4, batch_size=4 * data, schedule="1f1b", stages=2, planner="exact", data=data,
+        tensor=tensor, shard=shard, certify=False,
+    )  # fmt: skip
+
+
 def arguments(text: str) -> dict[str, str]:
     """A file of arguments, as a shell reads it."""
     lines = [shlex.split(line) for line in text.splitlines()]
@@ -110,7 +120,8 @@ def titan(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = modules["torchtitan.config"]
     config.ParallelismConfig = fields(
         "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
-        "module_fqns_per_model_part",
+        "module_fqns_per_model_part", "data_parallel_replicate_degree", "data_parallel_shard_degree",
+        "fsdp_reshard_after_forward",
     )  # fmt: skip
     config.TrainingConfig = fields(
         "local_batch_size", "global_batch_size", "seq_len", "max_norm", "dtype", "mixed_precision_param",
@@ -165,6 +176,55 @@ def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
     assert [plan.profile.edges[bound] for bound in bounds[:-1]] == [stage.start for stage in plan.stages]
     assert plan.profile.edges[bounds[-1]] == len(plan.profile.layers)
     assert (found["pipeline"]["activation_checkpoint_interval"], found["gradient_clipping"]) == (1, 1.0)
+
+
+@pytest.mark.usefixtures("titan")
+def test_replicas_and_shards_are_those_of_the_plan() -> None:
+    """Each tool is told what one replica computes of a microbatch, how many there are, and what they divide."""
+    plan = on_grids(2, 2)
+    found = arguments(megatron_arguments(plan))
+    assert (found["--micro-batch-size"], found["--global-batch-size"]) == ("1", "8")
+    assert (found["--tensor-model-parallel-size"], found["--pipeline-model-parallel-size"]) == ("2", "2")
+    assert "--use-distributed-optimizer" not in found
+    divided = on_grids(2, shard="optimizer")
+    assert "--use-distributed-optimizer" in arguments(megatron_arguments(divided))
+    deepspeed = json.loads(deepspeed_config(divided))
+    assert deepspeed["zero_optimization"] == {"stage": 1}
+    each = deepspeed["train_micro_batch_size_per_gpu"] * deepspeed["gradient_accumulation_steps"]
+    assert (2 * each, each) == (deepspeed["train_batch_size"], 4)
+    assert "zero_optimization" not in json.loads(deepspeed_config(on_grids(2)))
+    for shard, replicate, divide in (("none", 2, 1), ("parameters", None, 2)):
+        titan = dict[str, Any]()
+        exec(torchtitan_config(on_grids(2, shard=shard)), titan)
+        told = titan["parallelism"]
+        assert getattr(told, "data_parallel_replicate_degree", None) == replicate
+        assert (told.data_parallel_shard_degree, told.pipeline_parallel_microbatch_size) == (divide, 1)
+        assert getattr(told, "fsdp_reshard_after_forward", None) == ("always" if replicate is None else None)
+        assert (titan["training"].local_batch_size, titan["training"].global_batch_size) == (4, 8)
+
+
+def test_all_that_a_tool_cannot_do_is_told_at_once() -> None:
+    """With the options of one plan that it can take, so that nobody plans four times."""
+    plan = on_grids(2, 2, "parameters")
+    mixed = replace(
+        plan,
+        decisions=(MOVED,),
+        training=replace(plan.training, schedule="eager-1f1b"),
+        stages=(plan.stages[0], replace(plan.stages[1], grid=Grid.of(4))),
+        prediction=None,
+    )
+    with pytest.raises(UsageError) as told:
+        deepspeed_config(mixed)
+    assert str(told.value).startswith(
+        "DeepSpeed has no schedule eager-1f1b, nor replicas or shards that differ from stage to stage, nor replicas "
+        "that divide parameters, nor tensors that move ("
+    )
+    assert str(told.value).endswith(
+        "): plan with --schedule 1f1b --data 2 --tensor 1 --shard none or optimizer --planner exact (and --recompute "
+        "always if that does not fit)"
+    )
+    with pytest.raises(UsageError, match="torchtitan has no tensor shards in its pipelines: plan with --data 2 --tens"):
+        torchtitan_config(plan)
 
 
 MOVED = Decision(
@@ -233,11 +293,11 @@ def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
     for wrong, words in (
         (planned(3, schedule="pipedream"), "no schedule pipedream: plan with --schedule 1f1b"),
         (in_precision("mixed-bfloat16"), "no precision mixed-bfloat16: plan with --precision float32 or"),
-        (replace(plan, decisions=(MOVED,)), "does not move tensors"),
+        (replace(plan, decisions=(MOVED,)), "has no tensors that move"),
         (make_plan(random_profile(6), (2, 4), microbatches=2), "is no decoder"),
         (replace(plan, stages=(replace(plan.stages[0], grid=Grid.of(1)), replace(plan.stages[1], grid=Grid.of(0)),
                                Stage(start=plan.stages[2].start, stop=plan.stages[2].stop, grid=Grid.of(0)))),
-         "one device each"),
+         "no device with several stages"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             write(wrong)

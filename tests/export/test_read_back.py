@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from export.test_other_tools import LAYERS, arguments, held, in_precision, planned
+from export.test_other_tools import LAYERS, arguments, held, in_precision, on_grids, planned
 from pipefit.export.deepspeed import deepspeed_config
 from pipefit.export.launching import kubernetes_job, slurm_script
 from pipefit.export.megatron import megatron_arguments
@@ -44,9 +44,14 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "gpipe": lambda: planned(5, schedule="gpipe"),
     "master weights": lambda: in_precision("master-bfloat16"),
     "half": lambda: in_precision("bfloat16"),
+    "replicas": lambda: on_grids(2),
+    "replicas of shards": lambda: on_grids(2, 2),
+    "divided state": lambda: on_grids(2, shard="optimizer"),
+    "divided parameters": lambda: on_grids(2, shard="parameters"),
 }
-MEGATRON = ("one stage", "recomputed and clipped", "tied", "recomputed in part", "master weights")
-TITAN = ("one stage", "recomputed and clipped", "gpipe", "half")
+MEGATRON = ("one stage", "recomputed and clipped", "tied", "recomputed in part", "master weights",
+            "replicas of shards", "divided state")  # fmt: skip
+TITAN = ("one stage", "recomputed and clipped", "gpipe", "half", "replicas", "divided parameters")
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -64,8 +69,9 @@ def test_megatron_core_reads_layout_batch_and_recomputation(name: str) -> None:
          any(kind.name == "loss" for kind in stage))
         for (stage,) in read.layout
     ] == held(plan)  # fmt: skip
+    data = plan.stages[0].grid.data
     counts = counting.ConstantNumMicroBatchesCalculator(
-        int(found["--global-batch-size"]), int(found["--micro-batch-size"]), 1, False, 0
+        int(found["--global-batch-size"]), int(found["--micro-batch-size"]), data, False, 0
     )
     assert counts.get() == plan.training.microbatches
     number = found.get("--recompute-num-layers")
@@ -85,13 +91,16 @@ def test_megatrons_parser_accepts_the_arguments(name: str, monkeypatch: pytest.M
     shape = "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 8 --transformer-impl local"
     words = shlex.split(megatron_arguments(plan))
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *shape.split()])
-    for key, value in {"WORLD_SIZE": len(plan.stages), "RANK": 0, "LOCAL_RANK": 0}.items():
+    grid = plan.stages[0].grid
+    for key, value in {"WORLD_SIZE": len(plan.workers), "RANK": 0, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(own, "get_device_arch_version", lambda: 10, raising=False)  # it asks a GPU where ranks divide
     read = own.parse_args()
     own.validate_args(read)
-    assert (read.pipeline_model_parallel_size, read.data_parallel_size) == (len(plan.stages), 1)
+    assert (read.pipeline_model_parallel_size, read.data_parallel_size) == (len(plan.stages), grid.data)
+    assert (read.tensor_model_parallel_size, read.use_distributed_optimizer) == (grid.tensor, grid.shard == "optimizer")
     assert read.global_batch_size == plan.training.batch_size
-    assert read.micro_batch_size == plan.training.microbatch_size
+    assert grid.data * read.micro_batch_size == plan.training.microbatch_size
     assert read.clip_grad == (plan.training.clip_norm or 0.0)
     assert read.bf16 == (plan.training.precision == "master-bfloat16")
     assert read.untie_embeddings_and_output_weights == (not plan.measurement.shared)
@@ -122,7 +131,11 @@ def test_torchtitan_reads_the_file_and_splits_a_model_by_it(
         monkeypatch.delitem(sys.modules, module, raising=False)
     read = manager.ConfigManager().parse_args(["--module", "titan_models", "--config", "planned"])
     assert read.parallelism.pipeline_parallel_degree == len(plan.stages)
-    steps = read.training.global_batch_size // read.training.local_batch_size
+    asked, grid = read.parallelism, plan.stages[0].grid
+    divided = grid.shard == "parameters"
+    assert asked.data_parallel_replicate_degree * asked.data_parallel_shard_degree == grid.data
+    assert asked.data_parallel_shard_degree == (grid.data if divided else 1)
+    steps = read.training.global_batch_size // read.training.local_batch_size // grid.data
     pieces = read.training.local_batch_size // read.parallelism.pipeline_parallel_microbatch_size
     assert steps * (pieces if len(plan.stages) > 1 else 1) == plan.training.microbatches
     assert (read.activation_checkpoint is not None) == bool(plan.decisions)
@@ -155,7 +168,7 @@ class Planned(PipelineModule):
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a kernel for CPUs, which it would compile
 rank = int(os.environ["RANK"])
-torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=stages)
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 layers = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(bounds[-1])]
 module = Planned(layers, num_stages=stages)
@@ -163,12 +176,13 @@ read = DeepSpeedConfig("deepspeed.json", mpu=module.mpu())
 held = [int(name) for name, _ in module.named_children() if name.isdigit()]
 print("READ", json.dumps([
     read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps,
-    read.gradient_clipping, read.bfloat16_config.enabled, read.pipeline["activation_checkpoint_interval"], held,
+    read.gradient_clipping, read.bfloat16_config.enabled, read.pipeline["activation_checkpoint_interval"],
+    read.zero_config.stage, held,
 ]))
 """
 
 
-@pytest.mark.parametrize(("name", "rank"), [("recomputed and clipped", 1), ("master weights", 2)])
+@pytest.mark.parametrize(("name", "rank"), [("recomputed and clipped", 1), ("master weights", 2), ("divided state", 3)])
 @pytest.mark.timeout(300)
 def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, rank: int, tmp_path: Path) -> None:
     """Its own configuration has the plan's batch, clipping and precision, and a PipelineModule the stage's blocks."""
@@ -178,16 +192,16 @@ def test_deepspeed_reads_the_configuration_and_takes_its_partition(name: str, ra
     (tmp_path / "read.py").write_text(DEEPSPEED)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "read.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280,
-        check=False, env=environment(rank, len(plan.stages)),
+        check=False, env=environment(rank, len(plan.workers)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
     asked, edges = plan.training, plan.profile.edges
-    stage = plan.stages[rank]
+    grid, stage = plan.stages[0].grid, plan.stages[rank // plan.stages[0].grid.data]
     blocks = [block for block, start in enumerate(edges[:-1]) if stage.start <= start < stage.stop]
     assert json.loads(line.removeprefix("READ ")) == [
-        asked.batch_size, asked.microbatch_size, asked.microbatches, asked.clip_norm or 0.0,
-        asked.precision == "master-bfloat16", int(bool(plan.decisions)), blocks,
+        asked.batch_size, asked.microbatch_size // grid.data, asked.microbatches, asked.clip_norm or 0.0,
+        asked.precision == "master-bfloat16", int(bool(plan.decisions)), int(grid.shard == "optimizer"), blocks,
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipefit.export.decoders import decoder_of
+from pipefit.export.decoders import Abilities, decoder_of
 from pipefit.plans import Plan
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
@@ -19,6 +19,9 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "master-bfloat16": {"bf16": {"enabled": True}},
     "master-float16": {"fp16": {"enabled": True}},
 }
+_ABLE = Abilities(
+    tool="DeepSpeed", schedules=("1f1b",), precisions=_PRECISIONS, shards=("none", "optimizer"), tensor=False
+)
 
 
 def deepspeed_config(plan: Plan) -> str:
@@ -27,10 +30,10 @@ def deepspeed_config(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what DeepSpeed cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "DeepSpeed", ("1f1b",), _PRECISIONS), plan.training
+    found, training = decoder_of(plan, _ABLE), plan.training
     config: dict[str, Any] = {
         "train_batch_size": training.batch_size,
-        "train_micro_batch_size_per_gpu": training.microbatch_size,
+        "train_micro_batch_size_per_gpu": found.each(training.microbatch_size),
         "gradient_accumulation_steps": training.microbatches,
         "pipeline": {
             "stages": len(plan.stages),
@@ -39,4 +42,6 @@ def deepspeed_config(plan: Plan) -> str:
         },
         "gradient_clipping": training.clip_norm or 0.0,  # 0 clips nothing; its default clips
     }
+    if found.grid.shard == "optimizer":
+        config["zero_optimization"] = {"stage": 1}
     return json.dumps(config | _PRECISIONS[training.precision], indent=2) + "\n"

@@ -1,6 +1,7 @@
-"""A plan as arguments of Megatron-LM: the pipeline's layout, the batch, and what is recomputed.
+"""A plan as arguments of Megatron-LM: the pipeline's layout, tensor shards, the batch, and what is recomputed.
 
-A line for each argument, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. In the layout E is the
+A line for each argument, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. How many replicas there are,
+Megatron takes from the number of processes, which is stages times replicas times shards. In the layout E is the
 embedding, t a decoder block and L the head with the loss; stages are divided by |. Megatron recomputes as many blocks
 on every stage: as many as the stage of the plan with the most. Its half precisions are those with master weights, and
 embedding and head share their weights unless they are told not to. (Megatron Core, "Custom Pipeline Model Parallel
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import shlex
 
-from pipefit.export.decoders import Decoder, check_tokens, decoder_of
+from pipefit.export.decoders import Abilities, Decoder, check_tokens, decoder_of
 from pipefit.plans import Plan
 
 _PRECISIONS = {"float32": (), "master-bfloat16": (("--bf16",),), "master-float16": (("--fp16",),)}
+_ABLE = Abilities(
+    tool="Megatron", schedules=("1f1b",), precisions=_PRECISIONS, shards=("none", "optimizer"), tensor=True
+)
 
 
 def megatron_arguments(plan: Plan) -> str:
@@ -23,16 +27,20 @@ def megatron_arguments(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what Megatron cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "Megatron", ("1f1b",), _PRECISIONS), plan.training
+    found, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "Megatron")
     lines: list[tuple[str, ...]] = [
         ("--num-layers", str(found.layers)),
         ("--pipeline-model-parallel-size", str(len(plan.stages))),
         ("--pipeline-model-parallel-layout", layout(found)),
-        ("--micro-batch-size", str(training.microbatch_size)),
+        ("--micro-batch-size", str(found.each(training.microbatch_size))),
         ("--global-batch-size", str(training.batch_size)),
         ("--clip-grad", str(training.clip_norm or 0.0)),  # 0 clips nothing; its default clips
     ]
+    if found.grid.tensor > 1:
+        lines.append(("--tensor-model-parallel-size", str(found.grid.tensor)))
+    if found.grid.shard == "optimizer":
+        lines.append(("--use-distributed-optimizer",))
     if found.sequence:
         lines.append(("--seq-length", str(found.sequence)))
     if not found.tied:

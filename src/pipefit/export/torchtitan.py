@@ -11,11 +11,14 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from pipefit.errors import UsageError
-from pipefit.export.decoders import check_tokens, decoder_of
+from pipefit.export.decoders import Abilities, Decoder, check_tokens, decoder_of
 from pipefit.plans import Plan
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 _PRECISIONS = ("float32", "bfloat16")  # its autocast is for one device and its replicas
+_ABLE = Abilities(
+    tool="torchtitan", schedules=_SCHEDULES, precisions=_PRECISIONS, shards=("none", "parameters"), tensor=False
+)
 
 
 def torchtitan_config(plan: Plan) -> str:
@@ -24,7 +27,7 @@ def torchtitan_config(plan: Plan) -> str:
     Raises:
         UsageError: the plan does what torchtitan cannot; says what, and what to plan instead.
     """
-    found, training = decoder_of(plan, "torchtitan", _SCHEDULES, _PRECISIONS), plan.training
+    found, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "torchtitan")
     if found.tied and len(plan.stages) > 1:
         raise UsageError("torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1")
@@ -32,7 +35,9 @@ def torchtitan_config(plan: Plan) -> str:
     parts[0].insert(0, "tok_embeddings")
     parts[found.norm].append("norm")
     parts[-1].append("lm_head")
-    local = training.batch_size if len(parts) > 1 else training.microbatch_size  # one device adds up gradients
+    local = found.each(
+        training.batch_size if len(parts) > 1 else training.microbatch_size
+    )  # one stage adds up gradients
     rows = "".join(f"        {part!r},\n" for part in parts)
     length = f"    seq_len={found.sequence},\n" if found.sequence else ""
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
@@ -44,10 +49,17 @@ def torchtitan_config(plan: Plan) -> str:
         "parallelism = ParallelismConfig(\n"
         f"    pipeline_parallel_degree={len(parts)},\n"
         f"    pipeline_parallel_schedule={_SCHEDULES[training.schedule]!r},\n"
-        f"    pipeline_parallel_microbatch_size={training.microbatch_size},\n"
+        f"    pipeline_parallel_microbatch_size={found.each(training.microbatch_size)},\n{_replicas(found)}"
         f"    module_fqns_per_model_part=[\n{rows}    ],\n)\n"
         f"training = TrainingConfig(\n    local_batch_size={local},\n    global_batch_size={training.batch_size},\n"
         f"{length}    max_norm={norm},\n    dtype={training.precision!r},\n"
         "    mixed_precision_param='float32',\n    disable_cuda_graphs=True,\n)\n"
         f"activation_checkpoint = {recomputes}\n"
     )
+
+
+def _replicas(found: Decoder) -> str:
+    """Lines for replicas that hold all of a stage, or divide its parameters; it divides them over all unless told."""
+    if found.grid.shard == "parameters":
+        return f"    data_parallel_shard_degree={found.grid.data},\n    fsdp_reshard_after_forward='always',\n"
+    return f"    data_parallel_replicate_degree={found.grid.data},\n    data_parallel_shard_degree=1,\n"
