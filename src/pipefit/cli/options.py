@@ -48,7 +48,7 @@ ClusterName = Annotated[
         "--cluster",
         "-c",
         metavar="NAME|FILE",
-        help="A preset, emulated:4x256MiB, 16xdgx-a100@25GB/s, .toml or .json.",
+        help="dgx1-v100, 4x-rtx-3090, 16xdgx-a100@25GB/s, emulated:4x256MiB, .toml or .json; see pipefit clusters.",
     ),
 ]
 Settings = Annotated[
