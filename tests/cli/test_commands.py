@@ -194,16 +194,20 @@ def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]
 
 
 def test_garbage_is_looked_for_less_often_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command imports and makes stays. A process that calls `main` with arguments keeps its own settings."""
-    known = gc.get_threshold()
+    """What a command imports and makes stays, and the interpreter does not look through it as it ends. A process that
+    calls `main` with arguments keeps its own settings.
+    """
+    known, frozen = gc.get_threshold(), gc.get_freeze_count()
     try:
         assert main(["--version"]) == 0
-        assert gc.get_threshold() == known
+        assert (gc.get_threshold(), gc.get_freeze_count()) == (known, frozen)
         monkeypatch.setattr(sys, "argv", ["pipefit", "--version"])
         assert main() == 0
         assert gc.get_threshold()[0] > known[0]
+        assert gc.get_freeze_count() > frozen
     finally:
         gc.set_threshold(*known)
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("reader", ["head -c 1", "true"])

@@ -47,7 +47,7 @@ from pipefit.texts import printable, unknown
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_ALLOCATIONS = 50_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
+_ALLOCATIONS = 500_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
 _EPILOG = (
     "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
     "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
@@ -79,12 +79,20 @@ def pipefit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given.
 
-    Only where they are those of the process may a signal end it, is garbage looked for less often, and are others
-    forked to work beside it.
+    Only where they are those of the process may a signal end it, is garbage looked for less often and not at its end,
+    and are others forked to work beside it.
     """
     _fill_streams()
-    words, own = list(sys.argv[1:] if arguments is None else arguments), arguments is None
-    gc.set_threshold(*(_ALLOCATIONS if own else gc.get_threshold()))
+    if arguments is not None:
+        return _run(list(arguments), own=False)
+    gc.set_threshold(*_ALLOCATIONS)
+    try:
+        return _run(sys.argv[1:], own=True)
+    finally:
+        gc.freeze()  # the interpreter's end looks for garbage in all there is, which the process frees anyway
+
+
+def _run(words: list[str], *, own: bool) -> int:
     failure = _Failure(debug=_take(words, "--debug"), as_json="--json" in _options(words))
     words = words or ["--help"]
     if words[:1] == ["--version"]:
