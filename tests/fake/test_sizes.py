@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import gallery
@@ -109,6 +109,48 @@ def test_two_traces_do_for_all_sizes() -> None:
     assert traces(asking(lambda _: False), 3, 2, 5, 8, 1) == [1, 8]
     assert traces(asking(lambda samples: samples == 1), 3, 2, 5, 8, 1) == [1, 8, 2]
     assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
+
+
+class Twice(nn.Linear):
+    """Returns its result twice, once as a view of the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        made = super().forward(x)
+        return made, made.view(-1)
+
+
+class Entangled(nn.Module):
+    """A view of what the first layer computes is written into after the second has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Twice(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, other = self.first(x)
+        y = self.second(x.clone())
+        other.mul_(2)
+        return self.third(x + y)
+
+
+def test_lines_of_code_are_traced_where_they_are_told() -> None:
+    """They take a quarter of a trace. One without is made again with them where a block could not be divided, and from
+    then on at once.
+    """
+    emits = list[bool]()
+
+    def noted(task: Task, fake: FakeTarget, like: Any) -> Chain:
+        emits.append(not fx.config.do_not_emit_stack_traces)
+        return fake_chain(task, fake, like)
+
+    with FakeTarget("cpu") as fake, mock.patch.object(sizes, "fake_chain", noted):
+        Chains(asking(lambda _: False)).of(3, fake)
+        assert emits == [False]
+        emits.clear()
+        chains = Chains(replace(asking(lambda _: False), module=Entangled))
+        found = [chains.of(samples, fake).blocks for samples in (3, 5)]
+    assert emits == [False, True, True]
+    assert all("test_sizes.py:" in blocks[0].undivided for blocks in found)
 
 
 def test_a_trace_serves_a_task_with_another_optimizer() -> None:

@@ -40,11 +40,12 @@ class Chains:
         self._most: Callable[[], Sketch | None] | None = None  # of the largest size
         self._family: Family | None = None
         self._writes = True
+        self._tells = False  # lines of code, which a trace takes time for
 
     def also_for(self, task: Task) -> Chains:
         """The chains of a task that differs from this one's in nothing that a trace sees, such as the optimizer."""
         found = Chains(task, self._sizes)
-        found._traced = self._traced
+        found._traced, found._tells = self._traced, self._tells
         return found
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
@@ -136,12 +137,15 @@ class Chains:
         return chain_again(made, fake)
 
     def _quickly(self, fake: FakeTarget, like: Sample) -> Chain | None:
-        """The chain without the lines of code of its operations, where another trace has shown that none are told."""
-        if not self._traced:
+        """The chain without the lines of code of its operations, unless some are told: where a trace is refused, or has
+        blocks that could not be divided.
+        """
+        if self._tells:
             return None
         try:
             with mock.patch.object(fx.config, "do_not_emit_stack_traces", True):
                 made = fake_chain(self.task, fake, like)
         except UsageError:
-            return None
-        return None if any(block.undivided for block in made.blocks) else made
+            made = None
+        self._tells = made is None or any(block.undivided for block in made.blocks)
+        return None if self._tells else made
