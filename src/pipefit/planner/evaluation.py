@@ -227,6 +227,7 @@ class Evaluator:
         before = self._parts.actions
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
+            _ = simulation.peak_bytes  # refuses what cannot be carried out
             self.work += _EACH + simulation.actions // _KNOWN
             found = self._simulated.get(candidate) or Evaluation(
                 candidate, simulation, self.question.training.microbatches

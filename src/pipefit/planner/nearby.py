@@ -106,12 +106,13 @@ class _Search:
             return None
         try:
             simulation = self._simulations.of(split)
+            seconds = simulation.step_seconds[-1]
+            if best is not None and seconds >= best.seconds:
+                return None
+            full = any(p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True))
         except UsageError:  # what they exchange cannot be divided, or not be held by replicas
             return None
-        if any(p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True)):
-            return None
-        seconds = simulation.step_seconds[-1]
-        return Timed(split, seconds) if best is None or seconds < best.seconds else None
+        return None if full else Timed(split, seconds)
 
     def _least(self, split: Split) -> float:
         """What the passes of the slowest stage take, on the fastest kind of device."""

@@ -11,7 +11,7 @@ Costs: what changed, at some ten microseconds for an action; and one and a half 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -35,17 +35,39 @@ from pipefit.simulator.times import Times
 Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
 
 
+class _Memory(NamedTuple):
+    """What one device holds: its peak without what it lends, and what is lent to it."""
+
+    peak_bytes: int
+    arenas: tuple[Arena, ...]
+
+
+class _Unread:
+    """What a device holds, read when it is first asked for: a plan that is too slow need not fit. Until then it keeps
+    the device's actions, and no longer, because of thousands of plans that would be many.
+    """
+
+    def __init__(self, read: Callable[[], _Memory]) -> None:
+        self._read: Callable[[], _Memory] | None = read
+        self._found = _Memory(0, ())
+
+    def __call__(self) -> _Memory:
+        if self._read is not None:
+            self._found, self._read = self._read(), None
+        return self._found
+
+
 class Part(NamedTuple):
-    """What one device does: to the clock, its forwards and backwards in the last step, its peak without what it lends,
-    and what is lent to it. Actions are not kept, because of thousands of plans that would be many.
+    """What one device does: to the clock, its forwards and backwards in the last step, and what it holds.
+
+    Asking for that raises `UsageError` where an action uses what does not exist then.
     """
 
     timed: TimedDevice
     counts: tuple[int, ...]  # its actions in every step
     forwards: Passes
     backwards: Passes
-    peak_bytes: int
-    arenas: tuple[Arena, ...]
+    memory: Callable[[], _Memory]
 
 
 class _Read(NamedTuple):
@@ -115,27 +137,30 @@ class Parts:
         """What a device does; `told` is what ledgers of the rank's devices have told."""
         last = programs[-1]
         stages = {n: self._costs_of(plan, n, device) for n in plan.ranks[rank]}
-        key = _alike(programs, device, stages)
-        if key not in told:
-            read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
-            changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
-            rest = at_rest((one.rest for one in stages.values()), 0, read.away)
-            told[key] = read, highest(rest, changes)
-        read, peak_bytes = told[key]
         every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
         actions = in_a_row(every, device) if last.endless else last.actions[device]
         nbytes = moved_bytes(last, {number: stage.rest for number, stage in stages.items()})
-        placed = read.placed
-        if last.endless:
-            placed = [a for program in programs for a in program.actions[device] if a.place is not None]
+
+        def memory() -> _Memory:
+            key = _alike(programs, device, stages)
+            if key not in told:
+                read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
+                changes = ((n, position, one) for n, effects in enumerate(read.effects) for position, one in effects)
+                rest = at_rest((one.rest for one in stages.values()), 0, read.away)
+                told[key] = read, highest(rest, changes)
+            read, peak_bytes = told[key]
+            placed = read.placed
+            if last.endless:
+                placed = [a for program in programs for a in program.actions[device] if a.place is not None]
+            return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
+
         whole = replace(last, actions=tuple(actions if n == device else _NOTHING for n in range(len(last.actions))))
         return Part(
             timed=DeviceReader(device, whole, plan.cluster, stages, nbytes).read(actions),
             counts=tuple(len(program.actions[device]) for program in every),
             forwards=_positions(last.actions[device], FORWARDS),
             backwards=_positions(last.actions[device], frozenset({Kind.BACKWARD})),
-            peak_bytes=peak_bytes,
-            arenas=tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)),
+            memory=_Unread(memory),
         )
 
     def _costs_of(self, plan: Plan, number: int, device: int) -> StageCost:
@@ -167,7 +192,7 @@ class Assembled:
     """A plan of which only what is new is lowered and read.
 
     Raises:
-        UsageError: a decision cannot be carried out.
+        UsageError: a decision cannot be carried out; some of them as the peaks are asked for.
     """
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
@@ -184,13 +209,13 @@ class Assembled:
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory that devices and hosts lend to devices."""
-        return tuple(chain(*(self._devices[device].arenas for device in sorted(self._devices))))
+        return tuple(chain(*(self._devices[device].memory().arenas for device in sorted(self._devices))))
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes allocated on every device."""
         devices = range(len(self.plan.cluster.devices))
-        own = [self._devices[device].peak_bytes if device in self._devices else 0 for device in devices]
+        own = [self._devices[device].memory().peak_bytes if device in self._devices else 0 for device in devices]
         return tuple(own[device] + lent_bytes(self.arenas, Member.device(device)) for device in devices)
 
     @cached_property

@@ -44,7 +44,7 @@ class Reader:
         for number in numbers:
             before = parts.actions
             try:
-                highest = max(part.peak_bytes for part in parts.of_rank(plan, number).values())
+                highest = max(part.memory().peak_bytes for part in parts.of_rank(plan, number).values())
             except UsageError:
                 found.append(float("inf"))
                 continue
