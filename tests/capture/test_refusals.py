@@ -84,6 +84,14 @@ class Fails(Part):
         raise ValueError("not today")
 
 
+class MakesItsMask(Part):
+    """Makes a mask that it is not given, but not for a compiler, as Switch Transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask: Any = None if torch.compiler.is_compiling() else torch.ones(8)
+        return self.linear(x) * mask[None]
+
+
 class Formats(Part):
     def forward(self, x: Tensor) -> Tensor:
         print(f"{x.mean():.2f}")
@@ -225,6 +233,10 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "selection": (lambda: within(Selects()), ("module inner", HERE, "a shape depends on the values", "pipefit.chain")),
     "distinct": (lambda: within(Distinct()), ("module inner", HERE, "a shape depends on the values", "torch.where")),
     "failure": (lambda: within(Fails()), ("module inner", HERE, "raises ValueError: not today", "without pipefit")),
+    "another way for a compiler": (
+        lambda: within(MakesItsMask()),
+        ("module inner", HERE, "asks whether it is being compiled", "raises TypeError", "among the inputs"),
+    ),
     "failure by hand": (lambda: by_hand(Fails()), ("layer 1 (Fails)", HERE, "ValueError: not today")),
     "format": (lambda: within(Formats()), ("module inner", HERE, "needs the values of a tensor")),
     "buffer in a forward": (lambda: within(Registers()), ("inner", HERE, "registers the buffer 'mask'", "in __init__")),

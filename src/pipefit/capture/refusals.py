@@ -27,6 +27,11 @@ _CAUSAL = (
     "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
     "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of nn.Transformer)",
 )
+_ASKING = {"is_compiling", "is_torchdynamo_compiling", "is_exporting", "is_torchdynamo_exporting"}
+_GIVE = (
+    "give it among the inputs what it otherwise makes by itself, as a model of transformers may make its "
+    f"attention_mask and decoder_attention_mask, or {REMEDY}"
+)
 _LONGEST = 200  # characters of a foreign exception
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -76,7 +81,11 @@ def _reason(error: BaseException) -> tuple[str, str]:
             return reason, remedy
     if type(error).__module__.startswith("torch"):
         return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
-    return f"it raises {type(error).__name__}: {text}", f"{_WITHOUT}; if it does, {REMEDY}"
+    raised = f"raises {type(error).__name__}: {text}"
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(_ASKING & set(code.co_names) for code in codes if not code.co_filename.startswith((_TORCH, _OURS))):
+        return f"it asks whether it is being compiled, takes another way while it is traced, and {raised}", _GIVE
+    return f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}"
 
 
 def _has_run(error: BaseException) -> bool:
