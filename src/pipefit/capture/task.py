@@ -21,6 +21,13 @@ _CALLABLE = {
     "batch": "a function of the batch size that returns (inputs, targets)",
     "optimizer": "a function of parameter groups that returns a torch.optim optimizer, such as its class",
 }
+# What `module.to(dtype)` makes of complex numbers has no imaginary parts; these leave them as they are
+_CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.float64: lambda module: module.double(),
+    torch.float32: lambda module: module.float(),
+    torch.float16: lambda module: module.half(),
+    torch.bfloat16: lambda module: module.bfloat16(),
+}
 ParameterOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 Granularity = Literal["blocks", "halves", "layers"]
 
@@ -85,7 +92,7 @@ class Task:
     def build(self) -> nn.Module:
         """The module itself, in the task's precision; a factory is called."""
         module = self.module if isinstance(self.module, nn.Module) else self._made()
-        return module if self.dtype is None else module.to(self.dtype)
+        return module if self.dtype is None else _CASTS[self.dtype](module)
 
     def _made(self) -> nn.Module:
         """What the factory builds.

@@ -90,7 +90,8 @@ class Agreement:
             self.gradient_factor, unscaling = unscaling, 1.0
         if self.scale is not None and gradients:
             overflow = torch.zeros_like(vector[-1:])
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.full_like(overflow, unscaling))
+            numbers = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+            torch._amp_foreach_non_finite_check_and_unscale_(numbers, overflow, torch.full_like(overflow, unscaling))
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:
@@ -114,7 +115,8 @@ class Agreement:
 
     def _norm_of(self, gradient: Tensor) -> Tensor:
         """The norm of a gradient, without the loss scale."""
-        found: Tensor = torch.linalg.vector_norm(gradient.float() if self.master_weights else gradient)
+        wide = self.master_weights and gradient.is_floating_point()
+        found: Tensor = torch.linalg.vector_norm(gradient.float() if wide else gradient)
         return found.mul_(self.gradient_factor)
 
     def _factor(self, norm: Tensor, clip_norm: float) -> Tensor:

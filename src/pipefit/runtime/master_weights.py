@@ -107,7 +107,7 @@ class MasterWeights:
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """The gradient of a parameter in float32, times what the stages agreed on."""
         assert parameter.grad is not None
-        gradient = parameter.grad.to(torch.float32, copy=True)
+        gradient = parameter.grad.to(_master(parameter.dtype), copy=True)
         return gradient if self.agreement is None else gradient.mul_(self.agreement.gradient_factor)
 
 
@@ -155,4 +155,9 @@ def copies_of(optimizer: Optimizer | MasterWeights | None) -> Mapping[Tensor, nn
 
 
 def _float32(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+    return nn.Parameter(parameter.detach().to(_master(parameter.dtype), copy=True))
+
+
+def _master(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the copy of a parameter: complex ones keep theirs."""
+    return dtype if dtype.is_complex else torch.float32
