@@ -114,6 +114,10 @@ class Listening:
         self._note("all_gather", tensor.nbytes * self.size)
         return self.group.all_gather(tensor)
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        self._note("reduce_scatter", tensor.nbytes)
+        return self.group.all_to_all(tensor)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         raise AssertionError("no layer does that")
 

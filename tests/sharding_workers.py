@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipefit.sharding import Collectives, ProcessGroupCollectives
 from pipefit.sharding.forms import Split
-from pipefit.sharding.seams import copied, gathered, reduced, sliced
+from pipefit.sharding.seams import copied, gathered, reduced, scattered, sliced, spread
 
 PATIENCE = timedelta(seconds=30)
 
@@ -29,10 +29,12 @@ def both(group: Collectives) -> tuple[dict[str, list[float]], list[float]]:
 
 
 def all_collectives(group: Collectives) -> dict[str, list[float]]:
-    """A sum, a gather, and what the last rank has."""
+    """A sum, a gather, an exchange, and what the last rank has."""
     own = torch.tensor([group.rank + 1.0, 0.0])
+    each = own[0] * 10 + torch.arange(group.size).reshape(-1, 1)
     return {
         "all": torch.cat(group.all_gather(own)).tolist(),
+        "exchange": group.all_to_all(each).flatten().tolist(),
         "source": group.broadcast(own.clone(), group.size - 1).tolist(),
         "sum": group.all_reduce(own).tolist(),
     }
@@ -44,6 +46,9 @@ def through_seams(group: Collectives) -> list[float]:
     x, up, down = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8)))
     inner = copied(x, group) @ sliced(up, Split(0), group).T
     whole = reduced(inner.tanh() @ sliced(down, Split(1), group).T, group)
-    (whole + gathered(inner, Split(1), 8, group)[:, ::2]).square().sum().backward()
+    some = scattered(inner.tanh() @ sliced(down, Split(1), group).T, Split(1), group)
+    mean = spread(some, Split(1), 4, group) @ sliced(up, Split(0), group).T
+    (whole + gathered(inner, Split(1), 8, group)[:, ::2]).square().sum().backward(retain_graph=True)
+    reduced(mean.sum(1), group).square().sum().backward()
     gradients = [leaf.grad for leaf in (x, up, down) if leaf.grad is not None]
     return torch.cat([gradient.flatten() for gradient in gradients]).tolist()

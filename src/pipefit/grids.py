@@ -24,12 +24,13 @@ class Grid:
 
     Device `devices[d * tensor + t]` holds shard t of replica d, which computes slice d of every microbatch. `shard`
     says what is divided between the replicas instead of held by each: nothing, the optimizer state (ZeRO 1), the
-    gradients too (2), or the parameters too (3). In so many `buckets`, runs of layers of about equal bytes, gradients
+    gradients too (2), or the parameters too (3). By `sequences`, shards also divide what is between attention and MLP,
+    along the positions of sequences. In so many `buckets`, runs of layers of about equal bytes, gradients
     are summed over the replicas, each as soon as it has been computed.
 
     Raises:
         UsageError: the degrees do not multiply to the number of devices, a device is named twice, there is no bucket,
-            or replicas would share something and there is only one.
+            or replicas or shards would share something and there is only one.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -39,6 +40,7 @@ class Grid:
     tensor: int = 1
     shard: Sharding = "none"
     buckets: int = 1
+    sequences: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -48,6 +50,11 @@ class Grid:
             raise UsageError(
                 f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each has "
                 f"{counted(self.data * self.tensor, 'device')}, not {len(self.devices)}"
+            )
+        if self.sequences and self.tensor == 1:
+            raise UsageError(
+                "a stage of 1 shard has all positions of its sequences, so that sequences=True means nothing: leave it "
+                "out, or give the stage several shards (tensor)"
             )
         if self.buckets < 1:
             raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
@@ -67,6 +74,7 @@ class Grid:
         """How its devices share the work, in words; empty for a single device."""
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
+        told += " with sequence parallelism" if self.sequences else ""
         told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
         return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
 

@@ -67,7 +67,8 @@ def plan(
     known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
 
     def make(within: Cluster) -> Proposal:
-        return plan_on_the_way(known, within, training, shards=(asked.get("tensor") or 1,), **asked)
+        shards, along = (asked.get("tensor") or 1,), bool(asked.get("sequences"))
+        return plan_on_the_way(known, within, training, shards=shards, along=along, **asked)
 
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster).settled()

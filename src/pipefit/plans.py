@@ -126,7 +126,8 @@ class Plan(Shown):
         They are for a slice of a microbatch, where replicas divide it, and of layers that tensor-parallel ranks divide.
         """
         grid = self.stages[stage].grid
-        return self.profile.at(self.training.microbatch_size // grid.data, grid.tensor)
+        size = self.training.microbatch_size // grid.data
+        return self.profile.at(size, grid.tensor, sequences=grid.sequences)
 
     def division(self, stage: int) -> Division:
         """How the values between the stage before and `stage` are divided.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -37,8 +37,8 @@ class Measurement(Shown):
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
     `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
-    Layers may be divided between `tensor` ranks: then costs are those of one rank, `shares` says what the ranks divide,
-    and `forms` is a digest of how, which is equal where ranks agree.
+    Layers may be divided between `tensor` ranks, by `sequences` along positions too: then costs are those of one rank,
+    `shares` says what the ranks divide, and `forms` is a digest of how, which is equal where ranks agree.
 
     Raises:
         UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user of a shared
@@ -57,12 +57,14 @@ class Measurement(Shown):
     tensor: int = 1
     shares: Shares | None = None
     forms: str = ""
+    sequences: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
-        if self.tensor < 1:
-            raise UsageError(f"layers are divided between one rank or more, not {self.tensor}")
+        if self.tensor < 1 + self.sequences:
+            least = "two ranks" if self.sequences else "one rank"
+            raise UsageError(f"layers are divided between {least} or more, not {self.tensor}")
         if not self.layers:
             raise UsageError("a measurement needs at least one layer")
         for number, kind in enumerate(self.layers):
@@ -74,7 +76,8 @@ class Measurement(Shown):
 
     def __repr__(self) -> str:
         """A line: what all layers cost would be thousands."""
-        divided = f", each divided between {self.tensor} ranks" if self.tensor > 1 else ""
+        along = " with sequence parallelism" if self.sequences else ""
+        divided = f", each divided between {self.tensor} ranks{along}" if self.tensor > 1 else ""
         return (
             f"<Measurement: a microbatch of {counted(self.microbatch_size, 'sample')}, "
             f"{counted(len(self.layers), 'layer')} of {counted(len(self.kinds), 'kind')}{divided}>"
@@ -99,6 +102,11 @@ class Measurement(Shown):
         for nbytes in tensor.sizes:
             if not 0 <= nbytes < LARGEST_BYTES:
                 raise UsageError(f"{what} has {nbytes} bytes, which no device has: profile again")
+
+    @property
+    def way(self) -> tuple[int, int, bool]:
+        """What it is of: so many samples, ranks, and whether these divide positions too."""
+        return self.microbatch_size, self.tensor, self.sequences
 
     @property
     def estimated(self) -> bool:
@@ -255,16 +263,22 @@ class ModelProfile(Shown):
         names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
         return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
-    def at(self, microbatch_size: int, tensor: int = 1) -> Measurement:
-        """The measurement at `microbatch_size` samples, of layers that are divided between `tensor` ranks.
+    def at(self, microbatch_size: int, tensor: int = 1, *, sequences: bool = False) -> Measurement:
+        """The measurement at `microbatch_size` samples, of layers that are divided between `tensor` ranks; by
+        `sequences` along positions too.
 
         Raises:
             UsageError: this size or number of ranks was not profiled; says which were.
         """
         for measurement in self.measurements:
-            if (measurement.microbatch_size, measurement.tensor) == (microbatch_size, tensor):
+            if measurement.way == (microbatch_size, tensor, sequences):
                 return measurement
-        known = [m.tensor for m in self.measurements if m.microbatch_size == microbatch_size]
+        known = {m.tensor for m in self.measurements if m.microbatch_size == microbatch_size}
+        if sequences and tensor in known:
+            raise UsageError(
+                f"{self.model} was profiled at microbatch size {microbatch_size} for {tensor} ranks without sequence "
+                f"parallelism: profile it again with --tensor {tensor} --sequences"
+            )
         if known:
             raise UsageError(
                 f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not for layers "
@@ -285,7 +299,7 @@ def told_copies(stages: Sequence[int]) -> list[str]:
     return [f"Half-precision copies of weights: {each}, once for all microbatches."] if any(stages) else []
 
 
-def _between(tensor: Sequence[int]) -> str:
+def _between(tensor: Collection[int]) -> str:
     """In words, how layers are divided at these degrees: `whole layers and layers divided between 2 and 4 ranks`."""
     ranks = " and ".join(str(degree) for degree in sorted(tensor) if degree > 1)
     return " and ".join(["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks))

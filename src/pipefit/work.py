@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
 
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
 
 class Alike(NamedTuple):
     """Operations alike: how many, and the floating-point operations and moved bytes of each."""
@@ -24,7 +26,7 @@ class Alike(NamedTuple):
 class Collective(NamedTuple):
     """What the ranks of a tensor-parallel group do together in a pass; `nbytes` are those of the whole tensor."""
 
-    kind: Literal["all_reduce", "all_gather"]
+    kind: CollectiveKind
     nbytes: int
 
 

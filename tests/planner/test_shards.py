@@ -12,7 +12,7 @@ from made_up import AMPLE, devices
 from pipefit import zoo
 from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
-from pipefit.planner import plan
+from pipefit.planner import plan, plan_again
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.search import searches
 from pipefit.planner.question import Question
@@ -24,19 +24,20 @@ from pipefit.training import Training
 from sampled import sampled
 
 HOW = Training(batch_size=8, microbatches=2)
+EVERY = sorted([Degree(1, 1), Degree(2, 1), *(Degree(data, 2, also) for data in (1, 2) for also in (False, True))])
 
 
 @cache
 def costs(*, tied: bool = False) -> ModelProfile:
     task = zoo.build("gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied)
-    return profile(task, microbatch_size=(4, 2), tensor=(2,), target="cuda")
+    return profile(task, microbatch_size=(4, 2), tensor=(2,), sequences=True, target="cuda")
 
 
 def written(of: ModelProfile, edges: tuple[int, ...], degrees: tuple[Degree, ...]) -> Plan:
     firsts = [0, *accumulate(degree.devices for degree in degrees)]
     layers = [of.edges[edge] for edge in edges]
     stages = tuple(
-        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(*ends)), data=degree.data, tensor=degree.tensor))
+        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(*ends)), **degree.pins))
         for (start, stop), ends, degree in zip(pairwise(layers), pairwise(firsts), degrees, strict=True)
     )
     return Plan(profile=of, cluster=devices(*[AMPLE] * 3), training=HOW, stages=stages)
@@ -47,7 +48,7 @@ def lowest(of: ModelProfile) -> int:
     found, blocks = [], len(of.edges) - 1
     for stages in range(1, min(blocks, 3) + 1):
         for cuts in combinations(range(1, blocks), stages - 1):
-            for degrees in product([Degree(*both) for both in product((1, 2), (1, 2))], repeat=stages):
+            for degrees in product(EVERY, repeat=stages):
                 if sum(degree.devices for degree in degrees) <= 3:
                     try:
                         found.append(max(Simulation(written(of, (0, *cuts, blocks), degrees)).peak_bytes))
@@ -58,7 +59,9 @@ def lowest(of: ModelProfile) -> int:
 
 @pytest.mark.parametrize("tied", sampled([False, True], often=[True]))
 def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
-    """Every cut and every degree of every stage; with an embedding that two stages share too."""
+    """Every cut and every degree of every stage, with sequence parallelism and without; with an embedding that two
+    stages share too.
+    """
     of = costs(tied=tied)
     found = plan(of, devices(*[AMPLE] * 3), HOW, objective="peak", shard="none")
     assert found.provenance and found.prediction
@@ -78,6 +81,22 @@ def test_shards_are_chosen_and_pinned() -> None:
         plan(of, on, HOW, tensor=4)
 
 
+def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
+    """All stages have it, or none, where that is asked for; else the leanest plan of few stages has it."""
+    of, on = costs(), devices(*[AMPLE] * 2)
+    peaks = dict[bool | None, int]()
+    for asked in (None, False, True):
+        made = plan(of, on, HOW, objective="peak", data=1, tensor=2, sequences=asked)
+        assert [stage.grid.sequences for stage in made.stages] == [asked is not False]
+        assert made.prediction
+        peaks[asked] = max(made.prediction.peak_bytes)
+    assert peaks[None] == peaks[True] < peaks[False]
+    again = plan_again(plan(of, on, HOW, tensor=2, sequences=True), replace(on, name="another"))
+    assert all(stage.grid.sequences for stage in again.stages)
+    with pytest.raises(UsageError, match="sequence parallelism is of several shards"):
+        plan(of, on, HOW, tensor=1, sequences=True)
+
+
 def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -> None:
     """Stages of both could not be trained: slices of other sizes may be divided in another way."""
     of = costs(tied=True)
@@ -88,5 +107,8 @@ def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -
         for made in (of.measurements, by_size)
     )
     degrees = [sorted(search.tables) for search in searches(one)]
-    assert degrees == [[(1, 1), (2, 1)], [(1, 2), (2, 2)]]
-    assert [sorted(search.tables) for search in searches(other)] == [degrees[0], [(1, 2)], [(2, 2)]]
+    assert degrees == [sorted(one for one in EVERY if one.tensor == tensor) for tensor in (1, 2)]
+    assert [sorted(search.tables) for search in searches(other)] == [
+        degrees[0],
+        *[[one for one in EVERY if one.data == data and one.tensor == 2] for data in (1, 2)],
+    ]

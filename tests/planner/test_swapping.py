@@ -66,6 +66,7 @@ def test_a_host_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float)
     assert (alone is None) == (found is None)
     if alone is not None and found is not None:
         assert found.seconds <= alone.seconds
+        assert not moves(alone)
         check(found)
 
 

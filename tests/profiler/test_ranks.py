@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN
 def gpt() -> ModelProfile:
     """GPT with two blocks, whole and divided between two and four ranks."""
     task = build("gpt", layers=2, hidden=HIDDEN, heads=HEADS, vocabulary=WORDS, sequence=SEQUENCE, dropout=0.0)
-    return profile(task, microbatch_size=BATCH, tensor=(4, 2, 1))
+    return profile(task, microbatch_size=BATCH, tensor=(4, 2, 1), sequences=True)
 
 
 def block(measurement: Measurement) -> range:
@@ -41,7 +42,11 @@ def block(measurement: Measurement) -> range:
 
 def test_layers_are_measured_whole_and_divided() -> None:
     """In the order asked for, behind the whole layers, which are there always."""
-    assert [m.tensor for m in gpt().measurements] == [1, 4, 2]
+    assert [(m.tensor, m.sequences) for m in gpt().measurements] == [
+        *[(n, False) for n in (1, 4, 2)],
+        (4, True),
+        (2, True),
+    ]
     assert [gpt().at(BATCH, ranks).tensor for ranks in (1, 2, 4)] == [1, 2, 4]
 
 
@@ -64,6 +69,27 @@ def test_a_block_sums_twice_in_each_direction(ranks: int) -> None:
     assert [each for cost in costs for each in cost.forward.collectives] == sums
     assert [each for cost in costs for each in cost.backward.collectives] == sums
     assert not any(cost.forward.collectives or cost.backward.collectives for cost in gpt().at(BATCH).costs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
+    """Sequence parallelism: norms and residuals are divided, and each sum is dealt out. Between blocks values are
+    whole, which takes a gather of the value, and one of its gradient, more than in Megatron-LM.
+    """
+    plain, along = (gpt().at(BATCH, ranks, sequences=sequences) for sequences in (False, True))
+    saved = [
+        sum(s.nbytes for n in block(m) for s in m.costs[n].saved if s.origin.kind == "own") for m in (plain, along)
+    ]
+    tokens = BATCH * SEQUENCE
+    whole = 2 * (VALUE + 2 * FLOAT * tokens)  # of the norms: an input each, and a mean and a deviation of a token
+    kept = saved[0] + VALUE, saved[1]  # plain ranks also keep the whole input of the block, which is the one before's
+    assert kept[0] - kept[1] == whole - whole // ranks
+    costs = [along.costs[number] for number in block(along)]
+    large = [
+        Counter(one.kind for cost in costs for one in getattr(cost, phase).collectives if one.nbytes == VALUE)
+        for phase in ("forward", "backward")
+    ]
+    assert large == [{"all_gather": 3, "reduce_scatter": 2}] * 2
 
 
 def test_blocks_exchange_what_whole_ones_do() -> None:
@@ -128,13 +154,20 @@ SMALL = ["zoo:gpt", *(word for setting in SETTINGS for word in ("--set", setting
 
 
 def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--tensor` may be given several times; what is saved has all degrees."""
+    """`--tensor` may be given several times; what is saved has all degrees, and `--sequences` adds them once more, from
+    which a plan takes those that it is asked for.
+    """
     path = tmp_path / "profile.json"
-    degrees = ["--tensor", "2", "--tensor", "4"]
+    degrees = ["--tensor", "2", "--tensor", "4", "--sequences"]
     assert main(["profile", *SMALL, "-b", "2", *degrees, "-o", str(path)]) == 0
-    assert [m.tensor for m in load(path, ModelProfile).measurements] == [1, 2, 4]
+    assert [m.tensor for m in load(path, ModelProfile).measurements] == [1, 2, 4, 2, 4]
     assert main(["show", str(path)]) == 0
-    assert "4 ranks divide" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "4 ranks divide" in told and "on one of 4 tensor-parallel ranks with sequence parallelism" in told
+    asked = ["plan", str(path), "-c", "emulated:2x64MiB", "--tensor", "2", "--batch-size", "4"]
+    for which, expected in (("--sequences", True), ("--no-sequences", False)):
+        assert main([*asked, which]) == 0
+        assert ("with sequence parallelism" in capsys.readouterr().out) == expected
 
 
 @pytest.mark.parametrize("wrong", [0, "2", (2, 1.5)])

@@ -10,13 +10,23 @@ from torch import Tensor, nn
 
 from pipefit.runtime.processes import forks
 from pipefit.sharding import Alone, LockstepCollectives, in_lockstep
-from sharding_workers import all_collectives, both, talk
+from sharding_workers import all_collectives, both, talk, through_seams
 
 
-def test_ranks_in_lockstep_sum_gather_and_broadcast() -> None:
-    """Every rank gets the sum, all tensors in order, and the source's."""
-    for found in in_lockstep(3, all_collectives):
+def test_ranks_in_lockstep_sum_gather_exchange_and_broadcast() -> None:
+    """Every rank gets the sum, all tensors in order, what each has for it, and the source's."""
+    for rank, found in enumerate(in_lockstep(3, all_collectives)):
+        assert found.pop("exchange") == [10.0 + rank, 20.0 + rank, 30.0 + rank]
         assert found == {"sum": [6.0, 0.0], "all": [1.0, 0.0, 2.0, 0.0, 3.0, 0.0], "source": [3.0, 0.0]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_through_all_seams_are_those_of_the_whole(ranks: int) -> None:
+    """A network whose weights and results ranks share has the gradients that one rank alone computes."""
+    (alone,) = in_lockstep(1, through_seams)
+    assert len(alone) == 12 + 32 + 32
+    for found in in_lockstep(ranks, through_seams):
+        assert found == pytest.approx(alone, rel=1e-12)
 
 
 def test_every_rank_draws_what_the_caller_would_draw() -> None:
@@ -73,6 +83,8 @@ def test_a_rank_alone_has_tensors_of_the_right_shapes() -> None:
     parts = group.all_gather(tensor)
     assert [part.shape for part in parts] == [(2, 2)] * 3
     assert len({part.data_ptr() for part in (*parts, tensor)}) == 4
+    exchanged = group.all_to_all(tensor)
+    assert exchanged.shape == tensor.shape and exchanged.data_ptr() != tensor.data_ptr()
     assert group.all_reduce(tensor) is tensor is group.broadcast(tensor, 0)
 
 

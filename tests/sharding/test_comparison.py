@@ -106,7 +106,7 @@ def wrong_order(broken: pytest.MonkeyPatch) -> None:
 
 
 def bias_twice(broken: pytest.MonkeyPatch) -> None:
-    def row_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    def row_linear(x: Tensor, weight: Tensor, bias: Tensor, form: None, group: Any) -> Tensor:
         return seams.reduced(with_bias(F.linear(x, weight), bias), group)
 
     broken.setattr(products, "row_linear", row_linear)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipefit.sharding.forms import Split, divides, join, local_shape, take
+from pipefit.sharding.forms import Split, dealt, divides, join, local_shape, take
 from pipefit.sharding.rules.reshaping import through_reshape
 from pipefit.sharding.shards import Shard, assembled
 
@@ -60,6 +60,7 @@ def test_the_parts_of_all_ranks_make_the_whole(case: tuple[list[int], Split, int
     parts = [take(whole, split, rank, ranks) for rank in range(ranks)]
     shards = [Shard.of("weight", shape, split, rank, ranks) for rank in range(ranks)]
     assert torch.equal(join(parts, split, shape[split.dim]), whole)
+    assert torch.equal(dealt(whole, split, ranks), torch.stack(parts))
     assert all(torch.equal(shard.local(whole), part) for shard, part in zip(shards, parts, strict=True))
     assert torch.equal(assembled(shards, parts), whole)
 

@@ -8,6 +8,7 @@ import pytest
 
 from huggingface_models import SMALL, TEXT, TINY
 from pipefit.capture import Task
+from pipefit.capture.flat import operator_name
 from pipefit.sharding import Prices
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
@@ -56,16 +57,23 @@ def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
     assert stage.shares.of_bytes > 0.9 or ranks > 2
 
 
-@pytest.mark.parametrize("name", ["gpt", *(pytest.param(f"hf:{name}", marks=pytest.mark.gallery) for name in FLOWS)])
+@pytest.mark.parametrize(
+    "name", ["gpt", "hf:llama", *(pytest.param(f"hf:{name}", marks=pytest.mark.gallery) for name in FLOWS)]
+)
 def test_positions_are_divided_where_little_is_to_be_kept(name: str) -> None:
-    """By sequence parallelism norms and what is around them are divided too, and no number changes."""
+    """By sequence parallelism norms and what is around them are divided too, whatever operations norms are made of, and
+    no number changes.
+    """
     case = Case.of({**ORDINARY, **GALLERY}[name]())
     stage, found = case.by_ranks(2, Prices(stored=10.0), sequences=True)
     plain = case.plain()
     for numbers in found:
         assert differences(numbers, plain) == []
-    norms = [way for node, way in stage.choice.ways.items() if "layer_norm" in node.name or "rms_norm" in node.name]
-    assert all(way.divides for way in norms)
+    norms = [
+        way for node, way in stage.choice.ways.items() if {"layer_norm", "rms_norm", "rsqrt"} & {operator_name(node)}
+    ]
+    assert norms and all(way.divides for way in norms)
+    assert any(way.scattered for way in stage.choice.ways.values())
 
 
 @pytest.mark.gallery

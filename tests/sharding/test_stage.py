@@ -85,11 +85,13 @@ def test_every_rank_has_the_values_between_stages_whole() -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("stored", [0.001, 1.0, 50.0])
-def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> None:
+def test_the_collectives_that_are_said_are_those_that_happen(stored: float, sequences: bool) -> None:
     """Kind, phase and bytes of every collective of a forward and a backward, whatever is divided."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
-    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=Prices(stored=stored))
+    prices = Prices(stored=stored)
+    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=prices, sequences=sequences)
 
     def run(group: LockstepCollectives) -> Counter[tuple[str, str, int, int]]:
         listening = Listening(group)

@@ -61,6 +61,8 @@ def test_a_ring_is_as_fast_as_its_slowest_hop(devices: tuple[int, ...]) -> None:
     sent = [(Member.device(hop.source), Member.device(hop.target), hop.nbytes) for hop in hops]
     slowest = max(cluster.route(one, other).latency_seconds for one, other, _ in sent)
     assert ring.latency_seconds == slowest
+    dealt_out = ring.seconds([Collective("reduce_scatter", 1200)])
+    assert dealt_out == ring.seconds([Collective("all_gather", 1200)]) < ring.seconds([Collective("all_reduce", 1200)])
     without = ring.seconds([Collective("all_reduce", 1200)]) - 2 * (len(devices) - 1) * slowest
     assert without <= cluster.seconds(sent) <= without + len(devices) * slowest
 

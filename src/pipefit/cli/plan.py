@@ -108,6 +108,14 @@ def command(
             metavar="N", min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."
         ),
     ] = None,
+    sequences: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequences/--no-sequences",
+            help="Whether these also divide what is between attention and MLP, along positions; chosen where a PROFILE "
+            "has both, not unless given for a MODEL.",
+        ),
+    ] = None,
     shard: Annotated[
         Sharding | None,
         typer.Option(help="What replicas of a stage divide between them, as ZeRO does; chosen by joint and exact."),
@@ -177,6 +185,7 @@ def command(
             stages=stages,
             data=data,
             tensor=tensor,
+            sequences=sequences,
             shard=shard,
         )
     built = built_with(profile, settings) if _is_model(profile) else ""

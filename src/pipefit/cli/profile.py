@@ -53,6 +53,9 @@ def command(
             min=1, metavar="RANKS", help="Profile layers divided between so many tensor-parallel ranks too; repeatable."
         ),
     ] = [],  # noqa: B006 - typer reads it and makes a list of its own
+    sequences: Annotated[
+        bool, typer.Option("--sequences", help="Those ranks also with sequence parallelism, so that plans may have it.")
+    ] = False,
     runs: Annotated[
         Runs | None,
         typer.Option(help="Also train for real, for the additive planner: the whole model, or a few blocks at a time."),
@@ -107,6 +110,7 @@ def command(
             target=target,
             threads=threads,
             tensor=tensor,
+            sequences=sequences,
             progress=report,
         )
     if runs is not None and devices is not None:

@@ -43,7 +43,9 @@ class Ring(NamedTuple):
         return Ring(len(devices), max(busy.values(), default=0.0), latency)
 
     def seconds(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives one after the other: a sum goes around twice, a gather once."""
+        """Seconds of collectives one after the other: a sum goes around twice; once, if every rank gets its part of
+        it, and so does a gather.
+        """
         return sum(self._seconds(2 if one.kind == "all_reduce" else 1, one.nbytes) for one in collectives)
 
     def _seconds(self, times: int, nbytes: int) -> float:

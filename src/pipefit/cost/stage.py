@@ -119,6 +119,9 @@ class StageCost:
         return found
 
 
+Way = tuple[int, int, bool]  # of a measurement: samples, ranks, and whether these divide positions too
+
+
 class Costs:
     """The costs of all stages asked for so far, for one profile and training. Planners share one between plans.
 
@@ -127,7 +130,7 @@ class Costs:
     """
 
     def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
-        self._measurements = {(one.microbatch_size, one.tensor): one for one in (*slices, measurement)}
+        self._measurements = {one.way: one for one in (*slices, measurement)}
         self._size, self._training = measurement.microbatch_size, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._storages: dict[tuple[object, ...], StageStorages] = {}
@@ -149,14 +152,16 @@ class Costs:
         data: int = 1,
         share: Share | None = None,
         ring: Ring | None = None,
+        sequences: bool = False,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> StageCost:
         """The costs of layers `start` to `stop - 1` on a device of `kind`.
 
         The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
-        divide; or it is one of the ranks of such a replica, which divide the layers and exchange around the `ring`.
+        divide; or it is one of the ranks of such a replica, which divide the layers, by `sequences` along positions
+        too, and exchange around the `ring`.
         """
-        degree = self._size // data, 1 if ring is None else ring.members
+        degree = self._size // data, 1 if ring is None else ring.members, sequences
         flight = start, stop, degree, sent
         key = *flight, kind.key, share, ring
         if key not in self._stages:
@@ -178,11 +183,12 @@ class Costs:
             data=grid.data,
             share=self._share(place, grid.devices[replica * grid.tensor + shard]),
             ring=Ring.of(plan.cluster, group) if grid.tensor > 1 else None,
+            sequences=grid.sequences,
             sent=Sent.of(plan, stage, shard),
         )
 
-    def _storages_of(self, start: int, stop: int, degree: tuple[int, int]) -> StageStorages:
-        """The storages of layers `start` to `stop - 1`, at so many samples and divided between so many ranks."""
+    def _storages_of(self, start: int, stop: int, degree: Way) -> StageStorages:
+        """The storages of layers `start` to `stop - 1`, as they were measured in a way."""
         key = start, stop, degree
         if key not in self._storages:
             rooms = self._training.versions == "everything"
@@ -194,13 +200,13 @@ class Costs:
         grid = place.grid
         if grid.shard == "none":
             return None
-        there = place.start, place.stop, (self._size // grid.data, grid.tensor)
+        there = place.start, place.stop, (self._size // grid.data, grid.tensor, grid.sequences)
         if (*there, grid.shard) not in self._owners:
             self._owners[*there, grid.shard] = owners(self._storages_of(*there), grid)
         return share_among(place, device, self._owners[*there, grid.shard])
 
-    def _seconds(self, kind: DeviceKind, degree: tuple[int, int], ring: Ring | None) -> tuple[Seconds, ...]:
-        """The seconds of all layers, at so many samples and divided between so many ranks, on a device of `kind`."""
+    def _seconds(self, kind: DeviceKind, degree: Way, ring: Ring | None) -> tuple[Seconds, ...]:
+        """The seconds of all layers, as they were measured in a way, on a device of `kind`."""
         found = self._times.get((degree, kind.key, ring))
         if found is None:
             measurement = self._measurements[degree]

@@ -46,17 +46,18 @@ def plan_on_the_way(
     training: Training | None = None,
     *,
     shards: Sequence[int] = (),
+    along: bool = False,
     **asked: Unpack[Asked],
 ) -> Proposal:
     """A plan whose profiles, as far as it has them, come to be those of traces; layers may be divided between `shards`
-    ranks. It is held against traces from now on until it is settled.
+    ranks, `along` positions too. It is held against traces from now on until it is settled.
 
     Other arguments are those of `pipefit.planner.plan`.
 
     Raises:
         InfeasibleError: no plan fits, by such profiles; as it is settled, too.
     """
-    make = partial(plan_of_profile, partial(known, tensor=shards), cluster, training, **asked)
+    make = partial(plan_of_profile, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
     try:
         made = make()
     except InfeasibleError:

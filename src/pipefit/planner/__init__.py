@@ -120,6 +120,7 @@ class Asked(TypedDict, total=False):
     stages: int | None
     data: int | None
     tensor: int | None
+    sequences: bool | None
     shard: Sharding | None
     effort: float
     allow_infeasible: bool
@@ -146,6 +147,7 @@ def plan(
     stages: int | None = None,
     data: int | None = None,
     tensor: int | None = None,
+    sequences: bool | None = None,
     shard: Sharding | None = None,
     effort: float = 1.0,
     allow_infeasible: bool = False,
@@ -160,7 +162,8 @@ def plan(
     (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
     one for a size. `joint`, `exact` and `lean` also choose how many replicas each stage has and what these divide, as
     far as the profile has the sizes of the slices that they compute, and the size of microbatches; `data` and `tensor`
-    are the degrees of all stages, and `shard` is what the replicas of each divide, if it has several. Without
+    are the degrees of all stages, `sequences` says whether all shards divide positions too (chosen where the profile
+    has both), and `shard` is what the replicas of each divide, if it has several. Without
     `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
     and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
     device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
@@ -197,6 +200,7 @@ def plan(
         stages=stages,
         data=data,
         tensor=tensor,
+        sequences=sequences,
         shard=shard,
         recompute=recompute,
         effort=effort,
@@ -236,12 +240,13 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         planner=made.planner if made and made.planner in PLANNERS else "joint",
         shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
     )
+    sequences = cast("bool | None", asked.get("sequences"))
     *ways, last = _degrees(asked, len(cluster.devices))
     for stages, data, tensor in ways:
         with suppress(UsageError, InfeasibleError):
-            return again(stages=stages, data=data, tensor=tensor)
+            return again(stages=stages, data=data, tensor=tensor, sequences=sequences if tensor else None)
     stages, data, tensor = last
-    return again(stages=stages, data=data, tensor=tensor)
+    return again(stages=stages, data=data, tensor=tensor, sequences=sequences if tensor else None)
 
 
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:

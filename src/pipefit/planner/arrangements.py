@@ -149,9 +149,8 @@ class Trials:
         asked, size = self.space.question, arrangement.microbatch_size
         microbatches = asked.training.batch_size // size
         how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
-        data, tensor = arrangement.degree
-        shard = asked.options.shard if data > 1 else None
-        options = replace(asked.options, stages=arrangement.stages, data=data, tensor=tensor, shard=shard)
+        shard = asked.options.shard if arrangement.degree.data > 1 else None
+        options = replace(asked.options, stages=arrangement.stages, shard=shard, **arrangement.degree.pins)
         found = replace(asked, profile=self._profile(size), training=how, options=options)
         return found if arrangement.degree == SINGLE else representative(found, arrangement.degree)
 
@@ -341,7 +340,7 @@ class Trials:
         """The arrangements that are the most like the fastest plan of mixed degrees."""
         for one in sorted(self.mixed, key=lambda one: one.seconds):
             grid, how, stages = one.split.grids[0], one.question.training, len(one.split.devices)
-            yield Arrangement(how.schedule, stages, how.microbatch_size, Degree(grid.data, grid.tensor))
+            yield Arrangement(how.schedule, stages, how.microbatch_size, Degree.of(grid))
 
     @property
     def _roomiest(self) -> Arrangement:

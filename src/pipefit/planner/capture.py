@@ -69,14 +69,21 @@ class Runs:
     def predicted(self, degree: Degree, microbatches: int) -> Floats:
         """The predicted peak of a worker, for all ranges of blocks, that keeps so many microbatches."""
         samples = self.question.training.microbatch_size / degree.data
-        isolated, added = (fixed + slope * samples for fixed, slope in self._lines(degree.tensor, microbatches))
+        isolated, added = (
+            fixed + slope * samples for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
+        )
         found: Floats = isolated[:, None] - added[:, None] + ranges(np.concatenate(([0.0], np.cumsum(added))))
         rows, columns = np.ogrid[: found.shape[0], : found.shape[1]]
         return np.where(columns <= rows, np.inf, found)
 
-    def _lines_of(self, tensor: int, microbatches: int) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    def _lines_of(
+        self,
+        tensor: int,
+        sequences: bool,
+        microbatches: int,
+    ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """Of every block, alone and added: the fixed part and the slope over samples in a microbatch."""
-        of_degree = [one for one in self.question.profile.measurements if one.tensor == tensor]
+        of_degree = [one for one in self.question.profile.measurements if one.way[1:] == (tensor, sequences)]
         measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
         sizes = np.array([one.microbatch_size for one in measured], float)

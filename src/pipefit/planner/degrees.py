@@ -1,30 +1,51 @@
 """Degrees: how many devices share a stage, and in which way; and those that stages of a question may have.
 
 A stage of degree (data d, tensor t) is on d t devices: d replicas, each of which computes a slice of every microbatch,
-of t shards, each of which holds a part of the layers. What a device of such a stage holds and computes is what the
-profile says of a microbatch as large as the slice. So a degree is only possible where the profile has that size.
+of t shards, each of which holds a part of the layers, and by `sequences` computes some positions of what is between.
+What a device of such a stage holds and computes is what the profile says of a microbatch as large as the slice. So a
+degree is only possible where the profile has that size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Sharding, dividing
+from pipefit.grids import SHARDINGS, Grid, Sharding, dividing
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.texts import counted
 from pipefit.training import Training
 
 
-class Degree(NamedTuple):
-    """So many replicas of so many shards each."""
+class Pins(TypedDict):
+    """A degree as options of a planner, and as fields of a grid, are named."""
 
     data: int
     tensor: int
+    sequences: bool
+
+
+class Degree(NamedTuple):
+    """So many replicas of so many shards each, which by `sequences` divide positions too."""
+
+    data: int
+    tensor: int
+    sequences: bool = False
+
+    @staticmethod
+    def of(grid: Grid) -> Degree:
+        """That of a grid."""
+        return Degree(grid.data, grid.tensor, grid.sequences)
 
     def __str__(self) -> str:
-        return f"{counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each"
+        along = " with sequence parallelism" if self.sequences else ""
+        return f"{counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each{along}"
+
+    @property
+    def pins(self) -> Pins:
+        """Its fields by name."""
+        return {"data": self.data, "tensor": self.tensor, "sequences": self.sequences}
 
     @property
     def devices(self) -> int:
@@ -65,9 +86,11 @@ def degrees_of(
     *,
     data: int | None = None,
     tensor: int | None = None,
+    sequences: bool | None = None,
     shard: Sharding | None = None,
 ) -> tuple[Degree, ...]:
-    """The degrees that stages may have on so many devices, rising; all of `data` replicas and `tensor` shards if given.
+    """The degrees that stages may have on so many devices, rising; all of `data` replicas and `tensor` shards if given,
+    all shards with `sequences` or without.
 
     Some have several replicas if these are to divide anything (`shard`).
 
@@ -75,20 +98,23 @@ def degrees_of(
         UsageError: those that are asked for are not possible; says what would be.
     """
     size = training.microbatch_size
-    check_pins(profile, size, devices, data=data, tensor=tensor, shard=shard)
+    check_pins(profile, size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard)
     if shard is not None and shard not in divisible(training):
         raise UsageError(
             f"schedule {training.schedule} updates with microbatches in flight, each of which goes through weights of "
             f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with versions of "
             "weights alone), or use schedule 1f1b"
         )
-    found = {Degree(size // one.microbatch_size, one.tensor) for one in profile.measurements if _divides(one, size)}
-    pins = Degree(data or 0, tensor or 0)
+    known = [one for one in profile.measurements if _divides(one, size)]
+    found = {Degree(size // one.microbatch_size, one.tensor, one.sequences) for one in known}
     return tuple(
         sorted(
             degree
             for degree in found
-            if degree.devices <= devices and all(pin in (0, own) for pin, own in zip(pins, degree, strict=True))
+            if degree.devices <= devices
+            and data in (None, degree.data)
+            and tensor in (None, degree.tensor)
+            and (sequences in (None, degree.sequences) or degree.tensor == 1)
         )
     )
 
@@ -104,11 +130,12 @@ def check_pins(
     *,
     data: int | None,
     tensor: int | None,
+    sequences: bool | None = None,
     shard: Sharding | None = None,
     batch: int | None = None,
 ) -> None:
-    """Check that stages can have the degrees that were asked for with microbatches of so many samples, and replicas if
-    these are to divide anything.
+    """Check that stages can have the degrees that were asked for with microbatches of so many samples, replicas if
+    these are to divide anything, and shards that divide positions if some are to (`sequences`).
 
     `batch` is the number of samples in a step, if it was asked for.
 
@@ -120,13 +147,19 @@ def check_pins(
             raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
     if shard not in (None, "none"):
         _check_replicas(profile, size, shard, most=min(size, devices // (tensor or 1)) if data is None else data)
-    asked = Degree(data or 1, tensor or 1)
+    if sequences and tensor == 1:
+        raise UsageError("sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out")
+    if sequences and tensor is None and not any(one.sequences for one in profile.measurements):
+        raise UsageError(
+            f"{profile.model} was profiled without sequence parallelism: profile it with --tensor 2 --sequences"
+        )
+    asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
     if asked == SINGLE:
         return
     if asked.devices > devices:
         raise UsageError(f"a stage of {asked} needs {asked.devices} devices, and there are {devices}: use fewer")
     _check_slices(profile, size, asked.data, batch)
-    profile.at(size // asked.data, asked.tensor)
+    profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
 
 
 def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) -> None:

@@ -73,9 +73,9 @@ def _plans(question: Question) -> Iterator[Plan]:
     """All of them, those of the most replicas and of what is kept first."""
     recompute = (False, True) if question.means.recompute != "never" else (False,)
     degrees = [degree for degree in question.degrees if degree.data > 1]
-    for again, degree in product(recompute, sorted(degrees, key=lambda one: (-one.data, one.tensor))):
+    for again, degree in product(recompute, sorted(degrees, key=lambda one: (-one.data, one.tensor, one.sequences))):
         stages = question.options.stages or min(question.blocks, len(question.cluster.devices) // degree.devices)
-        options = replace(question.options, data=degree.data, tensor=degree.tensor, stages=stages)
+        options = replace(question.options, stages=stages, **degree.pins)
         with suppress(UsageError):
             split = in_replicas(time)(replace(question, options=options)).split
             for shard, moves in _WAYS:

@@ -105,7 +105,7 @@ class Search:
     """
 
     def __init__(self, question: Question, bound: float | None = None) -> None:
-        question = replace(question, options=replace(question.options, data=1, tensor=1, shard=None))
+        question = replace(question, options=replace(question.options, data=1, tensor=1, sequences=None, shard=None))
         self.bound = step_bound(question) if bound is None else bound
         self._question, self._filler = question, Filler(Evaluator(question))
         self._fillers: dict[Means, Filler] = {}

@@ -190,7 +190,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         pinned = question.options.stages if question.degrees != (SINGLE,) else question.stages
         counts = counts_of(most) if pinned is None else (pinned,)
         for count, planner in product(counts, (exact, time)):
-            options = replace(question.options, data=degree.data, tensor=degree.tensor, stages=count)
+            options = replace(question.options, stages=count, **degree.pins)
             with suppress(UsageError):
                 split = in_replicas(planner)(replace(question, options=options)).split
                 for shard, moves in _OF_ONE if degree.data == 1 else _OF_SEVERAL:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pipefit.cost.time import layer_seconds
 from pipefit.errors import UsageError
+from pipefit.planner.degrees import Degree
 from pipefit.planner.parameters import parameters
 from pipefit.planner.question import Planner, Question, Split
 from pipefit.planner.replicas import in_replicas
@@ -58,7 +59,7 @@ def alike(question: Question) -> Iterator[Split]:
     devices = len(question.cluster.devices)
     for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
         stages = question.options.stages or min(question.blocks, devices // degree.devices)
-        options = replace(question.options, data=degree.data, tensor=degree.tensor, stages=stages)
+        options = replace(question.options, stages=stages, **degree.pins)
         for planner in _PLANNERS:
             with suppress(UsageError):
                 yield in_replicas(planner)(replace(question, options=options)).split
@@ -88,7 +89,7 @@ class _Search:
     def __init__(self, simulations: Simulations, at_most: float) -> None:
         self._question, self._simulations, self._at_most = simulations.question, simulations, at_most
         self._until = simulations.work + _WORK
-        self._before: Callable[[int, int], Sequence[float]] = cache(self._seconds_before)
+        self._before: Callable[[Degree], Sequence[float]] = cache(self._seconds_before)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
         """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
@@ -119,15 +120,14 @@ class _Search:
         found = []
         for number, blocks in enumerate(pairwise(split.edges)):
             start, stop = self._question.layers(*blocks)
-            grid = split.grid(number)
-            before = self._before(grid.data, grid.tensor)
+            before = self._before(Degree.of(split.grid(number)))
             found.append(before[stop] - before[start])
         return self._question.training.microbatches * max(found)
 
-    def _seconds_before(self, data: int, tensor: int) -> Sequence[float]:
+    def _seconds_before(self, degree: Degree) -> Sequence[float]:
         """Seconds of the passes through all layers before each, on the fastest kind of device."""
         how, profile = self._question.training, self._question.profile
-        measured = profile.at(how.microbatch_size // data, tensor)
+        measured = self._question.measured(degree)
         kinds = {device.kind.key: device.kind for device in self._question.cluster.devices}.values()
         of_kinds = zip(*(layer_seconds(measured, kind, how.dtype) for kind in kinds), strict=True)
         fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]

@@ -32,7 +32,7 @@ class Options:
     device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of their budgets
     that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages: how many replicas
     each has, and how many shards each of these; without them, planners that can choose them do. The same holds of
-    `shard`, what the replicas of a stage divide (`Grid`).
+    `sequences`, whether all shards divide positions too, and of `shard`, what the replicas of a stage divide (`Grid`).
 
     Raises:
         UsageError: no effort, or a field of another type.
@@ -41,6 +41,7 @@ class Options:
     stages: int | None = None
     data: int | None = None
     tensor: int | None = None
+    sequences: bool | None = None
     shard: Sharding | None = None
     recompute: Recompute = "never"
     allow_infeasible: bool = False
@@ -144,8 +145,15 @@ class Question:
             UsageError: those that are asked for are not possible.
         """
         asked, devices = self.options, len(self.cluster.devices)
-        pins = {"data": asked.data, "tensor": asked.tensor}
-        return degrees_of(self.profile, self.training, devices, **pins, shard=asked.shard)
+        return degrees_of(
+            self.profile,
+            self.training,
+            devices,
+            data=asked.data,
+            tensor=asked.tensor,
+            sequences=asked.sequences,
+            shard=asked.shard,
+        )
 
     @property
     def shards(self) -> tuple[Sharding, ...]:
@@ -156,7 +164,8 @@ class Question:
 
     def measured(self, degree: Degree) -> Measurement:
         """The layer costs of a device of a stage of this degree."""
-        return self.profile.at(self.training.microbatch_size // degree.data, degree.tensor)
+        size = self.training.microbatch_size // degree.data
+        return self.profile.at(size, degree.tensor, sequences=degree.sequences)
 
     @cached_property
     def edges(self) -> tuple[int, ...]:

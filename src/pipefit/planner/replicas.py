@@ -66,13 +66,14 @@ def representative(question: Question, degree: Degree) -> Question:
             f"{asked} stages of {degree.data} replicas need {asked * degree.devices} devices, and cluster "
             f"{question.cluster.name} has {len(question.cluster.devices)}: use fewer of either"
         )
-    ranks = tuple(replace(one, tensor=1) for one in profile.measurements if one.tensor == degree.tensor)
+    alike = [one for one in profile.measurements if one.way[1:] == degree[1:]]
+    ranks = tuple(replace(one, tensor=1, sequences=False) for one in alike)
     return replace(
         question,
         profile=replace(profile, measurements=ranks),
         cluster=_part(question.cluster, [devices[0] for devices in groups]),
         training=replace(how, batch_size=how.batch_size // degree.data),
-        options=replace(options, data=1, tensor=1, shard=None),
+        options=replace(options, data=1, tensor=1, sequences=None, shard=None),
         means=replace(question.means, peers=False, state=False, spill=False),
     )
 
@@ -81,7 +82,7 @@ def expanded(question: Question, found: Found, degree: Degree) -> Found:
     """What was found for one replica, for all of them."""
     groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
-        Grid(devices=groups[device], data=degree.data, tensor=degree.tensor, shard=shard, buckets=BUCKETS[shard])
+        Grid(devices=groups[device], shard=shard, buckets=BUCKETS[shard], **degree.pins)
         for device in found.split.devices
     )
     return found._replace(split=Split(found.split.edges, tuple(grid.devices[0] for grid in grids), grids))

@@ -122,7 +122,8 @@ class Space:
     @property
     def least(self) -> Degree:
         """The smallest degree that stages may have."""
-        return Degree(self.question.options.data or 1, self.question.options.tensor or 1)
+        asked = self.question.options
+        return Degree(asked.data or 1, asked.tensor or 1, bool(asked.sequences and asked.tensor))
 
     def question_of(self, size: int, profile: ModelProfile) -> Question:
         """The question with microbatches of so many samples.
@@ -196,7 +197,8 @@ def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | 
 
     def at(size: int) -> ModelProfile:
         made = profiles(size)
-        check_pins(made, size, devices, data=options.data, tensor=options.tensor, shard=options.shard, batch=batch)
+        asked = {"data": options.data, "tensor": options.tensor}
+        check_pins(made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
         return made
 
     return at

@@ -108,7 +108,7 @@ class _Search:
         """
         start, stop = self._split.edges[number : number + 2]
         grid, edges = self._split.grid(number), self._question.edges
-        degree = Degree(grid.data, grid.tensor)
+        degree = Degree.of(grid)
         if degree not in self._menus:
             self._menus[degree] = Menus(representative(self._question, degree))
         places = (TO_HOST,) * moved + (KEPT,) * (stop - start - moved)

@@ -26,6 +26,7 @@ def profile(
     target: Target = "cpu",
     threads: int = 1,
     tensor: int | Sequence[int] = (),
+    sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
     """What every layer of `task` costs for one microbatch of `microbatch_size` samples, or of each of several sizes.
@@ -41,6 +42,7 @@ def profile(
         target: whose kernels autograd's choices follow; with a real device, that device's.
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         tensor: numbers of ranks between which layers are divided, too: they are always profiled whole.
+        sequences: also with sequence parallelism: ranks divide what is between attention and MLP along positions too.
         progress: called with (layers done, layers in all, name of the next one).
     """
     instance("task", task, Task, "pipefit.Task says how a module is trained")
@@ -49,13 +51,18 @@ def profile(
     whole("threads", threads, 1, MOST_THREADS)
     ranks: Sequence[Any] = tensor if isinstance(tensor, list | tuple) else [tensor]
     degrees = [whole("tensor", degree, 1) for degree in ranks]
+    along = instance("sequences", sequences, bool)
+    if along and max(degrees, default=1) < 2:
+        raise UsageError("sequence parallelism is of several ranks: say how many (tensor), such as 2")
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
-        found = profile_sizes(task, sizes, target=followed, threads=threads, tensor=degrees, progress=progress)
+        found = profile_sizes(
+            task, sizes, target=followed, threads=threads, tensor=degrees, sequences=along, progress=progress
+        )
         if real is None:
             return found
         return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)

@@ -44,6 +44,7 @@ def profile_sizes(
     target: Target,
     threads: int,
     tensor: Sequence[int] = (),
+    sequences: bool = False,
     progress: Progress | None = None,
     chains: Chains | None = None,
 ) -> ModelProfile:
@@ -56,7 +57,15 @@ def profile_sizes(
     """
     chains = chains or Chains(task)
     first, *others = (
-        profile_fake(chains, microbatch_size=size, target=target, threads=threads, tensor=tensor, progress=progress)
+        profile_fake(
+            chains,
+            microbatch_size=size,
+            target=target,
+            threads=threads,
+            tensor=tensor,
+            sequences=sequences,
+            progress=progress,
+        )
         for size in sizes
     )
     for other in others:
@@ -80,11 +89,13 @@ def profile_fake(
     target: Target,
     threads: int,
     tensor: Sequence[int] = (),
+    sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
     """The profile of a task at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads.
 
-    Layers are measured whole, and divided between each number of ranks in `tensor`.
+    Layers are measured whole, and divided between each number of ranks in `tensor`; by `sequences` also along
+    positions.
 
     Raises:
         UsageError: so many ranks divide nothing of the model, or a layer cannot be followed.
@@ -99,7 +110,7 @@ def profile_fake(
         check_updates(task, chain.layers)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
-        divided = sharded_chains(chain, tensor, values, targets)  # before any layer is run
+        divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer is run
         whole = survey(task, kernels, chain, values, targets, progress)
         measurements = [whole]
         for sharded in divided:

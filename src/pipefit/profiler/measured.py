@@ -156,7 +156,8 @@ def _of_rank(chain: Chain, measurement: Measurement, inputs: Any, targets: Any) 
     """The chain of one rank, whose peers are not there, where the measurement is of divided layers."""
     if measurement.tensor == 1:
         return chain
-    sharded = shard_chain(chain, measurement.tensor, chain.flatten(inputs), chain.flatten_targets(targets))
+    given, wanted, sequences = chain.flatten(inputs), chain.flatten_targets(targets), measurement.sequences
+    sharded = shard_chain(chain, measurement.tensor, given, wanted, sequences=sequences)
     return sharded.rank(Alone(rank=0, size=measurement.tensor))
 
 

@@ -27,7 +27,7 @@ from pipefit.validation import whole
 
 T = TypeVar("T")
 
-_Wanted = tuple[int, tuple[int, ...]]  # a size of microbatches, and numbers of ranks
+_Wanted = tuple[int, tuple[int, ...], bool]  # a size of microbatches, numbers of ranks, and whether positions too
 
 
 class OnDemand:
@@ -56,9 +56,11 @@ class OnDemand:
         self._ahead = () if target == "cpu" else tuple(ahead)
         self._begun: dict[_Wanted, Callable[[], ModelProfile]] = {}
 
-    def __call__(self, microbatch_size: int, tensor: Sequence[int] = ()) -> ModelProfile:
-        """The profile of layers that are whole, and divided between each of these numbers of ranks."""
-        wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1}))
+    def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
+        """The profile of layers that are whole, and divided between each of these numbers of ranks; by `sequences`
+        along positions too.
+        """
+        wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1})), sequences
         if wanted not in self._known:
             self._say("tracing the model")
             with _profiling():
@@ -75,7 +77,7 @@ class OnDemand:
 
     def _begin(self, first: _Wanted) -> None:
         """Begin to profile other sizes, beside the first one."""
-        others = [(size, first[1]) for size in self._ahead if size != first[0]]
+        others = [(size, *first[1:]) for size in self._ahead if size != first[0]]
         self._ahead = ()
         if others:
             with FakeTarget(self._target) as fake:
@@ -90,13 +92,14 @@ class OnDemand:
             return self.chains.of(min(self.sizes, default=1), fake)
 
     def _made(self, wanted: _Wanted, progress: Progress | None) -> ModelProfile:
-        size, ranks = wanted
+        size, ranks, sequences = wanted
         return profile_sizes(
             self._task,
             [size],
             target=self._target,
             threads=self._threads,
             tensor=ranks,
+            sequences=sequences,
             progress=progress,
             chains=self.chains,
         )
@@ -109,7 +112,7 @@ class OnDemand:
         are forgotten, and each is made of a trace from then on.
         """
         self._begun = {}
-        wanted = sorted({size for size, _ in self._known} if sizes is None else set(sizes))
+        wanted = sorted({size for size, *_ in self._known} if sizes is None else set(sizes))
         fake = FakeTarget(self._target)
         with _profiling(), fake:
             checked = self.chains.checked(wanted, fake)

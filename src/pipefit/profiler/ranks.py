@@ -18,17 +18,20 @@ from pipefit.profiler.survey import shared_name
 from pipefit.profiles import Measurement
 from pipefit.sharding import ShardedChain, shard_traced, trace_chain
 from pipefit.sharding.forms import Split
-from pipefit.sharding.tracing import blocks_begin
+from pipefit.sharding.tracing import TracedStage, blocks_begin
 from pipefit.work import Collective
 
 _Collectives = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # of a layer's forward, and of its backward
 
 
-def sharded_chains(chain: Chain, degrees: Sequence[int], values: Values, targets: Values) -> list[ShardedChain]:
-    """`chain` divided between each of these numbers of ranks; it is traced once.
+def sharded_chains(
+    chain: Chain, degrees: Sequence[int], values: Values, targets: Values, *, sequences: bool = False
+) -> list[ShardedChain]:
+    """`chain` divided between each of these numbers of ranks, and by `sequences` along positions too; it is traced
+    once.
 
     Raises:
-        UsageError: so many ranks divide nothing; says why. Or a layer cannot be followed.
+        UsageError: so many ranks divide nothing, or nothing along positions; says why. Or a layer cannot be followed.
     """
     wanted = [degree for degree in dict.fromkeys(degrees) if degree > 1]
     traced = trace_chain(chain, values, targets) if wanted else None
@@ -39,6 +42,21 @@ def sharded_chains(chain: Chain, degrees: Sequence[int], values: Values, targets
                 f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0% of its parameters and of "
                 f"its operations: {_why(sharded)}; choose another number, or replicas"
             )
+    return [*found, *(_along_positions(traced, one) for one in found if sequences and traced is not None)]
+
+
+def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
+    """The chain divided along positions too.
+
+    Raises:
+        UsageError: no sum over ranks is of sequences whose positions they divide.
+    """
+    found = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
+    if ("reduce_scatter", "forward") not in {(one.kind, one.phase) for one in found.collectives}:
+        raise UsageError(
+            f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it sums "
+            "no sequences whose positions they divide, so leave sequence parallelism out, or choose another number"
+        )
     return found
 
 
@@ -71,6 +89,7 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
         tensor=sharded.ranks,
         shares=sharded.shares,
         forms=sharded.digest,
+        sequences=sharded.sequences,
     )
 
 

@@ -102,7 +102,8 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
         rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
     rows.append(_layer_row("", "(loss)", measurement.loss))
     size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
-    of_rank = f", on one of {measurement.tensor} tensor-parallel ranks" if measurement.tensor > 1 else ""
+    along = " with sequence parallelism" if measurement.sequences else ""
+    of_rank = f", on one of {measurement.tensor} tensor-parallel ranks{along}" if measurement.tensor > 1 else ""
     return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}{of_rank}; each {profile.part}")
 
 

@@ -81,11 +81,11 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
         UsageError: ranks compute other numbers; says which block does.
     """
     measured = map(plan.measured, range(len(plan.stages)))
-    for samples, ranks in dict.fromkeys((one.microbatch_size, one.tensor) for one in measured if one.tensor > 1):
+    for samples, ranks, sequences in dict.fromkeys(one.way for one in measured if one.tensor > 1):
         batch = sample(whole, samples)
         chain = capture(whole, *batch, target=plan.profile.assumptions.target)
         given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
-        divided = shard_chain(chain, ranks, given, wanted)
+        divided = shard_chain(chain, ranks, given, wanted, sequences=sequences)
         compared = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=inf)
         if compared.left_out:
             yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"

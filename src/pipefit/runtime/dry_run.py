@@ -289,15 +289,17 @@ class _DryRun:
             return self._chain(fake, samples)
 
         @cache
-        def divided(samples: int, ranks: int) -> ShardedChain:
+        def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
             chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
             given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
-            return shard_chain(chain, ranks, tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted)))
+            fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
+            return shard_chain(chain, ranks, *fakes, sequences=sequences)
 
         def make(wanted: Wanted) -> Source:
             if not wanted.group:
                 return Source.of(short.shortened(chain_again(undivided(wanted.samples), fake)))
-            whole, alone = divided(wanted.samples, len(wanted.group)), without_peers(wanted.group, wanted.rank)
+            alone = without_peers(wanted.group, wanted.rank)
+            whole = divided(wanted.samples, len(wanted.group), wanted.sequences)
             check_as_profiled(self.plan, wanted, whole)
             chain = whole.rank(alone)
             return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))

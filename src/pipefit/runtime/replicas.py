@@ -36,13 +36,15 @@ Held = Callable[[ShardedChain, Sample], None]  # compares a divided chain with t
 class Wanted(NamedTuple):
     """Which chain a device needs for a stage: for so many samples, of a replica, and there of a rank of a tensor group.
 
-    `group` has the devices of the replica's shards, in their order: the device itself is number `rank`.
+    `group` has the devices of the replica's shards, in their order: the device itself is number `rank`. By `sequences`,
+    shards divide positions too.
     """
 
     samples: int
     replica: int
     group: tuple[int, ...]
     rank: int
+    sequences: bool
 
 
 class Source(NamedTuple):
@@ -79,7 +81,7 @@ class Sources:
         if samples == self._plan.training.microbatch_size and not is_divided and not replica:
             return self._whole
         group = grid.group_of(device) if is_divided else ()
-        return self._make(Wanted(samples, replica, group, grid.shard_of(device)))
+        return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
 
 
 def trained_sources(
@@ -92,7 +94,7 @@ def trained_sources(
     one, with a batch, by the first device that needs it.
     """
     target = plan.cluster.target
-    first = {(m.microbatch_size, m.tensor): s.devices[0] for s, m in reversed(_measured(plan))}
+    first = {m.way: s.devices[0] for s, m in reversed(_measured(plan))}
 
     def captured(samples: int, replica: int) -> Chain:
         if samples == plan.training.microbatch_size and not replica:
@@ -103,17 +105,18 @@ def trained_sources(
         return chain
 
     @cache
-    def sharded(samples: int, ranks: int) -> ShardedChain:
+    def sharded(samples: int, ranks: int, sequences: bool) -> ShardedChain:
         inputs, targets = sample(built, samples)
         chain = captured(samples, 0)
-        return shard_chain(chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets))
+        return shard_chain(chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets), sequences=sequences)
 
     def make(wanted: Wanted) -> Source:
         if not wanted.group:
             return Source.of(captured(wanted.samples, wanted.replica))
-        group, divided = groups(wanted.group, wanted.rank), sharded(wanted.samples, len(wanted.group))
+        group = groups(wanted.group, wanted.rank)
+        divided = sharded(wanted.samples, len(wanted.group), wanted.sequences)
         check_as_profiled(plan, wanted, divided)
-        if not wanted.rank and first[wanted.samples, divided.ranks] == wanted.group[0]:
+        if not wanted.rank and first[wanted.samples, divided.ranks, wanted.sequences] == wanted.group[0]:
             held(divided, sample(built, wanted.samples))
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
@@ -137,7 +140,7 @@ def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None
         UsageError: they do not.
     """
     ranks = len(wanted.group)
-    if plan.profile.at(wanted.samples, ranks).forms != divided.digest:
+    if plan.profile.at(wanted.samples, ranks, sequences=wanted.sequences).forms != divided.digest:
         raise UsageError(
             f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, which was "
             "made with another release of torch or pipefit: profile and plan it again here"

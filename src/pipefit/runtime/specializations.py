@@ -145,7 +145,8 @@ class Specializations:
         if shards is not None:
             inputs, targets = chain.flatten(like[0]), chain.flatten_targets(like[1])
             given = tuple(map(fake.fake, inputs)), tuple(map(fake.fake, targets))
-            chain = shard_chain(chain, shards.group.size, *given, like=shards.divided).rank(shards.group)
+            known = shards.divided
+            chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(shards.group)
         pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
         layers = tuple(replace(new, module=_rebind(new, old)) for new, old in pairs)
         return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))

@@ -85,6 +85,10 @@ class BetweenWorkers:
         with self._naming_the_lost():
             return self.inner.all_gather(tensor)
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        with self._naming_the_lost():
+            return self.inner.all_to_all(tensor)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         with self._naming_the_lost():
             return self.inner.broadcast(tensor, source)

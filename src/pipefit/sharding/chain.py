@@ -19,7 +19,7 @@ from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.structure import Tree, Values
 from pipefit.sharding.collectives import Collectives
 from pipefit.sharding.forms import Form, Split, divides
-from pipefit.sharding.prices import Prices
+from pipefit.sharding.prices import SEQUENCES, Prices
 from pipefit.sharding.search import choose
 from pipefit.sharding.shards import Shard
 from pipefit.sharding.stage import ShardedStage, check_ranks
@@ -41,36 +41,49 @@ def shard_chain(
     values: Values,
     targets: Values = (),
     *,
+    sequences: bool = False,
     prices: Prices | None = None,
     like: ShardedChain | None = None,
 ) -> ShardedChain:
     """How `ranks` share the layers of a chain and its loss, for inputs like `values` and targets like `targets`.
 
     Only shapes and types of tensors count, which may be fake. With `like`, a sharded chain of the same model for
-    another number of samples or another mode, parameters and buffers are divided as there.
+    another number of samples or another mode, parameters and buffers are divided as there. By `sequences`, norms and
+    what is between attention and MLP are divided along positions (sequence parallelism), so that less is kept and more
+    is sent; parameters and buffers are divided as without it.
 
     Raises:
         UsageError: fewer than two ranks, or a layer that cannot be followed.
     """
     check_ranks(ranks)
-    return shard_traced(chain, trace_chain(chain, values, targets), ranks, prices=prices, like=like)
+    traced = trace_chain(chain, values, targets)
+    return shard_traced(chain, traced, ranks, sequences=sequences, prices=prices, like=like)
 
 
 def shard_traced(
-    chain: Chain, traced: TracedStage, ranks: int, *, prices: Prices | None = None, like: ShardedChain | None = None
+    chain: Chain,
+    traced: TracedStage,
+    ranks: int,
+    *,
+    sequences: bool = False,
+    prices: Prices | None = None,
+    like: ShardedChain | None = None,
 ) -> ShardedChain:
     """As `shard_chain`, of a chain that `trace_chain` has traced."""
     check_ranks(ranks)
+    if sequences and like is None:
+        like = shard_traced(chain, traced, ranks, prices=prices)
     given = {} if like is None else _given(chain, traced, like)
-    choice = choose(traced, ranks, prices or Prices(), given=given)
-    return ShardedChain(chain, ShardedStage(traced, choice, ranks))
+    prices = prices or (SEQUENCES if sequences else Prices())
+    choice = choose(traced, ranks, prices, sequences=sequences, given=given)
+    return ShardedChain(chain, ShardedStage(traced, choice, ranks), sequences=sequences)
 
 
 class ShardedChain:
     """A chain and how its layers are divided among ranks."""
 
-    def __init__(self, chain: Chain, stage: ShardedStage) -> None:
-        self.chain, self.stage = chain, stage
+    def __init__(self, chain: Chain, stage: ShardedStage, *, sequences: bool = False) -> None:
+        self.chain, self.stage, self.sequences = chain, stage, sequences
 
     @property
     def ranks(self) -> int:

@@ -1,8 +1,9 @@
-"""What the ranks of a tensor-parallel group do together: three collectives, of which all others are made.
+"""What the ranks of a tensor-parallel group do together: four collectives, of which all others are made.
 
-Sums, gathers and broadcasts are the same with gloo and NCCL; reduce-scatter and averages are not. Every rank does them
-in one order, which the rewritten layers fix. `Alone` stands for a rank whose peers are not there, so that one process
-without a network can say what a rank holds.
+Sums, gathers, exchanges and broadcasts are the same with gloo and NCCL; reduce-scatter and averages are not, so that a
+sum of which every rank gets its part is an exchange, added up by each. Every rank does them in one order, which the
+rewritten layers fix. `Alone` stands for a rank whose peers are not there, so that one process without a network can say
+what a rank holds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class Collectives(Protocol):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks in order; all have one shape."""
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """What all ranks have for this one, in their order, of the shape of `tensor`: that has something for each rank
+        along its first dimension, and is contiguous.
+        """
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrites `tensor` with that of rank `source`, and returns it."""
@@ -63,6 +69,11 @@ class ProcessGroupCollectives:
         dist.all_gather(parts, own, group=self.group)
         return parts
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor)
+        dist.all_to_all_single(found, tensor, group=self.group)
+        return found
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
@@ -81,6 +92,9 @@ class Alone:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
         return [own.clone() for _ in range(self.size)]
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return tensor

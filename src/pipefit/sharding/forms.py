@@ -90,6 +90,14 @@ def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
     return torch.cat(parts, dim + 1).contiguous().flatten(dim, dim + 1)
 
 
+def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
+    """The parts of all ranks along a new first dimension."""
+    made = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
+    for rank, part in enumerate(made):
+        part.copy_(take(whole, form, rank, ranks))
+    return made
+
+
 def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
     """The whole, of `size` along the divided dimension, of the parts of all ranks in order."""
     dim = form.dim

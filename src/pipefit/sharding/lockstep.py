@@ -67,6 +67,11 @@ class LockstepCollectives:
         self.group.meet(self.rank, (own, parts), _hand_out)
         return parts
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        found = torch.empty_like(tensor)
+        self.group.meet(self.rank, (tensor, found), _exchange)
+        return found
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self.group.meet(self.rank, tensor, partial(_copy_from, source))
         return tensor
@@ -113,6 +118,12 @@ def _hand_out(brought: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
     for _, parts in brought:
         for part, (own, _) in zip(parts, brought, strict=True):
             part.copy_(own)
+
+
+def _exchange(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for rank, (_, found) in enumerate(brought):
+        for part, (own, _) in zip(found, brought, strict=True):
+            part.copy_(own[rank])
 
 
 def _copy_from(source: int, tensors: Sequence[Tensor]) -> None:

@@ -34,12 +34,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """One way to do an operation; `summed` are bytes that it sums over the ranks in its forward."""
+    """One way to do an operation; `summed` are bytes that it sums over the ranks in its forward, of which every rank
+    gets its part if they are `scattered`.
+    """
 
     operands: Mapping[fx.Node, Form]
     result: Form
     call: Call
     summed: int = 0
+    scattered: bool = False
 
     @property
     def divides(self) -> bool:
@@ -107,7 +110,8 @@ class Operation:
         """A strategy with `operands` in these forms and all others replicated; None where it cannot be.
 
         It cannot where a form is None, where the ranks cannot share a value so, or where one value would be needed in
-        two forms. `summed` says that the whole result is summed over the ranks.
+        two forms. `summed` says that the whole result is summed over the ranks; each gets its part if the result is
+        divided.
         """
         forms: dict[fx.Node, Form] = {}
         for node, wanted in operands:
@@ -119,8 +123,13 @@ class Operation:
         if not self._shares(self.node, result):
             return None
         every: dict[fx.Node, Form] = {node: forms.get(node, R) for node in self.node.all_input_nodes}
-        bytes_summed = self.nbytes if summed else 0
-        return Strategy(operands=every, result=result, call=call or self.replicated().call, summed=bytes_summed)
+        return Strategy(
+            operands=every,
+            result=result,
+            call=call or self.replicated().call,
+            summed=self.nbytes if summed else 0,
+            scattered=summed and isinstance(result, Split),
+        )
 
     def _shares(self, node: fx.Node, form: Form) -> bool:
         if not isinstance(form, Split) or not isinstance(value(node), Tensor):

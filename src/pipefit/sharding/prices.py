@@ -1,7 +1,8 @@
 """What a choice of forms costs, in bytes: what a rank sends, and, at a price, what it stores.
 
-All-reduces send each byte twice, gathers once, and a rank sends (ranks - 1) / ranks of the whole. Computing counts too,
-so that of two equal choices the divided one is taken. These are proxies of memory: the exact bytes are a dry run's.
+Sums send each byte twice, or once where every rank gets its part, and gathers once; a rank sends (ranks - 1) / ranks of
+the whole. Computing counts too, so that of two equal choices the divided one is taken. These are proxies of memory: the
+exact bytes are a dry run's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from pipefit.capture.flat import value
-from pipefit.sharding.forms import C, Form, Split
+from pipefit.sharding.forms import C, Form, R, Split
 from pipefit.sharding.operations import Strategy, flops, nbytes
 
 _STATES = 4  # a parameter's gradient and two states of an optimizer are divided with it
@@ -24,6 +25,9 @@ class Prices:
 
     stored: float = 0.3
     flops: float = 1000.0
+
+
+SEQUENCES = Prices(stored=2.0)  # of sequence parallelism, which is asked for to store less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class Costs:
         if not isinstance(home, Split):
             times = 2 * back if form == C else float(back) if isinstance(form, Split) else 0.0
         else:
-            times = 1 + (2 * back if form == C else back if isinstance(form, Split) else 0.0)
+            times = 1 + (back if form != R else 0.0)
         return times * self._sent * nbytes(node)
 
     def stored(self, node: fx.Node, form: Form) -> float:
@@ -59,7 +63,8 @@ class Costs:
     def done(self, node: fx.Node, way: Strategy) -> float:
         """To do an operation."""
         computed = flops(node) / (self.ranks if way.divides else 1) / self.prices.flops
-        return 2 * self._sent * way.summed + computed
+        times = 1 + (node in self.trained) if way.scattered else 2
+        return times * self._sent * way.summed + computed
 
     def kept(self, node: fx.Node, form: Form) -> float:
         """To keep a value in a form until the backward."""

@@ -1,12 +1,15 @@
-"""The seams between forms: four autograd functions, each the other direction of another's.
+"""The seams between forms: six autograd functions, each the other direction of another's.
 
     copy     R -> C        forward nothing,                  backward sums the gradients
     reduce   parts -> R    forward sums partial results,     backward nothing
     gather   Split -> R    forward puts parts together,      backward takes this rank's part
     slice    R -> Split    forward takes this rank's part,   backward puts parts together
+    spread   Split -> C    forward puts parts together,      backward sums gradients, and takes this rank's part
+    scatter  parts -> Split  forward sums partial results, and takes this rank's part,   backward puts parts together
 
 They keep no tensor. Each is what a rewritten layer calls, under the name of the function below it. (Shoeybi et al.,
-"Megatron-LM", 2019, section 3, has the first two as f and g.)
+"Megatron-LM", 2019, section 3, has the first two as f and g; Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022, section 4.2.2, the last two.)
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipefit.sharding.collectives import Collectives
-from pipefit.sharding.forms import Split, join, take
+from pipefit.sharding.forms import Split, dealt, join, take
 
 
 def copied(whole: Tensor, group: Collectives) -> Tensor:
@@ -42,6 +45,23 @@ def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
     """This rank's part of `whole`."""
     made: Tensor = _Slice.apply(whole, form, group)  # type: ignore[no-untyped-call]
     return made
+
+
+def spread(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+    """As `gathered`, where the gradients of the whole on the ranks are summed."""
+    made: Tensor = _Spread.apply(part, form, size, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+def scattered(partial: Tensor, form: Split, group: Collectives) -> Tensor:
+    """This rank's part of the sum of the partial results of all ranks."""
+    made: Tensor = _Scatter.apply(partial, form, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
+    """This rank's part of a sum: its size goes to each of the others, which the ranks add up in one order."""
+    return group.all_to_all(dealt(partial, form, group.size)).sum(0)
 
 
 class _Copy(torch.autograd.Function):
@@ -83,6 +103,28 @@ class _Slice(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, form: Split, group: Collectives) -> Tensor:
         ctx.form, ctx.size, ctx.group = form, whole.shape[form.dim], group
         return take(whole, form, group.rank, group.size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return join(ctx.group.all_gather(gradient), ctx.form, ctx.size), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+        ctx.form, ctx.group = form, group
+        return join(group.all_gather(part), form, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _part_of_sum(gradient, ctx.form, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, form: Split, group: Collectives) -> Tensor:
+        ctx.form, ctx.size, ctx.group = form, partial.shape[form.dim], group
+        return _part_of_sum(partial, form, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -18,14 +18,15 @@ from torch import Tensor, fx
 
 from pipefit.capture.aliases import groups, mutated_arguments
 from pipefit.capture.flat import operator_name, role, value
-from pipefit.sharding.forms import Form, R, Split
-from pipefit.sharding.operations import Operation, Strategy
+from pipefit.sharding.forms import C, Form, R, Split
+from pipefit.sharding.operations import Operation, Strategy, shape
 from pipefit.sharding.prices import Costs, Prices
 from pipefit.sharding.rules import rule_of
 from pipefit.sharding.saved import keeps_operands, keeps_result
 from pipefit.sharding.tracing import TracedStage, is_stored, without_gradient
 
 _MOST = 200
+_SEQUENCES = 3  # dimensions of values that products take: samples, positions, features
 
 
 class Kept(NamedTuple):
@@ -157,6 +158,8 @@ def _options(
             for source, form in way.operands.items():
                 if isinstance(form, Split):
                     wishes.setdefault(source, {})[form] = None
+                elif sequences and form == C and len(shape(source)) == _SEQUENCES:
+                    wishes.setdefault(source, {})[Split(1)] = None  # its positions are put together just before
     return found
 
 

@@ -15,9 +15,12 @@ from torch import fx
 from pipefit.capture.flat import Context, context
 from pipefit.sharding.forms import C, Form, R, Split
 from pipefit.sharding.operations import GROUP, Call, nbytes, shape
-from pipefit.sharding.seams import copied, gathered, sliced
+from pipefit.sharding.seams import copied, gathered, sliced, spread
 from pipefit.sharding.search import Choice
 from pipefit.sharding.tracing import TracedStage, is_stored
+from pipefit.work import CollectiveKind
+
+Phase = Literal["forward", "backward"]
 
 
 class Key(NamedTuple):
@@ -45,8 +48,8 @@ class Step:
 class Collective:
     """What the ranks do together in one pass of a layer; `nbytes` are those of the whole tensor."""
 
-    kind: Literal["all_reduce", "all_gather"]
-    phase: Literal["forward", "backward"]
+    kind: CollectiveKind
+    phase: Phase
     layer: int
     nbytes: int
 
@@ -84,7 +87,9 @@ class Steps:
         self._known.add(made)
         self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
         if way.summed:
-            self._note("all_reduce", "forward", layer, way.summed)
+            self._note("reduce_scatter" if way.scattered else "all_reduce", "forward", layer, way.summed)
+        if way.scattered and node in self.choice.trained:
+            self._note("all_gather", "backward", layer, way.summed)
 
     def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
         """The value in that form; a seam makes it where it is not had yet."""
@@ -93,8 +98,11 @@ class Steps:
             return key
         home = self._home(node, layer)
         if form != home:
-            start = self._had(node, home if form == R else R, layer)
-            call = self._seam(node, home, form, layer)
+            direct = form == R or (
+                form == C and isinstance(home, Split) and self._key(node, R, layer) not in self._known
+            )
+            start = self._had(node, home if direct else R, layer)
+            call = self._seam(node, start.form, form, layer)
             self.all.append(Step(layer=layer, made=key, call=call, operands={node: start}, context=()))
         self._known.add(key)
         return key
@@ -110,19 +118,19 @@ class Steps:
         is_here = is_stored(node) or self.stage.block(made) == self.stage.block(layer)
         return self.choice.home.get(node, R) if is_here else R
 
-    def _seam(self, node: fx.Node, home: Form, form: Form, layer: int) -> Call:
+    def _seam(self, node: fx.Node, start: Form, form: Form, layer: int) -> Call:
         is_trained = node in self.choice.trained
-        if form == R:
-            assert isinstance(home, Split)
+        if isinstance(start, Split):
+            assert not isinstance(form, Split)
             self._note("all_gather", "forward", layer, nbytes(node))
-            return Call(target=gathered, args=(node, home, shape(node)[home.dim], GROUP))
+            if form == C and is_trained:
+                self._note("reduce_scatter", "backward", layer, nbytes(node))
+            return Call(target=spread if form == C else gathered, args=(node, start, shape(node)[start.dim], GROUP))
         if is_trained:
             self._note("all_reduce" if form == C else "all_gather", "backward", layer, nbytes(node))
         return Call(target=copied, args=(node, GROUP)) if form == C else Call(target=sliced, args=(node, form, GROUP))
 
-    def _note(
-        self, kind: Literal["all_reduce", "all_gather"], phase: Literal["forward", "backward"], layer: int, nbytes: int
-    ) -> None:
+    def _note(self, kind: CollectiveKind, phase: Phase, layer: int, nbytes: int) -> None:
         self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
 
 

@@ -23,7 +23,7 @@ def grids_of(
         devices = list[int]()
         for own in left[lowest:]:
             devices += _taken(own, min(degree.devices - len(devices), len(own)), degree.tensor, hosts)
-        found[number] = Grid(devices=tuple(devices), data=degree.data, tensor=degree.tensor)
+        found[number] = Grid(devices=tuple(devices), **degree.pins)
     return tuple(found[number] for number in range(len(stages)))
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pipefit.sharding.collectives import Collectives
 from pipefit.sharding.forms import C, Split
 from pipefit.sharding.operations import GROUP, Call, Operation, Strategy, Wishes, shape, wished
-from pipefit.sharding.seams import reduced
+from pipefit.sharding.seams import reduced, scattered
 
 
 def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -24,8 +24,7 @@ def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     x, weight, bias = op.given["input"], op.given["weight"], op.given["bias"]
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
-    call = Call(target=row_linear, args=(x, weight, bias, GROUP))
-    yield op.way("R", (x, Split(len(shape(x)) - 1)), (weight, Split(1)), summed=True, call=call)
+    yield from _by_rows(op, wishes, row_linear, (x, weight, bias), (Split(len(shape(x)) - 1), Split(1)))
 
 
 def addmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -42,8 +41,20 @@ def mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 def _mm(op: Operation, wishes: Wishes, x: Any, weight: Any, bias: Any) -> Iterator[Strategy | None]:
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s), (bias, None if bias is None else op.broadcast(s, bias)))
-    call = Call(target=row_mm, args=(x, weight, bias, GROUP))
-    yield op.way("R", (x, Split(1)), (weight, Split(0)), summed=True, call=call)
+    yield from _by_rows(op, wishes, row_mm, (x, weight, bias), (Split(1), Split(0)))
+
+
+def _by_rows(
+    op: Operation, wishes: Wishes, target: Any, operands: tuple[Any, Any, Any], forms: tuple[Split, Split]
+) -> Iterator[Strategy | None]:
+    """By rows of the weight: every rank gets the whole sum, or by `sequences` its part, such as some positions."""
+    x, weight, bias = operands
+    divided = (x, forms[0]), (weight, forms[1])
+    yield op.way("R", *divided, summed=True, call=Call(target=target, args=(*operands, None, GROUP)))
+    for s in wishes if op.sequences else ():
+        if s.dim < op.last and not s.padded:
+            call = Call(target=target, args=(*operands, s, GROUP))
+            yield op.way(s, *divided, (bias, bias and op.broadcast(s, bias)), summed=True, call=call)
 
 
 def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
@@ -59,7 +70,7 @@ def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(s, (x, s.at(dims[0] - 2)), (y, C))
         else:
             yield op.way(s, (x, op.broadcast(s, x)), (y, op.broadcast(s, y)))  # type: ignore[arg-type]
-    call = Call(target=row_mm, args=(x, y, None, GROUP))
+    call = Call(target=row_mm, args=(x, y, None, None, GROUP))
     yield op.way("R", (x, Split(dims[0] - 1)), (y, Split(dims[1] - 2)), summed=True, call=call)
 
 
@@ -86,14 +97,19 @@ def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 # ------------------------------------------------------------------ what ranks call
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
-    """A linear layer of which this rank has some of the inputs."""
-    return with_bias(reduced(F.linear(x, weight), group), bias)
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+    """A linear layer of which this rank has some of the inputs; its part of the result in a `form`, or all of it."""
+    return with_bias(summed(F.linear(x, weight), form, group), bias)
 
 
-def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
-    """A product of which this rank has some of the terms, and what is added to it."""
-    return with_bias(reduced(torch.matmul(x, weight), group), bias)
+def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+    """A product of which this rank has some of the terms, and what is added to it; its part in a `form`, or all."""
+    return with_bias(summed(torch.matmul(x, weight), form, group), bias)
+
+
+def summed(partial: Tensor, form: Split | None, group: Collectives) -> Tensor:
+    """The sum of what the ranks have, or this rank's part of it."""
+    return reduced(partial, group) if form is None else scattered(partial, form, group)
 
 
 def row_grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: Collectives) -> Tensor:

@@ -1,0 +1,142 @@
+"""Shards that divide positions too: numbers of plain training, bytes of the allocator, and less of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from divided import WIDTH, Degrees, divided, grid_plan
+from movable import movable
+from pipefit.capture import Task
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.errors import UsageError
+from pipefit.grids import Grid
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify, joining, train
+from pipefit.runtime.tensor_groups import without_peers
+from pipefit.simulator import simulate
+from slices import Plain, batches, equal
+from step_peaks import step_peaks
+from tiny import batch_of, in_one_process
+
+POSITIONS = 6
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    """Made-up sequences, every position of which has a target."""
+    shape = size, POSITIONS
+    return torch.randn(*shape, WIDTH, dtype=torch.float64), torch.randn(*shape, 4, dtype=torch.float64)
+
+
+def along(name: str = "dropped") -> Task:
+    """A task whose norms, residuals and draws are of sequences."""
+    return replace(divided(name, optimizer=MOMENTUM), batch=batch)
+
+
+@cache
+def profiled(name: str = "dropped") -> ModelProfile:
+    """Its profile at the sizes of all slices, whole, and divided without positions and with them."""
+    return profile(along(name), microbatch_size=(4, 2), tensor=(1, 2), sequences=True)
+
+
+def plan_of(
+    edges: Sequence[int], degrees: Sequence[Degrees], sequences: Sequence[int], name: str = "dropped", **training: str
+) -> Plan:
+    """A plan on a grid; the shards of stages in `sequences` divide positions too."""
+    plan = grid_plan(profiled(name), edges, degrees, **training)
+    stages = (replace(s, grid=replace(s.grid, sequences=n in sequences)) for n, s in enumerate(plan.stages))
+    return replace(plan, stages=tuple(stages))
+
+
+def decided(plan: Plan) -> Plan:
+    """The plan with layers that are recomputed on its first stage, and a tensor of the last that waits on the host."""
+    last = len(plan.stages) - 1
+    again = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, microbatches=Microbatches())
+    taken = SavedTensors(tensors=(movable(plan, last)[-1],))
+    away = Decision(stage=last, subject=taken, what=What.OFFLOAD, place=parse_place("host"))
+    return replace(plan, decisions=(again, away))
+
+
+PLANS = {
+    "beside others": lambda: plan_of([0, 3, 5, 6], [(1, 2), (1, 2), (1, 1)], [0]),
+    "in replicas, behind and before": lambda: plan_of([0, 2, 6], [(2, 2), (1, 2)], [0, 1]),
+    "decided": lambda: decided(plan_of([0, 2, 6], [(1, 2), (1, 2)], [0, 1], schedule="gpipe")),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_numbers_are_those_of_plain_training(name: str) -> None:
+    """Losses and parameters of three steps, with draws; in a smaller batch and an evaluation too."""
+    task, plan = along(), PLANS[name]()
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for number, (inputs, targets) in enumerate(batches(task, plan, 3)):
+        count = len(inputs) - 2 * (number == 1 and not plan.decisions)
+        some = inputs[:count], targets[:count]
+        assert trainer.step(some) == pytest.approx(plain.step(*some), rel=1e-6)
+    assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
+    inputs, targets = batch_of(task, plan)
+    plain.module.eval()
+    expected = nn.functional.mse_loss(plain.module(inputs), targets).item()
+    assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_simulator_dry_run_meter_and_allocator_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks of every rank in both steps, to the byte, with peers that are not there."""
+    monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
+    found = step_peaks(along(), PLANS[name]())
+    assert found.dry == found.metered == found.allocated
+    assert found.dry == found.simulated or any(d.place for d in PLANS[name]().decisions)
+
+
+def test_less_is_kept_and_more_is_sent() -> None:
+    """Ranks need less than without, parameters are divided alike, and steps have more collectives."""
+    plain, less = (plan_of([0, 6], [(1, 2)], sequences) for sequences in ([], [0]))
+    assert max(simulate(less).peak_bytes) < max(simulate(plain).peak_bytes)
+    one, other = plain.measured(0), less.measured(0)
+    assert [cost.parameter_bytes for cost in one.costs] == [cost.parameter_bytes for cost in other.costs]
+    kinds = [{each.kind for cost in m.costs for each in cost.forward.collectives} for m in (one, other)]
+    assert kinds[0] == {"all_reduce"} and kinds[1] >= {"reduce_scatter", "all_gather"}
+    assert "with sequence parallelism" in str(less) and "with sequence parallelism" not in str(plain)
+
+
+def test_tied_stages_may_differ_in_it() -> None:
+    """Ranks have the same parts of a shared parameter with it and without."""
+    task, plan = along("tied"), plan_of([0, 3, 6], [(1, 2), (1, 2)], [1], "tied")
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for inputs, targets in batches(task, plan, 2):
+        assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
+    assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
+
+
+def test_workers_do_what_one_process_does() -> None:
+    """Three workers over gloo, two of which divide positions: losses and peaks."""
+    plan = plan_of([0, 4, 6], [(1, 2), (1, 1)], [0])
+    losses, trace = train(along, plan, steps=2)
+    alone, expected = in_one_process(along(), plan, 2)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert trace.peak_bytes == alone.trace.peak_bytes == certify(along(), plan).peak_bytes
+
+
+def test_what_has_no_positions_or_no_shards_is_refused() -> None:
+    """By name, with what to do."""
+    with pytest.raises(UsageError, match="a stage of 1 shard has all positions"):
+        Grid(devices=(0, 1), data=2, sequences=True)
+    with pytest.raises(UsageError, match=r"say how many \(tensor\), such as 2"):
+        profile(along(), microbatch_size=2, sequences=True)
+    with pytest.raises(UsageError, match=r"2 tensor-parallel ranks divide nothing of dropped along positions"):
+        profile(divided("dropped"), microbatch_size=2, tensor=2, sequences=True)
+    without = replace(profiled(), measurements=tuple(m for m in profiled().measurements if not m.sequences))
+    with pytest.raises(UsageError, match=r"for 2 ranks without sequence parallelism: .* --tensor 2 --sequences"):
+        replace(plan_of([0, 6], [(1, 2)], [0]), profile=without)
