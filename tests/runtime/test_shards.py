@@ -247,12 +247,15 @@ def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None
 
 
 def test_recomputing_and_moving_away_change_no_number() -> None:
-    """Ranks repeat their collectives in one order, and what they save comes back from the host."""
+    """Ranks repeat their collectives in one order, and what they save comes back from the host and from a device of a
+    stage of other degree, half from each.
+    """
     task = divided("dropped", optimizer=MOMENTUM)
     plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (2, 2)], microbatches=3)
     again = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches())
     moved = tuple(movable(plan, 1)[:3])
-    away = Decision(stage=1, subject=SavedTensors(tensors=moved), what=What.OFFLOAD, place=parse_place("host"))
+    place = parse_place("host*1+device0*1")
+    away = Decision(stage=1, subject=SavedTensors(tensors=moved), what=What.OFFLOAD, place=place)
     kept, freed = Trainer(task, plan), Trainer(task, replace(plan, decisions=(again, away)))
     for one in batches(task, plan, 2):
         assert kept.step(one) == freed.step(one)
