@@ -189,6 +189,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "empty": ("", Plan, ["is empty"]),
     "blanks": (" \n ", Plan, ["is empty"]),
     "cut off": (dumps(PLAN)[:-20], Plan, ["is cut off"]),
+    "cut off in a word": (dumps(PLAN)[: dumps(PLAN).index("false") + 3], Plan, ["is cut off"]),
     "cut off in a text": (dumps(PLAN)[: dumps(PLAN).index("synthetic") + 3], Plan, ["is cut off"]),
     "no JSON": ("layers: 3", Plan, ["not JSON", "line 1, column 1"]),
     "two documents": (dumps(PLAN) + dumps(PLAN), Plan, ["not JSON", "Extra data"]),

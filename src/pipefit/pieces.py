@@ -275,8 +275,10 @@ class JsonText:
         return self._syntax("Unterminated string" if self.content[at : at + 1] == b'"' else expected, at)
 
     def _syntax(self, what: str, at: int) -> Refusal:
-        """Not JSON at `at`; or cut off, if the text ends there or in a text that began there."""
-        if self._skip_space(at) == len(self.content) or what.startswith("Unterminated"):
+        """Not JSON at `at`; or cut off, if the text ends there, or in a text, a word or a number that began there."""
+        start = self._skip_space(at)
+        rest = self.content[start : start + _LONGEST]
+        if what.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
             return Refusal(_CUT_OFF, damage=True)
         line = self.content.count(b"\n", 0, at) + 1
         column = at - self.content.rfind(b"\n", 0, at)
@@ -284,6 +286,8 @@ class JsonText:
 
 
 _CUT_OFF = "is cut off: make it again, or copy it again"
+_WORDS = b"true", b"false", b"null", b"-0"
+_LONGEST = 6  # bytes, one more than any of them has
 _LAST = {b"{": b"},", b'"': b'",', b"[": b"],"}  # how an element that begins so ends before another
 
 

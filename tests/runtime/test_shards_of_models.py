@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from pipefit.capture import Task, capture
 from pipefit.capture.chain import Chain
 from pipefit.capture.endings import the_loss
 from pipefit.capture.exporting import arguments
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.sharding.tracing import blocks_begin
@@ -40,6 +42,7 @@ GALLERY: dict[str, Callable[[], Task]] = {
     **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("gpt2", "bert", "t5", "vit")},
     "hf:llama": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256}),
 }
+SEQUENCES = ("gpt", "bert", "hf:gpt2", "hf:bert", "hf:t5", "hf:llama")  # models whose positions four ranks divide
 PLANS = [(name, 0) for name in ORDINARY]
 PLANS += [(name, seed) for name in (*ORDINARY, *GALLERY) for seed in range(3) if (name, seed) not in PLANS]
 
@@ -73,6 +76,13 @@ def random_grids(chain: Chain, seed: int, *, replicas: bool) -> tuple[list[int],
             return edges, degrees
 
 
+def along_positions(plan: Plan, rng: Random) -> Plan:
+    """The plan in which stages of shards have sequence parallelism, two of three."""
+    chosen = [stage.grid.tensor > 1 and rng.random() < 2 / 3 for stage in plan.stages]
+    both = zip(plan.stages, chosen, strict=True)
+    return replace(plan, stages=tuple(replace(one, grid=replace(one.grid, sequences=also)) for one, also in both))
+
+
 def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, task: Task, batch: Any) -> float:
     """One step of plain training of a batch in microbatches; the mean loss."""
     total = 0.0
@@ -97,8 +107,8 @@ def far(one: Tensor, other: Tensor) -> float:
     ("name", "seed"), [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS]
 )
 def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
-    """Losses and all parameters after three steps, for stages of random grids; statistics of samples without replicas,
-    which take their own.
+    """Losses and all parameters after three steps, for stages of random grids, some with sequence parallelism;
+    statistics of samples without replicas, which take their own.
     """
     if name.startswith("hf:"):
         pytest.importorskip("transformers")
@@ -109,8 +119,9 @@ def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: 
         normed = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
         edges, degrees = random_grids(capture(task, *task.batch(SIZE)), seed, replicas=not normed)
         sizes, tensor = sorted({SIZE, *(SIZE // data for data, _ in degrees)})[::-1], {1, *(t for _, t in degrees)}
-        found = profile(task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)))
+        found = profile(task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)), sequences=name in SEQUENCES)
         plan = grid_plan(found, edges, degrees, microbatches=BATCH // SIZE, rng=Random(seed))
+        plan = along_positions(plan, Random(seed + 1)) if name in SEQUENCES else plan
         trainer = Trainer(task, plan, numbers=False)
         optimizer = task.optimizer([p for p in plain.parameters() if p.requires_grad])
         for step in range(STEPS):
