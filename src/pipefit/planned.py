@@ -74,4 +74,4 @@ def plan(
         return make(cluster).settled()
     from pipefit.fitting.reserving import plan_reserving
 
-    return plan_reserving(model, cluster, make, allocator, known.chains)
+    return plan_reserving(model, cluster, make, allocator, known.chains, progress)

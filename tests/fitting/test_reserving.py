@@ -146,6 +146,16 @@ def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
     assert gpus(1 << 32, overheads=SOME).reserves == (50 * MIB,)
 
 
+def test_a_dry_run_is_told() -> None:
+    """Of many devices it takes as long as the search, which is over then."""
+    heard = list[str]()
+    made = planned(1)(gpus(1 << 32))
+    reserving_of_proposals(
+        stack(), gpus(1 << 32), lambda _: Proposal(made, lambda: made), progress=lambda *told: heard.append(told[2])
+    )
+    assert heard == ["a dry run of 1 process"]
+
+
 def test_planning_ends() -> None:
     """A planner that makes the same plan again and again is asked a few times, and its plan refused."""
     make = planned(1)

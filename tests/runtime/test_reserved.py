@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.runtime.reserved import allocator_peaks
+from pipefit.runtime.reserved import allocator_peaks, form
 from pipefit.schedule import lower
 from pipefit.trace import AllocatorPeaks, Trace
 from pipefit.zoo import build
@@ -176,6 +177,26 @@ def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:
     for size, fits in ((86 * MIB, True), (88 * MIB, False)):
         one = allocator_peaks(plan, lower(plan), 0, [(1, size)], DEFAULT, size)
         assert (one.outside_bytes, one.process_bytes, one.fits) == (13 * MIB, 13 * MIB + size, fits)
+
+
+def test_an_allocator_goes_by_bytes_and_not_by_names() -> None:
+    """Of random lives: under other names they have the same form; with another size, or another one that dies, not."""
+    draw = Random(4)
+    for _ in range(200):
+        events: list[tuple[int, int]] = []
+        living: list[int] = []
+        for name in range(30):
+            events.append((name, draw.randint(1, 4) * 512))
+            living.append(name)
+            if draw.random() < 0.7:
+                events.append((living.pop(draw.randrange(len(living))), 0))
+        assert form(events) == form([(f"other {name}", nbytes) for name, nbytes in events])
+        at = draw.randrange(60)
+        changed = [(name, nbytes + 512 * (number == at)) for number, (name, nbytes) in enumerate(events) if nbytes]
+        assert (form(changed) == form([one for one in events if one[1]])) == (changed == [e for e in events if e[1]])
+        last = next(number for number, (_, nbytes) in reversed([*enumerate(events)]) if not nbytes)
+        for other in set(living) - {name for name, _ in events[last:]}:
+            assert form([*events[:last], (other, 0), *events[last + 1 :]]) != form(events)
 
 
 def test_the_three_numbers_are_ordered() -> None:

@@ -47,10 +47,7 @@ def communicators(plan: Plan, program: Program, device: int) -> int:
     """
     if len(plan.workers) == 1:
         return 0
-    ends = [
-        channel
-        for channel in channels(program.actions, program.placement)
-        if device in (channel.source, channel.target)
-    ]
+    own = tuple(actions if other == device else () for other, actions in enumerate(program.actions))
+    ends = channels(own, program.placement)  # whoever is at the other end, the device itself sends or receives
     here = [devices for devices in (*sums(plan), *tensor_groups(plan)) if device in devices]
     return len(ends) + len(here) + 1

@@ -20,7 +20,9 @@ from pipefit.errors import InfeasibleError
 from pipefit.fake.sizes import Chains
 from pipefit.fitting.on_the_way import Proposal
 from pipefit.plans import Plan
+from pipefit.profiler import Progress
 from pipefit.runtime import certify
+from pipefit.texts import counted
 from pipefit.trace import DeviceTrace
 from pipefit.units import MIB
 
@@ -34,21 +36,24 @@ def plan_reserving(
     make: Callable[[Cluster], Proposal],
     allocator: AllocatorSettings | None = None,
     chains: Chains | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """The plan of `make` for `cluster`, or one that leaves more of its devices, whose processes have room on them. What
     is proposed is run dry while it is held against traces.
 
     Its prediction tells what they take (`Prediction.processes`). The model of `task` is run dry under `allocator`, and
-    not traced for numbers of samples for which `chains` have a trace.
+    not traced for numbers of samples for which `chains` have a trace. `progress` hears of each dry run.
 
     Raises:
         InfeasibleError: the tensors of a plan fit but not its processes, and no other plan was found.
     """
     within, short = cluster, list[str]()
     dry = partial(certify, task, target="cuda", allocator=allocator or AllocatorSettings(), chains=chains)
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         try:
             proposal = make(within)
+            if progress is not None:
+                progress(number, 0, f"a dry run of {counted(len(proposal.plan.workers), 'process')}")
             devices, made = dry(proposal.plan).devices, proposal.settled()
         except InfeasibleError as error:
             if not short:

@@ -44,7 +44,7 @@ from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.replicas import Source, Sources, Wanted, check_as_profiled
 from pipefit.runtime.representatives import representatives
-from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
+from pipefit.runtime.reserved import LivesOf, allocator_peaks, form, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.tensor_groups import without_peers
 from pipefit.runtime.transport import InProcess
@@ -158,12 +158,12 @@ class _DryRun:
         """What the allocator of a device holds at most; None unless it is simulated, once for equal devices."""
         if self.allocator is None:
             return None
-        lent, lives = lent_events(self.lending.arenas, device), ran.lives[device]
+        events = [*lent_events(self.lending.arenas, device), *ran.lives[device].events]
         requested = max(sample.total_bytes for sample in ran.samples[device])
         program, memory = self.programs[-1], self.plan.cluster.devices[device].memory_bytes
-        key = id(lives), memory, overheads(self.plan, device), communicators(self.plan, program, device)
-        if lent or key not in self.known:
-            events = [*lent, *lives.events]
+        count = communicators(self.plan, program, device)
+        key = form(events), requested, memory, overheads(self.plan, device), count
+        if key not in self.known:
             self.known[key] = allocator_peaks(self.plan, program, device, events, self.allocator, requested)
         return self.known[key]
 

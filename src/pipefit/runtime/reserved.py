@@ -9,9 +9,11 @@ dry run is made again with all microbatches.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 from pipefit.actions import Action
 from pipefit.allocator import AllocatorSettings, Block, CachingAllocator
@@ -104,6 +106,18 @@ def overheads(plan: Plan, device: int) -> Overheads:
 def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
     """The births of what a device lends: a tensor for each arena, there before all others, and freed after them."""
     return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
+
+
+def form(events: Sequence[Event]) -> bytes:
+    """What an allocator goes by, as a digest: the bytes of every birth, and whose death each is, whatever the names."""
+    born, found = dict[Hashable, int](), array("q")
+    for number, (name, nbytes) in enumerate(events):
+        if nbytes:
+            born[name] = number
+            found.append(-1 if name in _WORKSPACES else nbytes)
+        else:
+            found.append(-2 - born.pop(name))
+    return sha256(found.tobytes()).digest()
 
 
 def allocator_peaks(
