@@ -102,6 +102,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("train zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),
     # the model
     ("plan gpt2 --cluster dgx1-v100", 6, ["there is no file gpt2", "such as hf:gpt2"]),
+    ("plan train.py --cluster dgx1-v100", 6, ["train.py is a script", "pipefit.Task, as in train:make_task"]),
     ("plan zoo:gtp --cluster dgx1-v100", 2, ["did you mean gpt?"]),
     ("plan zoo:gpt --cluster dgx1-v100 --set layer=4", 2, ["did you mean layers? It has layers=12"]),
     ("profile mlp --microbatch-size 1", 2, ["'mlp' is not a model, but zoo:mlp is one", "zoo:NAME"]),

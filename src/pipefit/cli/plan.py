@@ -227,6 +227,11 @@ def _loaded(path: str) -> ModelProfile:
     except FileError as error:
         if Path(path).suffix == ".json":
             raise
+        if Path(path).suffix == ".py":
+            raise FileError(
+                f"{shortened(path)} is a script: name the function in it that returns a pipefit.Task, as in "
+                f"{shortened(Path(path).stem)}:make_task"
+            ) from None
         name = shortened(path.rpartition("/")[2])
         raise FileError(
             f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging Face's, such "

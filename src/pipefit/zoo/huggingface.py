@@ -182,7 +182,10 @@ def _architecture(name: str, known: Sequence[str]) -> str:
     last = name.rpartition("/")[2].lower()
     begun = max((one for one in known if last.startswith(one)), key=len, default="")
     guess = f"; did you mean {begun}?" if begun else _closest(last, known)
-    of_checkpoint = " A checkpoint has no name here: write its architecture, and its shape with --set."
+    of_checkpoint = (
+        f" A checkpoint has no name here: write its architecture, and its shape with --set, from the settings that "
+        f"pipefit models hf:{begun or 'gpt2'} lists."
+    )
     return guess + (of_checkpoint if begun or "/" in name else "")
 
 
