@@ -12,6 +12,7 @@ import pytest
 from made_up import alike, devices, profile, training, vgg_like
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage, told_sharing
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
 from pipefit.plans import Plan
@@ -72,6 +73,14 @@ def test_how_devices_share_stages_is_said() -> None:
     grid = replace(made.stages[1].grid, shard="optimizer", buckets=2)
     made = replace(made, stages=(made.stages[0], replace(made.stages[1], grid=grid), *made.stages[2:]))
     assert "Stage 1 has 2 replicas that divide optimizer state, summing in 2 buckets. Stage 2" in said(made)
+
+
+def test_many_stages_that_share_alike_are_said_as_a_run() -> None:
+    """Sixteen numbers one by one would fill a line."""
+    pairs = [Stage(start=n, stop=n + 1, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n in range(6)]
+    pairs[4] = replace(pairs[4], grid=Grid.of(8))
+    assert list(told_sharing(pairs)) == ["Stages 0 to 3 and 5 have 2 replicas."]
+    assert list(told_sharing(pairs[:2])) == ["Stages 0 and 1 have 2 replicas."]
 
 
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipefit.errors import UsageError
-from pipefit.texts import counted
+from pipefit.texts import counted, numbered
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -148,9 +148,10 @@ class Stage:
 def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
     """A sentence for every way in which devices share stages, with the numbers of these."""
     for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
-        numbers = [str(number) for number, stage in enumerate(stages) if stage.grid.sharing == way]
-        which = f"Stages {', '.join(numbers[:-1])} and {numbers[-1]} have" if numbers[1:] else f"Stage {numbers[0]} has"
-        yield f"{which} {way}."
+        found = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
+        *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
+        runs = f"{', '.join(before)} and {last}" if before else last
+        yield f"Stage{'s' if found[1:] else ''} {runs} {'have' if found[1:] else 'has'} {way}."
 
 
 def dividing(size: int, data: int, batch: int | None) -> str:
