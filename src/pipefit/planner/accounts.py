@@ -16,10 +16,9 @@ from pipefit.compactions import Compaction
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, SavedTensors, State, What
 from pipefit.plans import Plan
-from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
 
-_ACTIONS = 150_000  # in all programs that are simulated: some two seconds
+_ACTIONS = 300_000  # in all steps that are simulated: some two seconds
 
 Group = tuple[int, str]  # a stage, and what is done on it
 
@@ -39,7 +38,7 @@ class Accounts(NamedTuple):
         return (f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are told.",)
 
 
-def accounts(plan: Plan, whole: Simulation, *, most_actions: int = _ACTIONS) -> Accounts:
+def accounts(plan: Plan, whole: Assembled, *, most_actions: int = _ACTIONS) -> Accounts:
     """What each technique does on each stage of `plan`, of which `whole` is the simulation."""
     groups = Counter[Group]()
     for decision in plan.decisions:
@@ -49,7 +48,7 @@ def accounts(plan: Plan, whole: Simulation, *, most_actions: int = _ACTIONS) -> 
     return Accounts(tuple(_compactions(plan, whole, told)), len(groups) - len(told))
 
 
-def _compactions(plan: Plan, whole: Simulation, groups: Sequence[Group]) -> Iterator[Compaction]:
+def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Iterator[Compaction]:
     parts = Parts(Costs.of(plan))
     for stage, technique in groups:
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]

@@ -37,7 +37,7 @@ from pipefit.planner.spaces import Space, by_distance
 from pipefit.planner.trial import Arrangement, Trial, leaves_no_room
 from pipefit.profiles import ModelProfile
 from pipefit.provenance import Objective
-from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from pipefit.texts import counted
 
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
@@ -119,7 +119,7 @@ class Trials:
         question = self.whole_question(trial.arrangement)
         found = expanded(question, found, trial.arrangement.degree)
         plan = plan_of(question, found.split, decisions=found.decisions)
-        return question, found._replace(value=Simulation(plan).step_seconds[-1])
+        return question, found._replace(value=assembled(plan).step_seconds[-1])
 
     def _mix(self, size: int) -> None:
         """Find the fastest plan of a size whose stages have any degrees."""

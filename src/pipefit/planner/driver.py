@@ -26,7 +26,7 @@ from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
 from pipefit.schedule.room import shortage
 from pipefit.schedule.whole_stages import whole_stages
-from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 
 _SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
 _JUDGING = 200_000  # new actions, and what takes as long, for a refusal
@@ -62,7 +62,7 @@ def answer(
         InfeasibleError: it does not fit.
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
-    simulation = Simulation(plan)
+    simulation = assembled(plan)
     counted = plan.decisions or found.split.grids
     peaks = simulation.peak_bytes if counted else _by_device(question, found.split)
     if not question.options.allow_infeasible:
@@ -107,8 +107,8 @@ class _Judge:
             found = self._planner(replace(question, options=replace(question.options, effort=_SHORT)))
         except UsageError:  # nothing of it can be carried out
             return None
-        simulation = Simulation(plan_of(question, found.split, decisions=found.decisions))
-        self._spent += found.work + simulation.actions
+        simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
+        self._spent += found.work + simulation.actions // 2  # both steps have the same
         budgets = question.cluster.budgets
         full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
         return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full

@@ -22,8 +22,7 @@ from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
 from pipefit.planner.trial import Arrangement, Trial
 from pipefit.schedule.whole_stages import Recompute
-from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import Assembled
+from pipefit.simulator.assembled import Assembled, assembled
 from pipefit.training import Training
 
 _CANDIDATES = 2_000_000  # stages that are compared with all that replicas may divide
@@ -94,13 +93,13 @@ def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
         yield _alternative("leanest", question, simulation, pins)
 
 
-def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Simulation] | None:
+def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Assembled] | None:
     """The leanest plan of all these ways to recompute; where layers cannot run twice, of the first of them."""
     for asked in (tuple(ways), tuple(ways)[:1]):
         with suppress(UsageError):
             question, found = leanest_of(_questions(trials, asked))
-            simulation = Simulation(plan_of(question, found.split))
-            if simulation.peak_bytes:
+            simulation = assembled(plan_of(question, found.split))
+            if simulation.step_seconds:
                 return question, simulation
     return None
 
@@ -132,7 +131,7 @@ def _pins(space: Space, training: Training, stages: int | None = None) -> str:
 def _alternative(
     what: str,
     question: Question,
-    simulation: Simulation | Assembled,
+    simulation: Assembled,
     asked_by: str,
     *,
     each: int = 1,

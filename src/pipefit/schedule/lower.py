@@ -14,7 +14,7 @@ which fill the pipeline; the body, which repeats; and one that drains it (`step_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import fields
 
 from pipefit.actions import Action, Actions, Kind
@@ -86,8 +86,11 @@ def _entered(plan: Plan) -> range:
     return range(0, settled(plan) + count, count)
 
 
-def rank_programs(plan: Plan, rank: int, steps: int) -> tuple[UncheckedProgram, ...]:
-    """The programs of so many steps, as far as they differ, with the actions of one rank alone.
+def rank_programs(
+    plan: Plan, rank: int, steps: int, devices: Container[int] | None = None
+) -> tuple[UncheckedProgram, ...]:
+    """The programs of so many steps, as far as they differ, with the actions of one rank alone, or of some of its
+    `devices`.
 
     They are the same as long as its decisions are.
 
@@ -96,9 +99,9 @@ def rank_programs(plan: Plan, rank: int, steps: int) -> tuple[UncheckedProgram, 
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
-        found = (_endless(plan, count, entered, ranks) for entered in _entered(plan)[:steps])
+        found = (_endless(plan, count, entered, ranks, devices=devices) for entered in _entered(plan)[:steps])
         return tuple(_unchecked(plan, count, *step, endless=True) for step in found)
-    return (_unchecked(plan, count, *_synchronous(plan, count, ranks), endless=False),)
+    return (_unchecked(plan, count, *_synchronous(plan, count, ranks, devices=devices), endless=False),)
 
 
 def whole_run(plan: Plan) -> Program:
@@ -219,22 +222,32 @@ def _of_devices(
     ranks: Sequence[int],
     actions: Callable[[int, Slices], list[Action]],
     smaller: Smaller,
+    devices: Container[int] | None = None,
 ) -> _OfDevices:
-    """What `actions` gives for every device of these ranks, by their ranks and slices; `smaller` are microbatches of
-    fewer samples than the plan's.
+    """What `actions` gives for every device of these ranks, or for those among `devices`, by their ranks and slices;
+    `smaller` are microbatches of fewer samples than the plan's.
     """
     return {
         device: actions(rank, Slices(plan, *divmod(number, grid.tensor), smaller=dict(smaller)))
         for rank in ranks
         for grid in (plan.stages[plan.ranks[rank][0]].grid,)
         for number, device in enumerate(grid.devices)
+        if devices is None or device in devices
     }
 
 
 def _synchronous(
-    plan: Plan, microbatches: int, ranks: Sequence[int], *, last: int | None = None, update: bool = True
+    plan: Plan,
+    microbatches: int,
+    ranks: Sequence[int],
+    *,
+    last: int | None = None,
+    update: bool = True,
+    devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
-    """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`."""
+    """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`, and
+    of `rank_programs`.
+    """
     _check_shared(plan)
     check_changed_weights(plan)
     own, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches, ranks), bundles_of(plan)
@@ -246,7 +259,7 @@ def _synchronous(
         exchanged = gathered(summed(exchanged, plan, update=update), plan)
         return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
 
-    return _of_devices(plan, ranks, actions, _last_one(microbatches, last)), bundles
+    return _of_devices(plan, ranks, actions, _last_one(microbatches, last), devices), bundles
 
 
 def _last_one(microbatches: int, last: int | None) -> Smaller:
@@ -262,6 +275,7 @@ def _endless(
     steps: int | None = None,
     *,
     smaller: Smaller = (),
+    devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
     """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches in `steps`.
 
@@ -279,7 +293,8 @@ def _endless(
         stream = Stream(plan, schedule, rank, bundles, slices, microbatches=microbatches, entered=entered, steps=steps)
         return stream.step() if microbatches else stream.drain()
 
-    return _of_devices(plan, ranks, actions, [(number + entered, samples) for number, samples in smaller]), bundles
+    early = [(number + entered, samples) for number, samples in smaller]
+    return _of_devices(plan, ranks, actions, early, devices), bundles
 
 
 def _check_shared(plan: Plan) -> None:

@@ -4,9 +4,11 @@ What a device does in a step, what it holds at its peak and how long it computes
 the stages next to them are, and from what is decided about its own. So of two plans that differ in a stage only that
 stage's devices are lowered and read again. What devices do to each other is left to the clock and to arenas, which are
 put together for every plan. Nothing checks that sends and receives meet, as they do in whatever is lowered. Replicas
-that do the same with other rows and neighbours hold the same bytes, so that the ledger of one of them tells for all.
+that do the same with other rows and neighbours hold the same bytes, so that the ledger of one of them tells for all;
+those that do it at the same times are lowered and timed once (`simulator.alike`).
 
-Costs: what changed, at some ten microseconds for an action; and one and a half for every action of the plan.
+Costs: what changed, at some ten microseconds for an action; and one and a half for every action of the plan; replicas
+that do the same at the same times count once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pipefit.plans import Plan
 from pipefit.program import UncheckedProgram, in_a_row
 from pipefit.schedule import distinct_steps, rank_programs
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
+from pipefit.simulator.alike import Alike, alike
 from pipefit.simulator.levels import at_rest, highest
 from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
@@ -92,6 +95,7 @@ class Parts:
         self._costs, self._steps = costs, steps
         self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
         self._known: dict[Hashable, dict[int, Part]] = {}
+        self._alike: dict[Hashable, Alike | None] = {} if shared is None else shared._alike
         self.actions = 0  # in the programs of all devices that were asked for, once each
 
     @property
@@ -107,8 +111,20 @@ class Parts:
         """How many steps of a plan are simulated."""
         return distinct_steps(plan) if self._steps is None else self._steps
 
-    def of_rank(self, plan: Plan, rank: int) -> dict[int, Part]:
-        """What the devices of a rank do.
+    def alike(self, plan: Plan) -> Alike | None:
+        """The devices of a plan that stand for all; None where each stands for itself."""
+        key = (
+            tuple(stage.grid for stage in plan.stages),
+            tuple(plan.summed.values()),
+            plan.training.microbatch_size,
+            frozenset(decision.what for decision in plan.decisions),
+        )
+        if key not in self._alike:
+            self._alike[key] = alike(plan)
+        return self._alike[key]
+
+    def of_rank(self, plan: Plan, rank: int, standing: Alike | None = None) -> dict[int, Part]:
+        """What the devices of a rank do, or those of them that stand for the others.
 
         Raises:
             UsageError: a decision cannot be carried out.
@@ -117,18 +133,21 @@ class Parts:
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
         own = tuple(plan.stages[stage] for stage in stages)
         summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
-        key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps
+        there = plan.stages[stages[0]].devices
+        stands = there if standing is None else tuple(standing.devices[device] for device in there)
+        key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps, stands
         if key not in self._known:
             if key not in self._read_by_all:
-                self._read_by_all[key] = self._read(replace(plan, decisions=decisions), rank, steps)
+                self._read_by_all[key] = self._read(replace(plan, decisions=decisions), rank, steps, stands)
             self._known[key], actions = self._read_by_all[key]
             self.actions += actions
         return self._known[key]
 
-    def _read(self, plan: Plan, rank: int, steps: int) -> _Read:
-        programs = rank_programs(plan, rank, steps)
-        actions = sum(len(own) for program in programs for own in program.actions)
-        devices, told = plan.stages[plan.ranks[rank][0]].devices, _Told()
+    def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
+        """What the devices do that stand for each of the rank's; the actions of all of these count."""
+        devices, told = list(dict.fromkeys(stands)), _Told()
+        programs = rank_programs(plan, rank, steps, devices)
+        actions = sum(len(program.actions[device]) for program in programs for device in stands)
         return _Read({device: self._part(plan, rank, device, programs, steps, told) for device in devices}, actions)
 
     def _part(
@@ -188,6 +207,11 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
     return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(found)
 
 
+def assembled(plan: Plan) -> Assembled:
+    """A plan by itself."""
+    return Assembled(plan, Parts(Costs.of(plan)))
+
+
 class Assembled:
     """A plan of which only what is new is lowered and read.
 
@@ -197,9 +221,12 @@ class Assembled:
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
         self.plan, self._parts, self._endless = plan, parts, plan.training.endless
-        self._steps = parts.steps(plan)
-        of_ranks = (parts.of_rank(plan, rank) for rank in range(len(plan.ranks)))
-        self._devices = dict(chain.from_iterable(found.items() for found in of_ranks))
+        self._steps, self._alike = parts.steps(plan), parts.alike(plan)
+        of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
+        self._read = dict(chain.from_iterable(found.items() for found in of_ranks))  # of those that stand for others
+        stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
+        self._stands = stands
+        self._devices = {device: self._read[one] for device, one in stands.items()}
 
     @property
     def actions(self) -> int:
@@ -226,26 +253,28 @@ class Assembled:
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """The share of the last step in which every device computes."""
-        return self.times.utilisation
+        found = self.times.utilisation
+        return tuple(found[self._stands.get(device, device)] for device in range(len(found)))
 
     @cached_property
     def times(self) -> Times:
         """When everything begins and ends."""
         devices = range(len(self.plan.cluster.devices))
         idle, none = TimedDevice([], [], [], []), (0,) * self._steps
-        timed = [self._devices[device].timed if device in self._devices else idle for device in devices]
+        timed = [self._read[device].timed if device in self._read else idle for device in devices]
         sizes = message_sizes(self.plan, self.plan.placement, self._parts.storages(self.plan))
-        counts = [self._devices[device].counts if device in self._devices else none for device in devices]
-        return Times(TimedProgram(timed, self.plan.cluster, sizes), counts, endless=self._endless)
+        counts = [self._read[device].counts if device in self._read else none for device in devices]
+        program = TimedProgram(timed, self.plan.cluster, sizes, self._alike)
+        return Times(program, counts, endless=self._endless)
 
     def forwards_ended(self, device: int) -> dict[int | None, float]:
         """When the forward of every microbatch of the last step ended on a device."""
-        after = self.times.clock.after[device]
+        after = self.times.clock.after[self._stands[device]]
         return {microbatch: after[at] for at, microbatch in self._in_last_step(device, self._devices[device].forwards)}
 
     def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
         """When the backward of every microbatch of the last step began and ended on a device."""
-        after, found = [0.0, *self.times.clock.after[device]], dict[int | None, tuple[float, float]]()
+        after, found = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
         for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
             begin, _ = found.get(microbatch, (after[at], 0.0))
             found[microbatch] = begin, after[at + 1]
@@ -253,7 +282,7 @@ class Assembled:
 
     def _in_last_step(self, device: int, passes: Passes) -> Iterator[tuple[int, int | None]]:
         """Where passes of the last step are among the actions of all steps."""
-        before = self.times.starts(device)[-2]
+        before = self.times.starts(self._stands[device])[-2]
         return ((before + position, microbatch) for position, microbatch in passes)
 
 

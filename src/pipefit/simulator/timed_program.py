@@ -4,6 +4,9 @@ A wire is a number, that of one direction of a link. A transfer has one part for
 and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
 they were issued; messages have no stream and wait for their wires alone. What a host updates for a device is a third
 stream, and the memory of the host is the wire on which the updates of several devices wait for each other.
+
+Of transfers that become ready at once, the one of the lower number goes first: collectives come behind all others.
+Where devices stand for others (`simulator.alike`), so do transfers and wires.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pipefit.actions import Message
 from pipefit.cluster import Cluster
 from pipefit.cost.collectives import Hop, ring_from_owners, ring_sum, ring_to_owners
 from pipefit.places import Member
+from pipefit.simulator.alike import Alike
 from pipefit.simulator.timed_device import Collected, NamedParts, Own, TimedDevice
 
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
@@ -30,47 +34,64 @@ class TimedActions(NamedTuple):
 
 
 class TimedProgram:
-    """The actions of all devices, and the transfers between them."""
+    """The actions of all devices, or of those that stand for all as `alike` says, and the transfers between them."""
 
     def __init__(
-        self, devices: Sequence[TimedDevice], cluster: Cluster, message_bytes: Callable[[Message], int]
+        self,
+        devices: Sequence[TimedDevice],
+        cluster: Cluster,
+        message_bytes: Callable[[Message], int],
+        alike: Alike | None = None,
     ) -> None:
-        self._message_bytes = message_bytes
+        self._message_bytes, self._alike = message_bytes, alike
         self._wires: dict[str, int] = {}
         self._numbers: dict[Hashable, int] = {}  # of messages and collectives
         self._members = _members(devices)
         self._route = cache(cluster.route)
-        self._message_parts: dict[Message, Parts] = {}
+        self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
         self._own_parts: dict[NamedParts, Parts] = {}
         self.parts: list[Parts] = []
         # The stream of every transfer: of a copy STREAMS * device outward and one more inward, of an update at a place
         # two more, -1 of all others
         self.streams: list[int] = []
         self.ends: list[int] = []  # how many devices must start it before it is ready
-        self.devices = [self._numbered(device) for device in devices]
+        numbers = [[self._number(begun) for begun in device.started] for device in devices]
+        self.devices = [self._numbered(device, own) for device, own in zip(devices, numbers, strict=True)]
 
     @property
     def wires(self) -> int:
         """How many wires the transfers use."""
         return len(self._wires)
 
-    def _numbered(self, device: TimedDevice) -> TimedActions:
+    def _numbered(self, device: TimedDevice, numbers: list[int]) -> TimedActions:
         """The actions of one device, with the numbers that transfers have in the program."""
-        numbers = [*map(self._number, device.started), -1]  # the last one is that of no transfer
+        for own, begun in enumerate(device.started):
+            if isinstance(begun, Collected):
+                numbers[own] = self._collective(begun)
+        numbers.append(-1)  # that of no transfer
         return TimedActions(device.codes, device.seconds, [numbers[own] for own in device.transfers])
 
     def _number(self, begun: Message | Collected | Own) -> int:
-        if isinstance(begun, Own):
-            parts = self._own_parts.get(begun.parts)
-            if parts is None:
-                parts = self._own_parts[begun.parts] = tuple((s, self._wires_of(names)) for s, names in begun.parts)
-            return self._add(parts, ends=1, stream=begun.stream)
-        key = begun if isinstance(begun, Message) else (begun.what, begun.turn)
-        number = self._numbers.get(key)
-        if number is None:
-            new = self._message(begun) if isinstance(begun, Message) else self._ring(begun)
-            number = self._numbers[key] = new
-        return number
+        """The number of what a device begins, -1 where that is an end of a collective."""
+        if isinstance(begun, Message):
+            begun = self._alike.message(begun) if self._alike is not None else begun
+            number = self._numbers.get(begun)
+            if number is None:
+                number = self._numbers[begun] = self._message(begun)
+            return number
+        if isinstance(begun, Collected):
+            return -1
+        parts = self._own_parts.get(begun.parts)
+        if parts is None:
+            parts = self._own_parts[begun.parts] = tuple((s, self._wires_of(names)) for s, names in begun.parts)
+        return self._add(parts, ends=1, stream=begun.stream)
+
+    def _collective(self, begun: Collected) -> int:
+        """The number of a collective of which this is an end."""
+        key = begun.what, begun.turn
+        if key not in self._numbers:
+            self._numbers[key] = self._ring(begun)
+        return self._numbers[key]
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
         """The number of a new transfer."""
@@ -81,29 +102,32 @@ class TimedProgram:
 
     def _message(self, message: Message) -> int:
         """The number of a new message; it has no parts between stages of one device."""
-        alike = message._replace(microbatch=None)
-        parts = self._message_parts.get(alike)
+        forward, receiver, _, part, source, target = message
+        key = forward, receiver, part, source, target
+        parts = self._message_parts.get(key)
         if parts is None:
-            source, target = alike.source, alike.target
-            nbytes = self._message_bytes(alike)
+            nbytes = self._message_bytes(message)
             parts = () if source == target else (self._part(Member.device(source), Member.device(target), nbytes),)
-            self._message_parts[alike] = parts
+            self._message_parts[key] = parts
         return self._add(parts, ends=2)
 
     def _ring(self, begun: Collected) -> int:
         """The number of a new collective, whose parts are the hops of a ring, with the delay of all its messages."""
-        members, parts = self._members[begun.what], []
+        begin, parts = self._members[begun.what], []
+        members = begin if self._alike is None else self._alike.those_of(begin)
         for hop in _hops(members, begun):
             source, target = Member.device(hop.source), Member.device(hop.target)
             seconds, wires = self._part(source, target, hop.nbytes)
             parts.append((seconds + (hop.messages - 1) * self._route(source, target).latency_seconds, wires))
-        return self._add(tuple(parts), ends=len(members))
+        return self._add(tuple(parts if self._alike is None else dict.fromkeys(parts)), ends=len(begin))
 
     def _part(self, source: Member, target: Member, nbytes: int) -> tuple[float, tuple[int, ...]]:
         route = self._route(source, target)
         return route.seconds(nbytes), self._wires_of(route.wires)
 
     def _wires_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        if self._alike is not None:
+            names = [self._alike.wires[name] for name in names]
         return tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names)
 
 

@@ -1,0 +1,183 @@
+"""Devices of a plan that do the same at the same times: one of each group is simulated for all of them.
+
+Replicas have the same actions on other rows, so that they only differ by the links that they use. Devices, wires and
+transfers are divided into classes, at first by stage, kind of device and rate, and then as long as members of a class
+meet others in different ways: a device by its messages, a wire by all transfers that it carries, and by the order in
+which these take it when they become ready at once. What is then in one class has the same history, by induction over
+time: whatever a member waits for is, in its class, what every other member waits for. (Colour refinement; Paige and
+Tarjan, 1987.) So the seconds are exactly those of all devices, and not a float differs.
+
+Where replicas share a wire, as they do on the way to a host, one waits for the other, and all devices are simulated. So
+they are where replicas divide state, or anything moves to a place, and for the shards of a replica.
+
+Costs: some microseconds for every pair of neighbours, a few times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from pipefit.actions import Message
+from pipefit.cluster import Route
+from pipefit.decisions import What
+from pipefit.places import Member
+from pipefit.plans import Plan
+from pipefit.rows import common_rows, rows_of
+
+Key = TypeVar("Key")
+
+
+class Alike(NamedTuple):
+    """The device that stands for every other, and the same for the two ends of messages, and for wires."""
+
+    devices: dict[int, int]
+    ends: dict[tuple[int, int], tuple[int, int]]
+    wires: dict[str, str]
+
+    def message(self, message: Message) -> Message:
+        """The message that stands for another one."""
+        source, target = self.ends[message.source, message.target]
+        part = message.part and (0, message.part[1] - message.part[0])
+        return message._replace(part=part, source=source, target=target)
+
+    def those_of(self, devices: Iterable[int]) -> list[int]:
+        """The devices that any of these stand for, in order."""
+        standing = set(devices)
+        return sorted(device for device, one in self.devices.items() if one in standing)
+
+
+class _Edge(NamedTuple):
+    """What goes from one device to another again and again: a message between stages, or a hop of a collective.
+
+    Of several that become ready at once, messages go first, and then what the `earliest` device has part in.
+    """
+
+    label: Hashable
+    source: int
+    target: int
+    route: Route
+    hop: bool
+    earliest: int
+
+
+def alike(plan: Plan) -> Alike | None:
+    """The devices that stand for all others; None where each stands for itself."""
+    if not _may_be(plan):
+        return None
+    return _Refinement(plan, [*_messages(plan), *_hops(plan)]).found()
+
+
+def _may_be(plan: Plan) -> bool:
+    """Whether replicas of this plan may do the same at the same times."""
+    grids = [stage.grid for stage in plan.stages]
+    return (
+        any(grid.data > 1 for grid in grids)
+        and all(grid.tensor == 1 and grid.shard == "none" for grid in grids)
+        and len({device for grid in grids for device in grid.devices}) == sum(len(grid.devices) for grid in grids)
+        and all(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    )
+
+
+def _messages(plan: Plan) -> Iterator[_Edge]:
+    """The pairs of devices of neighbouring stages that have common rows, both ways."""
+    samples = plan.training.microbatch_size
+    for number, (front, behind) in enumerate(pairwise(stage.grid for stage in plan.stages)):
+        met = defaultdict[int, int](int)  # how many senders every receiver has met
+        for sender, device in enumerate(front.devices):
+            own = rows_of(sender, samples // front.data)
+            for order, (receiver, rows) in enumerate(common_rows(own, samples // behind.data)):
+                whole = receiver * front.data // behind.data == sender
+                there, label = behind.devices[receiver], (number, order, met[receiver], rows[1] - rows[0], whole)
+                met[receiver] += 1
+                for source, target in ((device, there), (there, device)):
+                    route = plan.cluster.route(Member.device(source), Member.device(target))
+                    forward = source == device
+                    yield _Edge((*label, forward, source < target), source, target, route, False, min(source, target))
+
+
+def _hops(plan: Plan) -> Iterator[_Edge]:
+    """The hops of rings: of the replicas of a stage, of stages that share a parameter, and of all that agree."""
+    sums = [((number,), stage.devices) for number, stage in enumerate(plan.stages)]
+    shared = [
+        (stages, tuple(device for number in stages for device in plan.stages[number].devices))
+        for stages in plan.summed.values()
+    ]
+    every = [*sums, *shared, *[((), plan.workers)] * plan.training.agrees]
+    for name, members in every:
+        ring = sorted(members)
+        for one, other in zip(ring, (*ring[1:], ring[0]), strict=True):
+            if one != other:
+                route = plan.cluster.route(Member.device(one), Member.device(other))
+                yield _Edge(name, one, other, route, True, ring[0])
+
+
+class _Refinement:
+    """Classes of devices, wires and edges, as numbers, which are divided as long as that is needed."""
+
+    def __init__(self, plan: Plan, edges: Sequence[_Edge]) -> None:
+        self.edges = edges
+        self.carried = defaultdict[str, list[tuple[int, int, int]]](list)  # edges, positions and turns of every wire
+        for number, edge in enumerate(edges):
+            for position, wire in enumerate(edge.route.wires):
+                self.carried[wire].append((number, position, 0))
+        for wire, uses in self.carried.items():
+            of = {n: (edges[n].hop, edges[n].earliest) for n, *_ in uses}
+            turns = {one: turn for turn, one in enumerate(sorted({*of.values()}))}
+            self.carried[wire] = [(n, position, turns[of[n]]) for n, position, _ in uses]
+        kinds = [device.kind.key for device in plan.cluster.devices]
+        self.devices = _numbered({d: (n, kinds[d]) for n, stage in enumerate(plan.stages) for d in stage.devices})
+        self.wires = dict.fromkeys(self.carried, 0)
+        self.classes = [0] * len(edges)
+
+    def found(self) -> Alike | None:
+        """The first of every class; None where what begins together has to wait for each other."""
+        count = 0
+        while (now := self._divided()) > count:
+            count = now
+        if any(len({self.edges[n].label for n, *_ in uses}) < len(uses) for uses in self.carried.values()):
+            return None
+        ends = dict[tuple[int, int], tuple[int, int]]()
+        first = dict[int, tuple[int, int]]()
+        for edge, one in zip(self.edges, self.classes, strict=True):
+            if not edge.hop:
+                ends[edge.source, edge.target] = first.setdefault(one, (edge.source, edge.target))
+        return Alike(_standing(self.devices), ends, _standing(self.wires))
+
+    def _divided(self) -> int:
+        """Divide all classes by what their members meet; how many there are."""
+        for number, one in enumerate(_numbered(dict(enumerate(map(self._of_edge, self.edges)))).values()):
+            self.classes[number] = one
+        met = {device: [(one, 0)] for device, one in self.devices.items()}
+        for edge, one in zip(self.edges, self.classes, strict=True):
+            if not edge.hop:
+                met[edge.source].append((one, 1))
+                met[edge.target].append((one, 2))
+        self.devices = _numbered({device: (own[0], *sorted(own[1:])) for device, own in met.items()})
+        self.wires = _numbered(
+            {
+                wire: (self.wires[wire], *sorted((self.classes[n], position, turn) for n, position, turn in uses))
+                for wire, uses in self.carried.items()
+            }
+        )
+        return len({*self.devices.values()}) + len({*self.wires.values()}) + len({*self.classes})
+
+    def _of_edge(self, edge: _Edge) -> Hashable:
+        """What an edge is: members of a collective begin it together, and wait for all of it."""
+        ends = None if edge.hop else (self.devices[edge.source], self.devices[edge.target])
+        wires = tuple(self.wires[wire] for wire in edge.route.wires)
+        return edge.hop, edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, wires, ends
+
+
+def _numbered(of: Mapping[Key, Hashable]) -> dict[Key, int]:
+    """Numbers that are equal where what they stand for is."""
+    known = dict[Hashable, int]()
+    return {key: known.setdefault(one, len(known)) for key, one in of.items()}
+
+
+def _standing(classes: Mapping[Key, int]) -> dict[Key, Key]:
+    """The first member of everyone's class."""
+    first = dict[int, Key]()
+    return {key: first.setdefault(one, key) for key, one in classes.items()}
