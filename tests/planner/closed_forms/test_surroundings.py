@@ -13,7 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.layer_costs import Span
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
-from pipefit.planner.closed_forms.surroundings import surroundings
+from pipefit.planner.closed_forms.surroundings import _Walk, surroundings, whole_stage_order
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.schedule import ENDLESS, SCHEDULES
@@ -129,3 +129,19 @@ def test_surroundings_are_few_however_many_microbatches(schedule: str, recompute
         many = surroundings(schedule, stage, 8, 1000, recompute)
         assert len(many) <= 24
         assert len(many) == len(surroundings(schedule, stage, 8, 50, recompute))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_many_microbatches_bring_nothing_new(schedule: str, recompute: Recompute) -> None:
+    """What a stage meets in a step of 40 microbatches, told of a few, is what the walk through all of them finds."""
+    for stages, stage in ((1, 0), (3, 0), (3, 2), (6, 1)):
+        walk = _Walk(endless=False, rooms=False)
+        met = {*walk.through([whole_stage_order(schedule, stage, stages, 40, recompute)])}
+        told = surroundings(schedule, stage, stages, 40, recompute)
+        assert {*told} <= met
+        for one in met:
+            assert any(
+                one.alone == other.alone and one.in_flight <= other.in_flight and one.checkpoints <= other.checkpoints
+                for other in told
+            )

@@ -45,7 +45,6 @@ class Surroundings(NamedTuple):
         return self._replace(in_flight=0, checkpoints=0, versions=0, rooms=0)
 
 
-@cache
 def surroundings(
     schedule: str,
     stage: int,
@@ -59,6 +58,16 @@ def surroundings(
     Raises:
         UsageError: no such schedule, or a setting of recomputation that it cannot have.
     """
+    if schedule in _WARM_UP:  # a stage meets what the first one of fewer meets, and after a few more nothing new
+        stage, stages = 0, stages - stage
+        microbatches = min(microbatches, _WARM_UP[schedule] * stages + _STEADY)
+    return _surroundings(schedule, stage, stages, microbatches, recompute, versions)
+
+
+@cache
+def _surroundings(
+    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute, versions: Versions
+) -> tuple[Surroundings, ...]:
     steps: Iterable[list[Action]]
     if schedule in ENDLESS:
         steps = _endless_orders(schedule, stage, stages, microbatches, recompute)
@@ -70,6 +79,10 @@ def surroundings(
         if alike not in highest or highest[alike].in_flight < found.in_flight:
             highest[alike] = found
     return tuple(_covering(highest.values()))
+
+
+_WARM_UP = {"1f1b": 1, "eager-1f1b": 2}  # forwards for each stage from a stage on, before its backwards begin
+_STEADY = 4  # microbatches that go through a stage in turn, of which the first and last may be recomputed or not
 
 
 class _Walk:

@@ -102,9 +102,11 @@ class Programme:
         shape, behind = self._behind[-1][self._degrees[0]].shape, self._behind[-1]
         found = {degree: np.full(shape, np.inf) for degree in self._degrees}
         for choice in self._choices:
-            head, add = self._cost(stages, choice)
             rest, best = behind[choice.degree], found[choice.degree]
             before, after = _reached(rest, choice.take)
+            if isinstance(before, np.ndarray) and not len(before):
+                continue  # nothing that this stage would stand in front of can be had
+            head, add = self._cost(stages, choice)
             allowed = head < np.inf
             stops = np.flatnonzero(allowed.any(axis=0) & (rest[:, before] < np.inf).any(axis=1))
             for stop in stops:
