@@ -106,6 +106,7 @@ class StateCopies:
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
         self.computing = [n for n, action in enumerate(self.actions) if _computes(action)]
+        self._users = [n for n, action in enumerate(self.actions) if _needs_state(action) or _begins_sum(action)]
 
     def add(self, decision: Decision, offload: Action) -> None:
         """Insert the copies of one decision."""
@@ -132,7 +133,7 @@ class StateCopies:
     def gap(self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int) -> Move | None:
         """The way of a state behind `one`, and back before `users`; None if nothing is computed while it is away."""
         freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
-        if any(map(_computes, self.actions[freed + 1 : begin])):
+        if bisect_right(self.computing, freed) < bisect_left(self.computing, begin):
             return Move(offload, one, freed, begin, users)
         return None
 
@@ -147,12 +148,12 @@ class StateCopies:
         """The positions of what needs the state of a decision. Gradients stay from a collective to the update."""
         assert isinstance(decision.subject, State)
         start, stop, gradients = decision.subject.start, decision.subject.stop, decision.subject.kind == "gradients"
-        for number, action in enumerate(self.actions):
-            if gradients and action.kind in COLLECTIVE and not action.wait:
+        for number in self._users:
+            action = self.actions[number]
+            if gradients and _begins_sum(action):
                 yield number
                 continue
-            copied = action.kind is Kind.STASH and not action.wait
-            if action.stage != decision.stage or not (copied or action.kind is Kind.UNSHARD or _computes(action)):
+            if action.stage != decision.stage or not _needs_state(action):
                 continue
             if number in self.without if not gradients else action.kind not in (Kind.BACKWARD, Kind.STEP):
                 continue
@@ -206,6 +207,15 @@ class StateCopies:
 def _computes(action: Action) -> bool:
     """Whether an action keeps the device computing."""
     return action.kind in COMPUTE and action.place is None
+
+
+def _needs_state(action: Action) -> bool:
+    """Whether an action needs state of its layers: it computes with it, copies it, or brings it to other replicas."""
+    return _computes(action) or action.kind is Kind.UNSHARD or (action.kind is Kind.STASH and not action.wait)
+
+
+def _begins_sum(action: Action) -> bool:
+    return action.kind in COLLECTIVE and not action.wait
 
 
 def _kind(decision: Decision) -> str:
