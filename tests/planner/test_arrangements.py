@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, Settings, alike, chain, devices, layer, measurement, profile, training, value
+from pipefit.beside import forking
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, Question, plan
@@ -192,6 +193,8 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
     on = cluster([max(most.peak_bytes) * 5 // 4] * 4, host_rate=5.0, peer_rate=5.0)
     made = plan(profiles, on, batch_size=BATCH)
     assert {one.what for one in made.alternatives} == {"fewest devices", "leanest"}
+    with forking():  # which commands do
+        assert plan(profiles, on, batch_size=BATCH).alternatives == made.alternatives
     for one in made.alternatives:
         again = asked_again(profiles, on, one.asked_by)
         assert again.prediction

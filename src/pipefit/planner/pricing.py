@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipefit.alternatives import Alternative
+from pipefit.beside import beside
 from pipefit.errors import UsageError
 from pipefit.planner.arrangements import Trials
 from pipefit.planner.driver import plan_of
@@ -30,10 +31,11 @@ _LEANER = 0.99  # of the best plan's peak, the most that a leaner plan has
 
 
 def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
-    """The alternatives to the best plan of some trials, if that fits."""
+    """The alternatives to the best plan of some trials, if that fits. One is looked for beside the other."""
     if not best.fits:
         return ()
-    return (*_fewest_devices(trials, best), *_leanest(trials, best))
+    (leanest,) = beside(lambda: tuple(_leanest(trials, best)))
+    return (*_fewest_devices(trials, best), *leanest())
 
 
 def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
