@@ -51,7 +51,7 @@ OTHERS = {
     "profiler/saved.py",
     "runtime/agreement.py",
     "runtime/comparison.py",
-    "runtime/coupled_updates.py",
+    "capture/coupled_updates.py",
     "runtime/initial_weights.py",
     "runtime/lives.py",
     "runtime/loss_check.py",

@@ -46,6 +46,15 @@ class Pieces(NamedTuple):
     blocks: tuple[Block, ...]
 
 
+WHOLE = "whole"  # the name of a model's only layer
+
+
+def all_in_one(flow: Flow, why: str) -> Pieces:
+    """The model as one layer and one block, for this reason."""
+    piece = Piece(0, len(flow.order), WHOLE)
+    return Pieces((piece,), (Block(name=WHOLE, layers=1, undivided=why),))
+
+
 def pieces(flow: Flow, module: nn.Module, granularity: Granularity) -> Pieces:
     """The layers of a model, and the blocks that a granularity makes of them."""
     blocks, halves = (_Runs(flow, Units(flow, module, deeper=deeper)) for deeper in (False, True))

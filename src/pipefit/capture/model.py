@@ -19,6 +19,8 @@ from torch import nn
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.constants import constants
 from pipefit.capture.copying import hooks_of
+from pipefit.capture.coupled_updates import WHY, couples
+from pipefit.capture.cuts import WHOLE
 from pipefit.capture.random_state import seed_torch
 from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
@@ -26,7 +28,7 @@ from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
 from pipefit.errors import UsageError
-from pipefit.profiles import Target
+from pipefit.profiles import Block, Target
 
 
 def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "cpu") -> Chain:
@@ -46,13 +48,15 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
             "pass at least one tensor"
         )
     wanted = None if targets is None else Tree.of("the targets", targets)
+    whole = couples(task, module)
     if _is_chain(module):
-        layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
+        layers, given = _by_hand(module, task.name, whole=whole), Tree.of("the inputs", inputs)
         _check_inputs(task.name, inputs, given)
         layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
-        found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
+        blocks = (Block(name=WHOLE, layers=1, undivided=WHY),) if whole else ()
+        found = Chain(task.name, layers, blocks=blocks, inputs=given, targets=wanted, criterion=task.loss)
     else:
-        found = traced_chain(task, module, inputs, wanted, target)
+        found = traced_chain(task, module, inputs, wanted, target, whole=whole)
     _refuse_shared_hooks(found)
     if task.autocast is None:
         return found
@@ -96,11 +100,14 @@ def _is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:
+def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLayer, ...]:
+    """Its parts, or the module as one layer if it is to stay `whole`."""
     met: set[int] = set()
     parts = [(name, part) for name, part in module._modules.items() if part is not None]
     if not parts:
         raise UsageError(f"{name} has no layers: its nn.Sequential is empty")
+    if whole:
+        return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict()}),)
     return tuple(ChainLayer(name, _own_module(part, met), _prefixed(name, part)) for name, part in parts)
 
 

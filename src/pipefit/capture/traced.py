@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 
 from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.cuts import Piece, pieces
+from pipefit.capture.coupled_updates import WHY
+from pipefit.capture.cuts import Piece, all_in_one, pieces
 from pipefit.capture.exporting import export
 from pipefit.capture.flat import flatten, plain, role, value
 from pipefit.capture.flow import Flow
@@ -26,8 +27,12 @@ from pipefit.errors import UsageError
 from pipefit.profiles import Target
 
 
-def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | None, target: Target) -> Chain:
+def traced_chain(
+    task: Task, module: nn.Module, inputs: Any, targets: Tree | None, target: Target, *, whole: bool
+) -> Chain:
     """The chain of `module`, traced on `inputs`, with the types that its values have on the target.
+
+    One that is to stay `whole`, because its optimizer couples all parameters, is one layer.
 
     Raises:
         UsageError: it cannot be traced, or returns no loss where it should.
@@ -42,7 +47,7 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
     if not first:
         raise UsageError(f"{task.name} uses none of its inputs: what it returns is the same for every batch")
-    cut = pieces(flow, module, task.granularity)
+    cut = all_in_one(flow, WHY) if whole else pieces(flow, module, task.granularity)
     return Chain(
         task.name,
         tuple(_layers(flow, module, cut.layers, program, first)),

@@ -120,8 +120,10 @@ class Question:
                 "untie them, or use schedule 1f1b"
             )
         if asked is not None and asked > blocks:
+            why = "".join(f" ({block.undivided})" for block in self.profile.blocks[:1] if block.undivided)
             raise UsageError(
-                f"{self.profile.model} has {self.profile.parts}, too few for {asked} stages: ask for {blocks} or fewer"
+                f"{self.profile.model} has {self.profile.parts}{why}, too few for {asked} stages: "
+                f"ask for {blocks} or fewer"
             )
         each = (self.options.data or 1) * (self.options.tensor or 1)
         if asked is not None and asked * each > devices:

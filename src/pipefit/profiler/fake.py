@@ -31,7 +31,6 @@ from pipefit.profiles import (
     ModelProfile,
     Target,
 )
-from pipefit.runtime.coupled_updates import check_updates
 from pipefit.sharding import Alone
 
 __all__ = ["Progress", "profile_fake", "profile_sizes"]
@@ -107,7 +106,6 @@ def profile_fake(
     with FakeTarget(target) as fake:
         chain = chains.of(microbatch_size, fake, like)
         made = fingerprint(task, chain)
-        check_updates(task, chain.layers)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer is run

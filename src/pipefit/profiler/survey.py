@@ -20,6 +20,7 @@ from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.held import SharedStorage, shared_storages
 from pipefit.capture.orders import Orders, contiguous, orders_of
+from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.refused_runs import why
@@ -39,7 +40,6 @@ from pipefit.profiler.update import state_bytes
 from pipefit.profiler.value_memory import ValueMemory
 from pipefit.profiles import Measurement
 from pipefit.runtime.master_weights import make_optimizer
-from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.texts import dtype_name
 

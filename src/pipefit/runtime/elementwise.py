@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.chain import ChainLayer
+from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.rank_shards import RankShards
 
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5

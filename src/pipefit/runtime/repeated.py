@@ -23,6 +23,7 @@ from typing import NamedTuple
 from pipefit.actions import COMPUTE, COPIES, Action, Kind, Subject
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.constants import constants
+from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.settings import module_settings
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
@@ -30,7 +31,6 @@ from pipefit.fake.fingerprint import options
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.program import Program
-from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedParameter
 
 KEPT = 4  # executions in a repeat: its ends and two between them

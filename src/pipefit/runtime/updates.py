@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.chain import ChainLayer
+from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
 from pipefit.cost.states import Kept, Layers
@@ -30,7 +31,6 @@ from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
 from pipefit.runtime.made_tensors import MadeTensors
 from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
-from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.parts import step_part
 
 Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]

@@ -1,8 +1,9 @@
-"""Whether an optimizer updates every parameter by itself, so that each stage may have one of its own.
+"""Whether an optimizer updates every parameter by itself, so that each layer may have a group of its own.
 
 AdamW, Muon and LAMB do. Others compute one number of all parameters, such as the step size of Prodigy (Mishchenko and
-Defazio, 2023) or the norm of all gradients: over a stage's layers alone it would be another number, and nothing would
-tell. So an optimizer is tried on small parameters: on all of them at once, and on each alone. Costs milliseconds.
+Defazio, 2023) or the norm of all gradients: over a part of the model it would be another number, and nothing would
+tell. So an optimizer is tried on small parameters: on all of them at once, and on each alone. Costs milliseconds. Where
+they differ, the model is one layer, which no plan divides.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.chain import ChainLayer
+from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
-from pipefit.runtime.parameter_groups import parameter_groups
 
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
 _EACH = 2  # parameters of a kind, which may have a number in common too
@@ -31,36 +31,29 @@ class _Kind(NamedTuple):
     dimensions: int
 
 
-def check_updates(task: Task, layers: Sequence[ChainLayer]) -> None:
-    """Check that the task's optimizer updates parameters like those of `layers` one by one.
+WHY = "the optimizer computes one number of several parameters, such as a norm of all gradients or a common step size"
+
+
+def couples(task: Task, module: nn.Module) -> bool:
+    """Whether the task's optimizer computes one number of several parameters like those of `module`.
 
     An optimizer that draws at random cannot be held to itself, and neither can one that fails without a model, or has
-    other parameters than it is given.
-
-    Raises:
-        UsageError: it computes with several parameters at once.
+    other parameters than it is given: of these nothing is said.
     """
-    kinds = [kind for kind in _kinds(task, layers) for _ in range(_EACH)]
+    kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         try:
             alone, again = (_updated(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
             together = _updated(task, kinds, at_once=True, seed=0)
         except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
-            return
-        coupled = _alike(alone, again) and not _alike(alone, together)
-    if coupled:
-        raise UsageError(
-            f"the optimizer of {task.name} computes with several parameters at once, as by a norm of all gradients "
-            "or a step size for the whole model, and every stage has one of its own, with a group for each layer: "
-            "use one that updates every parameter by itself, such as AdamW; a plan clips by the norm of all gradients "
-            "(Training(clip_norm=...), --clip-norm)"
-        )
+            return False
+        return _alike(alone, again) and not _alike(alone, together)
 
 
-def _kinds(task: Task, layers: Sequence[ChainLayer]) -> list[_Kind]:
+def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
     """The kinds of parameters that are trained, each once."""
     found: list[_Kind] = []
-    for group in (group for of_layer in parameter_groups(layers, task.groups) for group in of_layer):
+    for group in (group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer):
         wanted = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             kind = _Kind(wanted, parameter.ndim)
