@@ -15,8 +15,8 @@ from pipefit.capture import Task
 WIDTH = 8
 
 
-class Untold(Exception):
-    """An exception that cannot be sent to another process, and cannot even print itself."""
+class Untold(KeyboardInterrupt):
+    """An exception that cannot be sent to another process, and cannot even print itself; few places catch one."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(lambda: first + second)

@@ -119,7 +119,7 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
-    except Exception as error:  # noqa: BLE001 - whatever happens is reported to the parent
+    except BaseException as error:  # noqa: BLE001 - whatever happens is reported to the parent
         found = error.post_mortem if isinstance(error, OutOfMemory) else None
         word = ("error", *_report(error, assignment), traceback.format_exc(), found)
     with suppress(OSError):  # the parent may be gone
@@ -299,7 +299,7 @@ class _Rendezvous:
             raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
 
 
-def _report(error: Exception, assignment: Assignment) -> tuple[type[PipefitError], str]:
+def _report(error: BaseException, assignment: Assignment) -> tuple[type[PipefitError], str]:
     """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
     if ran_out(error):  # at no action, which would have said so
         device = assignment.plan.workers[assignment.rank]
