@@ -237,6 +237,11 @@ class ModelProfile(Shown):
         return (0, *accumulate(sizes))
 
     @property
+    def indivisible(self) -> str:
+        """Why the model is one block, in words; empty where there are several, or no reason is known."""
+        return self.blocks[0].undivided if len(self.blocks) == 1 else ""
+
+    @property
     def part(self) -> str:
         """What planners distribute, in a word: `block`, or `layer` where every layer is a block of its own."""
         return "block" if self.blocks else "layer"

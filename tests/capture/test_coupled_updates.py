@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pipefit.capture.coupled_updates import couples
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
-from pipefit.errors import UsageError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.grids import Grid, Sharding, Stage
 from pipefit.planner import plan
 from pipefit.plans import Plan
@@ -111,6 +111,11 @@ def test_more_stages_are_refused_with_the_reason() -> None:
     profiled = profile(TASKS["by hand"](False), microbatch_size=2)
     with pytest.raises(UsageError, match=r"one number of several parameters.*too few for 2 stages"):
         plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4, stages=2)
+    with pytest.raises(InfeasibleError, match=r"one block, as the optimizer computes one number"):
+        plan(profiled, Cluster.emulated((2, 600)), batch_size=4)
+    made = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4)
+    assert made.provenance is not None
+    assert any("one block, as the optimizer" in remark for remark in made.provenance.remarks)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])

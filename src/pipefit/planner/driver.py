@@ -7,6 +7,7 @@ be. A split that does not fit is refused here.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
 from math import isfinite
@@ -87,10 +88,16 @@ def answer(
             bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
-            remarks=(*found.remarks, *told.remarks, *undivided(plan)),
+            remarks=(*found.remarks, *told.remarks, *undivided(plan), *_whole(plan)),
         ),
         alternatives=alternatives,
     )
+
+
+def _whole(plan: Plan) -> Iterator[str]:
+    """Why there is one stage, where that is not for the planner to say."""
+    if plan.profile.indivisible:
+        yield f"The model is one block, as {plan.profile.indivisible}."
 
 
 class _Judge:

@@ -42,6 +42,8 @@ def explanation(
     none_fits = ""
     if planner in _BEST:
         none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
+    if question.profile.indivisible:
+        none_fits += f"; the model is one block, as {question.profile.indivisible}"
     asked = judge if compacts and judge is not None else _fullest
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 

@@ -120,7 +120,7 @@ class Question:
                 "untie them, or use schedule 1f1b"
             )
         if asked is not None and asked > blocks:
-            why = "".join(f" ({block.undivided})" for block in self.profile.blocks[:1] if block.undivided)
+            why = f" ({self.profile.indivisible})" if self.profile.indivisible else ""
             raise UsageError(
                 f"{self.profile.model} has {self.profile.parts}{why}, too few for {asked} stages: "
                 f"ask for {blocks} or fewer"
