@@ -29,6 +29,7 @@ from sharded import InDouble
 
 SIZE, BATCH, STEPS = 4, 8, 3
 TOLERANCE, SMALL = 1e-9, 1e-3  # the bias of keys has no gradient but rounding
+FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
 GPT = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "dropout": 0.0}
 ORDINARY: dict[str, Callable[[], Task]] = {
     "gpt": lambda: build("gpt", **GPT, vocabulary=26, tied=True),
@@ -41,8 +42,16 @@ GALLERY: dict[str, Callable[[], Task]] = {
     "vgg": lambda: build("vgg11", width=8, image_size=32, dropout=0.0),
     **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("gpt2", "bert", "t5", "vit")},
     "hf:llama": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256}),
+    "hf:llama, heads of keys": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256} | FOUR),
 }
-SEQUENCES = ("gpt", "bert", "hf:gpt2", "hf:bert", "hf:t5", "hf:llama")  # models whose positions four ranks divide
+SEQUENCES = (
+    "gpt",
+    "bert",
+    "hf:gpt2",
+    "hf:bert",
+    "hf:t5",
+    "hf:llama, heads of keys",
+)  # models whose positions four ranks divide
 PLANS = [(name, 0) for name in ORDINARY]
 PLANS += [(name, seed) for name in (*ORDINARY, *GALLERY) for seed in range(3) if (name, seed) not in PLANS]
 
@@ -60,7 +69,7 @@ def in_double(name: str) -> Task:
         return base.build().double()
 
     optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return Task(module, batch=batch, loss=base.loss, optimizer=optimizer, name=name.replace(":", " "))
+    return Task(module, batch=batch, loss=base.loss, optimizer=optimizer, name=name.replace(":", " ").replace(",", ""))
 
 
 def random_grids(chain: Chain, seed: int, *, replicas: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -85,13 +85,28 @@ def test_every_rank_has_the_values_between_stages_whole() -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("stored", [0.001, 1.0, 50.0])
-def test_the_collectives_that_are_said_are_those_that_happen(stored: float, sequences: bool) -> None:
+def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> None:
     """Kind, phase and bytes of every collective of a forward and a backward, whatever is divided."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
-    prices = Prices(stored=stored)
-    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=prices, sequences=sequences)
+    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=Prices(stored=stored))
+    said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
+    assert heard(stage) == [said, said]
+
+
+def test_collectives_of_positions_that_are_said_are_those_that_happen() -> None:
+    """The same of a block of GPT, whose sums are dealt out in both directions."""
+    gpt = build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.0)
+    chain = capture(gpt, TOKENS, TOKENS)
+    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, sequences=True, prices=Prices(stored=2.0))
+    said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
+    dealt = {(kind, phase) for kind, phase, *_ in said}
+    assert {(kind, phase) for kind in ("reduce_scatter", "all_gather") for phase in ("forward", "backward")} <= dealt
+    assert heard(stage) == [said, said]
+
+
+def heard(stage: ShardedStage) -> list[Counter[tuple[str, str, int, int]]]:
+    """The collectives of every rank."""
 
     def run(group: LockstepCollectives) -> Counter[tuple[str, str, int, int]]:
         listening = Listening(group)
@@ -100,8 +115,7 @@ def test_the_collectives_that_are_said_are_those_that_happen(stored: float, sequ
         out.sum().backward()
         return listening.heard
 
-    said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
-    assert in_lockstep(2, run) == [said, said]
+    return in_lockstep(stage.ranks, run)
 
 
 def test_two_plans_of_one_stage_are_equal_and_of_another_are_not() -> None:
