@@ -93,6 +93,9 @@ def test_sequence_parallelism_is_chosen_where_it_saves_and_pinned() -> None:
     assert peaks[None] == peaks[True] < peaks[False]
     again = plan_again(plan(of, on, HOW, tensor=2, sequences=True), replace(on, name="another"))
     assert all(stage.grid.sequences for stage in again.stages)
+    without = replace(of, measurements=tuple(m for m in of.measurements if not m.sequences))
+    with pytest.raises(UsageError, match="profile it, or plan the model, with --tensor 2 --sequences"):
+        plan(without, on, HOW, sequences=True)
     with pytest.raises(UsageError, match="sequence parallelism is of several shards"):
         plan(of, on, HOW, tensor=1, sequences=True)
 

@@ -151,7 +151,8 @@ def check_pins(
         raise UsageError("sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out")
     if sequences and tensor is None and not any(one.sequences for one in profile.measurements):
         raise UsageError(
-            f"{profile.model} was profiled without sequence parallelism: profile it with --tensor 2 --sequences"
+            f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, with "
+            "--tensor 2 --sequences"
         )
     asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
     if asked == SINGLE:

@@ -56,7 +56,8 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
         if len(degrees) > 1:
             pins += f" --data {one.degree.data}"
             pins += f" --tensor {one.degree.tensor}" if shards else ""
-            pins += " --sequences" if one.degree.sequences else ""
+            if len({degree.sequences for degree in degrees if degree.tensor == one.degree.tensor}) > 1:
+                pins += " --sequences" if one.degree.sequences else " --no-sequences"
         simulation, each = found.searched.evaluation.simulation, found.arrangement.degree.devices
         yield _alternative("fewest devices", found.question, simulation, pins, each=each, more_seconds=found.apart)
 
