@@ -70,6 +70,14 @@ def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None
     assert f"{100 * (seconds[1] / seconds[0] - 1):.1f} % longer" in " ".join(plain(describe_difference(found)).split())
 
 
+@pytest.mark.parametrize(("factor", "told"), [(1.5, "50.0 % longer"), (0.5, "50.0 % shorter"), (62.4, "62.4 times as")])
+def test_a_step_of_many_times_the_length_is_told_in_times(factor: float, told: str) -> None:
+    """Percents are for what is less than twice as long."""
+    plan = make_plan(PROFILE, (4, 2))
+    found = replace(difference_of_plans(plan, plan), before_seconds=2.0, after_seconds=2 * factor)
+    assert f"a step that is {told}" in " ".join(plain(describe_difference(found)).split())
+
+
 def test_bytes_by_category_add_up_to_the_change_of_a_peak() -> None:
     """For every device, of plans that differ in split and in what is recomputed."""
     kept = make_plan(PROFILE, (4, 2))

@@ -333,10 +333,16 @@ def _price(found: Difference) -> str:
     told = told if after != before else ["as much memory on the fullest device"]
     one, two = found.before_seconds, found.after_seconds
     if one and two:
-        share = 100 * (two / one - 1)
-        told.append(f"a step that is {abs(share):.1f} % {'longer' if share > 0 else 'shorter'}")
+        told.append(f"a step that is {_beside(two / one)}")
     nothing = not found.changes and not found.asked and before == after and one == two
     return "The two are the same." if nothing else f"The second takes {' and '.join(told)}."
+
+
+def _beside(ratio: float) -> str:
+    """How long something is beside another; that it is several times as long is no matter of percent."""
+    if ratio >= 2:
+        return f"{ratio:.3g} times as long"
+    return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
 
 
 def _time(found: Difference) -> Iterator[str]:
