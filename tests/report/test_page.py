@@ -23,7 +23,7 @@ from pipefit.errors import UsageError
 from pipefit.places import Member, parse_place
 from pipefit.planner import plan
 from pipefit.plans import Plan
-from pipefit.report.page import page
+from pipefit.report.page import markup, page
 from pipefit.report.page.scenes import scene
 from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import Stretch, traffic
@@ -178,6 +178,19 @@ def test_the_picture_has_every_device_and_every_stretch() -> None:
     assert [f">device{n}<" in drawn for n in range(3)] == [True] * 3 and ">host0<" in drawn
     assert drawn.count("<title>") == len(flows)
     assert topology(planned(layers=20, devices=17), {}) == ""
+
+
+@pytest.mark.parametrize(("count", "folds"), [(20, 2), (16, 0)])
+def test_bars_of_many_devices_that_are_alike_are_folded(count: int, folds: int) -> None:
+    """Each device has its bar still; those of a run of equal ones are below the first of them."""
+    one, two = (device for device in simulate(planned(devices=2)).devices)
+    devices = tuple(replace(two if number == 9 else one, device=number) for number in range(count))
+    made = markup.peaks(Trace(source="simulated", steps=1, devices=devices, step_seconds=(1.0,)))
+    assert [f'data-device="{number}"' in made for number in range(count)] == [True] * count
+    shown = re.findall(r"<summary>(.*?)</summary>", made)
+    assert shown == ["devices 1 to 8 are filled alike", "devices 11 to 19 are filled alike"][:folds]
+    outside = re.sub(r"<details>.*?</details>", "", made)
+    assert outside.count("data-device") == (3 if folds else count)
 
 
 def test_a_page_says_which_devices_would_run_out_of_memory() -> None:

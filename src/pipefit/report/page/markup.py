@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
 from pipefit.tables import kept_together
 from pipefit.texts import printable
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes
+
+_MANY = 16  # devices, of which bars that are alike are folded
 
 
 def text(words: str) -> str:
@@ -38,9 +41,28 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def peaks(trace: Trace) -> str:
-    """A bar for every device: what fills it at its peak by category, beside its budget."""
+    """A bar for every device: what fills it at its peak by category, beside its budget.
+
+    Of many devices, those whose bars are that of the one before them are folded away below it.
+    """
     largest = max((max(d.peak_bytes, d.budget_bytes) for d in trace.devices), default=0) or 1
-    return "".join(_peak(device, largest) for device in trace.devices)
+    fewest = 1 if len(trace.devices) > _MANY else len(trace.devices)
+    return "".join(_alike(tuple(run), largest, fewest) for _, run in groupby(trace.devices, key=_bar))
+
+
+def _bar(device: DeviceTrace) -> tuple[object, ...]:
+    """What a device's bar shows."""
+    return device.budget_bytes, None if device.peak is None else tuple(device.peak.by_category.items())
+
+
+def _alike(devices: Sequence[DeviceTrace], largest: int, fewest: int) -> str:
+    """The bars of devices that are alike; all but the first in a fold, if these are more than `fewest`."""
+    first, *others = (_peak(device, largest) for device in devices)
+    if len(others) <= fewest:
+        return "".join((first, *others))
+    to = "and" if len(others) == 2 else "to"
+    named = f"devices {devices[1].device} {to} {devices[-1].device} are filled alike"
+    return f"{first}<details><summary>{named}</summary>{''.join(others)}</details>"
 
 
 def _peak(device: DeviceTrace, largest: int) -> str:
