@@ -147,16 +147,14 @@ def test_the_blocks_of_a_page_run(
 @QUIETLY
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
-def test_the_slow_lines_of_the_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Those that take a minute or more, by their own words: the demo, and the refusal and the plan that it shows."""
+def test_the_slow_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those that take a minute or more, by their own words: the demo, a fit, a refusal and a plan."""
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
     shell = [(line, "") for language, block in blocks if language == "sh" for line in block.splitlines()]
     consoles = [one for language, block in blocks if language == "console" for one in sessions(block)]
     slow = [(line, shown) for line, shown in (*shell, *consoles) if line.startswith("pipefit ") and is_slow(line)]
-    assert {line.split()[1] for line, _ in slow} >= {"demo", "plan"}
+    assert {line.split()[1] for line, _ in slow} >= {"demo", "plan", "fit"}
     for line, shown in slow:
         capfd.readouterr()
         code = main(shlex.split(line, comments=True)[1:])
