@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
+from pipefit.decisions import What
 from pipefit.devices import Host
 from pipefit.errors import InfeasibleError
 from pipefit.places import Member
@@ -63,6 +64,17 @@ def test_it_is_close_to_the_fastest_of_all_plans(seed: int) -> None:
 def test_it_is_close_to_the_fastest_of_thousands_of_plans(seed: int, layers: int) -> None:
     """The same of four and five layers."""
     within_the_gap(seed, layers)
+
+
+def test_a_device_recomputes_so_that_it_may_lend() -> None:
+    """Two layers on the first device and one that keeps much on the second: the fastest plan computes again on the
+    first one, which has time to spare, and lends what that frees to the second.
+    """
+    case = random_case(Random(36), ("torchgpipe",))
+    found = planned(case)
+    check(case, found)
+    assert {(d.stage, d.what) for d in found.decisions} > {(0, What.RECOMPUTE), (1, What.OFFLOAD)}
+    assert found.prediction is not None and found.prediction.step_seconds <= fastest(case)
 
 
 @pytest.mark.parametrize("seed", seeds(6, of=12))

@@ -27,12 +27,12 @@ from pipefit.planner.menus import Menu
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
+from pipefit.planner.splits import DOUBLE
 from pipefit.planner.techniques import Means
 
 _ROUNDS, _FEW = 6, 2  # corrections of a setting, and those that there are in any case
 _SLOWER = 0.02  # the part of a step by which a setting is given up that is slower
 _WORK = 300_000  # new actions, after which settings get few corrections
-_DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
 _AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
 
 
@@ -53,13 +53,13 @@ class Setting(NamedTuple):
     early: tuple[int, ...]
     lent: tuple[tuple[int, Place | None], ...]
     states: States = "stay"
-    updated: float = 0.0
+    updated: tuple[float, ...] = ()
 
     @staticmethod
     def of(split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0) -> Setting:
         """The same for every stage, and nothing for peers."""
         count = len(split.devices)
-        return Setting(split, (host,) * count, (0,) * count, ((0, None),) * count, states, updated)
+        return Setting(split, (host,) * count, (0,) * count, ((0, None),) * count, states, (updated,) * count)
 
 
 class Filled(NamedTuple):
@@ -212,7 +212,7 @@ class Filler:
         held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
         lent, peers = setting.lent[stage]
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
-        need -= max(0, sum(states) - _DOUBLE * max(states, default=0))
+        need -= max(0, sum(states) - DOUBLE * max(states, default=0))
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(menus, need, max(0, held - _AWAY))
             moving.take(TO_PEERS, lent)
@@ -221,7 +221,7 @@ class Filler:
             if left <= 0 or not moved:
                 break
         count = self.states(menus, left) if setting.states == "needed" else len(states)
-        updates = round(setting.updated * count)
+        updates = round(setting.updated[stage] * count)
         gradients, parameters = self._spilled(menus[updates:], left) if setting.states == "spill" else (0, 0)
         return StageChoice(
             recipes=recipes,
@@ -242,7 +242,7 @@ class Filler:
         """
         counts = []
         for nbytes in self._bytes(menus, "gradient_bytes"), self._bytes(menus, "parameter_bytes"):
-            freed = [sum(nbytes[:n]) - _DOUBLE * max(nbytes[:n], default=0) for n in range(len(nbytes) + 1)]
+            freed = [sum(nbytes[:n]) - DOUBLE * max(nbytes[:n], default=0) for n in range(len(nbytes) + 1)]
             counts.append(next((n for n, enough in enumerate(freed) if enough >= need or need <= 0), len(nbytes)))
             need -= max(0, freed[counts[-1]])
         return counts[0], counts[1]
@@ -251,7 +251,7 @@ class Filler:
         """Of how many blocks the host is to take the optimizer state, so that this frees `need` bytes."""
         taken = list[int]()
         for nbytes in self._state_bytes(menus) if need > 0 else ():
-            if need + _DOUBLE * max(taken, default=0) <= sum(taken):
+            if need + DOUBLE * max(taken, default=0) <= sum(taken):
                 break
             taken.append(nbytes)
         return len(taken)

@@ -14,14 +14,15 @@ def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
 
     Devices behind one wire have equal parts of it. Zero too where no link joins a device with its host.
     """
-    routes = [None if device is None else _route(cluster, device) for device in devices]
+    routes = [None if device is None else host_route(cluster, device) for device in devices]
     users = [wire for route in routes if route is not None for wire in route.wires]
     return [
         0.0 if route is None else route.bytes_per_second / max(1, *map(users.count, route.wires)) for route in routes
     ]
 
 
-def _route(cluster: Cluster, device: int) -> Route | None:
+def host_route(cluster: Cluster, device: int) -> Route | None:
+    """The way of a device to its host; None where nothing joins them."""
     try:
         return cluster.route(Member.device(device), Member.host(cluster.devices[device].host))
     except UsageError:

@@ -1,6 +1,7 @@
 """Improves a filled split by small changes, each filled again and simulated, as long as one of them is better.
 
-The host updates more or fewer of the blocks whose optimizer state it has. Then stages come in the order of their need:
+Of the optimizer state that hosts have, they update that of some stages or of all, or a part of each stage's
+(`planner.updating`). Then stages come in the order of their need:
 those whose devices lack bytes, then those that compute the largest part of a step. Of each a block goes to a neighbour,
 the host's link is used more or less, and more or fewer recomputations come ahead. Better is: fewer bytes over the caps,
 then fewer seconds, then a lower peak. (Relieve the bottleneck first: Aceso, EuroSys 2024.)
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pipefit.planner.evaluation import Budget
 from pipefit.planner.filling import Filled, Filler, Setting
 from pipefit.planner.question import Split
+from pipefit.planner.updating import divided_updates
 
 _UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that is updated there
 _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
@@ -36,7 +38,7 @@ def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float)
     """The first change that makes it better; None if none does, or nothing is left to gain."""
     if best.found.fits and best.found.seconds <= at_least * (1 + _ROUNDING):
         return None
-    for setting in _neighbours(best):
+    for setting in _neighbours(filler, best):
         if budget.ends():
             return None
         if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
@@ -53,13 +55,16 @@ def _better(one: Filled, other: Filled) -> bool:
     return one.found.order < (missing, seconds * (1 - _ENOUGH), 0)
 
 
-def _neighbours(filled: Filled) -> Iterator[Setting]:
+def _neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
     """The settings that differ by one small change, those of the neediest stage first."""
     found, setting = filled.found, filled.setting
     busy = found.simulation.utilisation
     stages = range(len(setting.host))
     if any(choice.states for choice in found.candidate.choices):
-        yield from (setting._replace(updated=part) for part in _UPDATED if part != setting.updated)
+        same = [(part,) * len(setting.host) for part in _UPDATED]
+        for parts in dict.fromkeys((*divided_updates(filler.question, setting.split), *same)):
+            if parts != setting.updated:
+                yield setting._replace(updated=parts)
     for stage in sorted(stages, key=lambda s: (-max(0, found.over[s]), -busy[setting.split.devices[s]])):
         yield from _narrower(setting, stage)
         yield from _host(setting, stage)

@@ -5,7 +5,8 @@ It minimises the simulated seconds of a step, among plans of which the exact led
 host has the memory at every instant.
 
     1. several splits are filled (`planner.filling`): those of the other planners, and even ones in which early stages
-       have fewer blocks because they recompute more (`planner.splits`)
+       have fewer blocks because they recompute more (`planner.splits`); with stages spread over the wires to hosts
+       (`planner.spreading`), and in the order of the devices
     2. the best of them is improved by small changes (`planner.improvement`)
     3. memory that devices have left is lent, if that is faster (`planner.peers`)
     4. what is done with single blocks is polished, and what is not needed is left out (`planner.polishing`)
@@ -46,6 +47,7 @@ from pipefit.planner.peers import with_peers
 from pipefit.planner.polishing import polished, spared
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.planner.splits import Balance
+from pipefit.planner.spreading import spread
 from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
@@ -259,25 +261,40 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 
 
 def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
-    """The best of all splits, each as it is or filled, or what is known already.
+    """The best of all splits, each as it is or filled, or what is known already: with stages spread over the wires to
+    hosts, and with stage s on device s.
+    """
+    question, pinned = filler.question, filler.evaluator.pinned
+    natural = question.in_order(()).devices
+    orders = [*dict.fromkeys((natural if pinned else spread(question), natural))]
+    for devices in orders:
+        splits = [split if len(question.classes) > 1 else Split(split.edges, devices) for split in others]
+        budget = Budget(filler.evaluator, _FILLING // len(orders))
+        best = _best_in_order(filler, best, splits, Balance(question, devices), budget)
+    return filler.evaluator.refuse() if best is None else best
+
+
+def _best_in_order(
+    filler: Filler, best: Filled | None, others: Sequence[Split], balance: Balance, budget: Budget
+) -> Filled | None:
+    """The best of these splits and even ones with their order of devices, or what is known already.
 
     Even splits are only of use where something must be recomputed or moved. So is optimizer state on the host, for
     which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
     """
-    question, budget, means = filler.question, Budget(filler.evaluator, _FILLING), filler.question.means
+    means = filler.question.means
     best = _best_of(filler, others, best, budget)
     if best is None or not best.found.fits or not _keeps(best):
-        balance = Balance(question)
         parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
         if means.host or means.recompute != "never":
             best = _best_of(filler, [balance.split(host) for host in parts], best, budget)
-        splits = [balance.split(parts[0]), *others[:2]]
+        splits = [*(balance.split(host, states=True) for host in parts[:2]), balance.split(parts[0]), *others[:2]]
         for states, updated in _STATES if means.state and means.host else ():
             if states == "spill" and not means.spill:
                 continue
             if states == "all" or best is None or not best.found.fits:
                 best = _best_of(filler, splits, best, budget, states=states, updated=updated)
-    return filler.evaluator.refuse() if best is None else best
+    return best
 
 
 def exact_in_time(question: Question) -> bool:

@@ -33,7 +33,7 @@ from pipefit.planner.question import Question, Split
 Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
 
-_MOST = 8  # devices, of which all orders are tried
+MOST = 8  # devices, of which all orders are tried
 _SWAPS = 4  # of two devices where there are more
 _PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # of the needs
 
@@ -90,7 +90,7 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
 def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple[tuple[float, ...], ...]) -> Mapping:
     """The same where links differ, and some have what others need. Searches with other techniques ask it again."""
     rates = np.array(rows)
-    every = _orders(rows) if len(needs) <= _MOST else None
+    every = _orders(rows) if len(needs) <= MOST else None
     for part in _PARTS:
         placed = [int(part * need) for need in needs]
         orders = _swapped(placed, spares, rates) if every is None else every
@@ -120,7 +120,7 @@ def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], ra
     room = np.array([float(spares[stage]) for stage in lenders])
     to_lender = rates[orders[:, borrowers][:, :, None], orders[:, lenders][:, None, :]]
     count = len(borrowers)
-    for size in range(1, count + 1) if len(needs) <= _MOST else {1, count}:
+    for size in range(1, count + 1) if len(needs) <= MOST else {1, count}:
         for chosen in combinations(range(count), size):
             need = float(sum(needs[borrowers[n]] for n in chosen))
             found = _until(need, room, to_lender[:, chosen].sum(axis=1))
@@ -192,7 +192,7 @@ def _lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int]
         for b, spare in enumerate(spares)
         if need and spare and not needs[b] and rates[order[a], order[b]] > 0
     }
-    if len(needs) > _MOST:
+    if len(needs) > MOST:
         return Mapping(order, seconds, _taken_in_turn(limit, needs, spares))
     flow = dict.fromkeys(limit, 0)
     while _augmented(flow, limit, needs, spares):

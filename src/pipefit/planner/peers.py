@@ -3,14 +3,16 @@
 The bytes that a stage recomputes are what it needs elsewhere; what devices have left is what they may lend. Device
 mapping brings both together and says how much each lends to whom, and a stage's tensors are striped over its lenders in
 these shares. Two ways are tried: all stages that recompute borrow, or the busiest of them alone; and half of either.
-What comes of it is simulated, and is only taken if it is faster: often the spare memory of peers is too little, or what
-it saves in computing is lost in the links.
+Both again where lenders may lend what their own tensors take too, which filling then recomputes or moves to the host: a
+stage with time to spare computes again so that the busiest need not. What comes of it is simulated, and is only taken
+if it is faster: often the spare memory of peers is too little, or what it saves in computing is lost in the links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pipefit.places import Member, Place, Share
 from pipefit.planner.evaluation import Budget
@@ -52,11 +54,13 @@ def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
     """The settings to try: who borrows, and how much of what could be lent is."""
     found, split = best.found, best.setting.split
     busy = [found.simulation.utilisation[device] for device in split.devices]
-    recomputed = [_recomputed_bytes(filler, best, stage) for stage in range(len(busy))]
+    recomputed = [_bytes_of(filler, best, stage, recomputed=True) for stage in range(len(busy))]
     spares = [round(-over * _USED) if over < 0 else 0 for over in found.over]
-    for least in (0.0, _BUSIEST * max(busy)):
+    kept = [_bytes_of(filler, best, stage, recomputed=False) for stage in range(len(busy))]
+    more = [spare + own for spare, own in zip(spares, kept, strict=True)]
+    for least, left in product((0.0, _BUSIEST * max(busy)), (spares, more)):
         needs = [need if share >= least else 0 for need, share in zip(recomputed, busy, strict=True)]
-        room = [spare if not need else 0 for spare, need in zip(spares, needs, strict=True)]
+        room = [nbytes if not need else 0 for nbytes, need in zip(left, needs, strict=True)]
         if not any(needs) or not any(room):
             continue
         chosen = mapped_stages(filler.question, split, needs, room)
@@ -66,12 +70,14 @@ def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
                 yield setting
 
 
-def _recomputed_bytes(filler: Filler, best: Filled, stage: int) -> int:
-    """The bytes of all microbatches that a stage would keep if it did not recompute."""
+def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> int:
+    """The bytes of all microbatches that a stage would keep if it did not recompute, or those that it keeps."""
     choice = best.found.candidate.choices[stage]
     menus = filler.evaluator.stage_menus(best.setting.split)[stage]
     away = filler.in_flight(best.setting.split, stage) - 1
-    return away * sum(menu.movable_bytes for menu, n in zip(menus, choice.recipes, strict=True) if n)
+    return away * sum(
+        menu.movable_bytes for menu, n in zip(menus, choice.recipes, strict=True) if bool(n) == recomputed
+    )
 
 
 def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Setting:

@@ -11,6 +11,7 @@ Costs: as the bound's; a few hundredths of a second for 128 blocks in 8 stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,38 +25,42 @@ from pipefit.planner.question import Question, Split
 _POWER = 12.0
 _MISSING = 1e3  # times the seconds of all blocks, for each share of the budget that a range is too large by
 _AWAY = 2.0
+DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
 
 
 class Balance:
-    """The estimates for all ranges of blocks."""
+    """The estimates for all ranges of blocks, where stage s is on `devices[s]`."""
 
-    def __init__(self, question: Question) -> None:
-        self.question, self.prices = question, Prices(question)
+    def __init__(self, question: Question, devices: Sequence[int]) -> None:
+        self.question, self.prices, self._devices = question, Prices(question), tuple(devices)
         self.passes = ranges(self.prices.forward + self.prices.backward)
         self._known: dict[int, Floats] = {}
         self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
 
-    def split(self, host: float) -> Split:
-        """The most even split where moves to the host may use the part `host` of its link. Stage s is on device s."""
+    def split(self, host: float, *, states: bool = False) -> Split:
+        """The most even split where moves to the host may use the part `host` of its link.
+
+        With `states` the host has all optimizer state, but for that of the blocks that are being updated.
+        """
         count, stages = self.question.blocks, self.question.stages
         even = float(self.passes[0, -1]) / stages or 1.0
         reached, came = np.full(count + 1, np.inf), list[np.ndarray[tuple[int], np.dtype[np.intp]]]()
         reached[0] = 0.0
         for stage in range(stages):
-            cost = np.where(self.valid, (self._seconds(stage, host) / even) ** _POWER, np.inf)
+            cost = np.where(self.valid, (self._seconds(stage, host, states) / even) ** _POWER, np.inf)
             total = reached[:-1, None] + cost
             came.append(total.argmin(axis=0))
             reached = total.min(axis=0)
         edges = [count]
         for before in reversed(came):
             edges.append(int(before[edges[-1]]))
-        return self.question.in_order(tuple(reversed(edges)))
+        return Split(tuple(reversed(edges)), self._devices)
 
-    def _seconds(self, stage: int, host: float) -> Floats:
+    def _seconds(self, stage: int, host: float, states: bool) -> Floats:
         """Seconds of a microbatch, for every range as this stage; far more where nothing makes the range fit."""
         held = self._in_flight[stage]
-        budget = self.question.cluster.budgets[stage]
-        need = self._peaks(stage) - budget
+        budget = self.question.cluster.budgets[self._devices[stage]]
+        need = self._peaks(stage) - budget - (self._away if states else 0.0)
         need = np.where(need > 0, need + self._largest, 0.0)
         moved = self._rates[stage] * host * self.passes * max(0.0, held - _AWAY)
         left = np.maximum(need - moved, 0.0)
@@ -87,10 +92,17 @@ class Balance:
         return max(float(self._kept[n, n + 1]) for n in range(self.question.blocks))
 
     @cached_property
+    def _away(self) -> Floats:
+        """The optimizer state that is away, of every range: all but that of two of the largest blocks."""
+        state = ranges(self.question.ranges.state[np.array(self.question.edges)].astype(float))
+        each = max(float(state[n, n + 1]) for n in range(self.question.blocks))
+        return np.maximum(state - DOUBLE * each, 0.0)
+
+    @cached_property
     def _in_flight(self) -> list[int]:
         stages = self.question.stages
         return [in_flight(self.question.training, stage, stages) for stage in range(stages)]
 
     @cached_property
     def _rates(self) -> list[float]:
-        return host_rates(self.question.cluster, range(self.question.stages))
+        return host_rates(self.question.cluster, self._devices)
