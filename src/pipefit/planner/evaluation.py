@@ -103,9 +103,14 @@ class Evaluation:
         return max((one[-1] - one[-1 - count]) / count for one in ends)
 
     @property
-    def order(self) -> tuple[int, float, int]:
-        """Lower is better: bytes that are missing, then seconds, then the highest peak."""
-        return self.over_bytes, self.seconds, max(self.peaks)
+    def lends(self) -> bool:
+        """Whether devices lend memory to others."""
+        return any(choice.peers is not None for choice in self.candidate.choices)
+
+    @property
+    def order(self) -> tuple[int, float, bool, int]:
+        """Lower is better: bytes that are missing, then seconds, then no memory lent, then the highest peak."""
+        return self.over_bytes, self.seconds, self.lends, max(self.peaks)
 
 
 class Evaluator:

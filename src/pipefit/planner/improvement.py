@@ -51,8 +51,8 @@ def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float)
 
 def _better(one: Filled, other: Filled) -> bool:
     """Whether a candidate is better by more than nothing."""
-    missing, seconds, _ = other.found.order
-    return one.found.order < (missing, seconds * (1 - _ENOUGH), 0)
+    missing, seconds = other.found.order[:2]
+    return one.found.order < (missing, seconds * (1 - _ENOUGH))
 
 
 def _neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:

@@ -127,7 +127,7 @@ class Search:
         found, _, others, remarks = self._answer(self._question.means, effort, {})
         close = _close(found, others)
         whole = min((self._filler.evaluator.whole(one.candidate) for one in close), key=lambda one: one.order)
-        return Searched(whole, (*remarks, *self._ended))
+        return Searched(whole, (*_told(whole, found, remarks), *self._ended))
 
     def told(self, searched: Searched) -> Found:
         """What the search found, as planners say it."""
@@ -209,7 +209,7 @@ class Search:
             each = (_polished(evaluator, one, self.bound) for one in tried[: 1 + _OTHER_SPLITS])
             best = min(each, key=lambda one: one.order)
             tried = [spared(evaluator, best, budget=Budget(evaluator, _SPARING))]
-        return _Answer(tried[0], filled, (*kept, *others), remarks)
+        return _Answer(tried[0], filled, (*kept, *others), _told(tried[0], filled.found, remarks))
 
     def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
         """The best split, filled and improved."""
@@ -233,6 +233,13 @@ class Search:
 def _is_base(less: Means, means: Means) -> bool:
     """Whether these are all techniques but peers, whose memory is lent to the plan that does without it."""
     return means.peers and less == replace(means, peers=False)
+
+
+def _told(best: Evaluation, other: Evaluation, remarks: tuple[str, ...]) -> tuple[str, ...]:
+    """What is said of lending: that of another plan, unless the best one is as fast without."""
+    if other.lends and not best.lends:
+        return ("Lending memory between devices is declined: steps would be no shorter.",)
+    return remarks
 
 
 def _compacted(filler: Filler) -> list[Evaluation]:

@@ -55,12 +55,12 @@ def _leaner(
 
 
 def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
-    missing, seconds, _ = best.order
+    missing, seconds = best.order[:2]
     for candidate in _neighbours(evaluator, best):
         if budget.ends():
             return None
         found = evaluator.evaluate(candidate)
-        if found is not None and found.order < (missing, seconds * (1 - _ENOUGH), 0):
+        if found is not None and found.order < (missing, seconds * (1 - _ENOUGH)):
             return found
     return None
 

@@ -1,4 +1,4 @@
-"""The cost rule: which technique frees the memory of one tensor for the fewest seconds.
+"""The cost rule of `mpress`: which technique frees the memory of one tensor for the fewest seconds.
 
 A tensor that a forward keeps for its backward has a live interval, the time between the two. It can be
 
@@ -6,16 +6,10 @@ A tensor that a forward keeps for its backward has a live interval, the time bet
     recomputed    its forward runs again, and nothing else computes meanwhile: all of that time is added
     swapped       to the host, or to peers: copies run beside computing, and what exceeds the live interval is added
 
-Two rules choose by these numbers. `mpress_choice` is that of the MPress paper: the host if the live interval hides
-the copies; otherwise recomputation if it adds less than the host does; and then peers, while they have memory, if they
-add less than that. `joint_choice` asks for the fewest added seconds, and between techniques that add the same for the
-one that takes the least of what other tensors want: the host has memory to spare, recomputation takes computing time
-that a copy does not, and the spare memory of peers is the scarcest. They differ where added times nearly tie: what a
-technique gains has to be worth the memory of peers (`worth_seconds`).
-
-Both are rules for one tensor alone. What many tensors do to each other on one link is for the simulator to say:
-`mpress` asks its rule as it chooses, `joint` simulates what it chooses and has `joint_choice` only to be held against
-the table.
+`mpress_choice` chooses by these numbers, as the MPress paper does: the host if the live interval hides the copies;
+otherwise recomputation if it adds less than the host does; and then peers, while they have memory, if they add less
+than that. It is a rule for one tensor alone. What many tensors do to each other on one link is for the simulator to
+say, which `joint` asks of whole plans; for the table's tensors it decides as this rule does, or is faster.
 (Zhou et al., "MPress", HPCA 2023, and its table of six tensors.)
 """
 
@@ -122,18 +116,6 @@ def mpress_choice(costs: TensorCosts) -> Technique:
     first = [t for t in (Technique.RECOMPUTE, Technique.HOST) if t in added]
     without_peers = min(first, key=added.__getitem__, default=Technique.PEER)
     return Technique.PEER if added.get(Technique.PEER, float("inf")) < added[without_peers] else without_peers
-
-
-def joint_choice(costs: TensorCosts, *, worth_seconds: float = 0.0) -> Technique:
-    """The technique that adds the fewest seconds; peers only where that is more than `worth_seconds` fewer.
-
-    Raises:
-        UsageError: no technique is to be had.
-    """
-    added = _some(costs)
-    order = [t for t in (Technique.HOST, Technique.RECOMPUTE, Technique.PEER) if t in added]
-    price = {t: added[t] + (worth_seconds if t is Technique.PEER else 0.0) for t in order}
-    return min(order, key=price.__getitem__)
 
 
 def _some(costs: TensorCosts) -> dict[Technique, float]:

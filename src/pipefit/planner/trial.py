@@ -42,7 +42,7 @@ class Trial(NamedTuple):
     @property
     def order(self) -> tuple[int, float, int]:
         """Lower is better."""
-        missing, seconds, peak = self.searched.evaluation.order
+        missing, seconds, _, peak = self.searched.evaluation.order
         return missing, seconds + self.apart, peak
 
     @property
