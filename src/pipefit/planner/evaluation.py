@@ -23,6 +23,7 @@ from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind, Place, Share
+from pipefit.planner.at_once import AtOnce
 from pipefit.planner.choices import StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.menus import Menu, Menus
@@ -122,6 +123,7 @@ class Evaluator:
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None
         self._parts = Parts(Costs(question.measurement, self._short.training), steps)
+        self._timers: dict[tuple[int, ...], AtOnce | None] = {}  # by devices
         self._simulated: dict[Candidate, Evaluation] = {}  # by all that are restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
         self.work = 0  # new actions that it asked for, and what takes as long
@@ -176,6 +178,19 @@ class Evaluator:
         stages = enumerate(zip(candidate.choices, self.stage_menus(candidate.split), strict=True))
         made = tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
         return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
+
+    def at_once(self, splits: Sequence[Split]) -> list[float] | None:
+        """The seconds of the first step of splits on the same devices, if they keep everything, and nothing waits for
+        another one's wires; None where that is not known.
+        """
+        devices = splits[0].devices
+        if devices not in self._timers:
+            self._timers[devices] = None if self.pinned else AtOnce.of(self._short, splits[0])
+        timer = self._timers[devices]
+        if timer is None:
+            return None
+        self.work += timer.work(len(splits))
+        return [*map(float, timer.seconds(splits))]
 
     def kept(self, split: Split) -> Candidate:
         """The candidate of a split that does nothing with its tensors."""

@@ -161,6 +161,10 @@ class Filler:
             found.append(float(highest_line(at, Work(*passes, before[start], whole))))
         return max(found)
 
+    def keeps(self, split: Split) -> bool:
+        """Whether every stage of a split has room for all that it makes."""
+        return all(peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True))
+
     def _whole(self, split: Split) -> tuple[int, ...]:
         stages = enumerate(pairwise(split.edges))
         return tuple(self._peak(stage, *edges) for stage, edges in stages)

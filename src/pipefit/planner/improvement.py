@@ -5,11 +5,15 @@ Of the optimizer state that hosts have, they update that of some stages or of al
 those whose devices lack bytes, then those that compute the largest part of a step. Of each a block goes to a neighbour,
 the host's link is used more or less, and more or fewer recomputations come ahead. Better is: fewer bytes over the caps,
 then fewer seconds, then a lower peak. (Relieve the bottleneck first: Aceso, EuroSys 2024.)
+
+Of a plan that keeps everything, and whose transfers do not wait for each other, all changes are timed at once
+(`planner.at_once`), and those that are no faster are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 from pipefit.planner.evaluation import Budget
 from pipefit.planner.filling import Filled, Filler, Setting
@@ -38,15 +42,47 @@ def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float)
     """The first change that makes it better; None if none does, or nothing is left to gain."""
     if best.found.fits and best.found.seconds <= at_least * (1 + _ROUNDING):
         return None
+    may_be_faster = _Faster(filler, best)
     for setting in _neighbours(filler, best):
         if budget.ends():
             return None
         if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
             continue
+        if not may_be_faster(setting):
+            continue
         found = filler.fill(setting, best.margins, than=best.found)
         if found is not None and _better(found, best):
             return found
     return None
+
+
+class _Faster:
+    """Whether a setting may be faster than a plan: those beside a plan that keeps everything are timed at once.
+
+    They are if that tells the first step of the plan itself as the simulator does.
+    """
+
+    def __init__(self, filler: Filler, best: Filled) -> None:
+        self._filler, self._best = filler, best
+
+    def __call__(self, setting: Setting) -> bool:
+        known, best = self._times, self._best.found.seconds
+        if setting.split not in known or not self._filler.keeps(setting.split):
+            return True
+        return known[setting.split] < known[self._best.setting.split] - _ENOUGH * best
+
+    @cached_property
+    def _times(self) -> Mapping[Split, float]:
+        """Seconds of a step of the splits beside the plan's, and of its own; none where they do not tell."""
+        found, own = self._best.found, self._best.setting.split
+        if not found.fits or not all(choice.idle for choice in found.candidate.choices):
+            return {}
+        splits = list(dict.fromkeys((own, *(setting.split for setting in _neighbours(self._filler, self._best)))))
+        times = self._filler.evaluator.at_once(splits)
+        first = found.simulation.step_seconds[0]
+        if times is None or abs(times[0] - first) > _ROUNDING * first:
+            return {}
+        return dict(zip(splits, times, strict=True))
 
 
 def _better(one: Filled, other: Filled) -> bool:

@@ -1,0 +1,74 @@
+"""The seconds of many splits at once, beside the simulator's."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from random import Random
+
+import pytest
+
+from pipefit.cluster import Cluster
+from pipefit.planner.at_once import AtOnce
+from pipefit.planner.driver import plan_of
+from pipefit.planner.question import Options, Question, Split
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from pipefit.zoo import build
+
+DEVICES = """name = "made"
+backend = "cuda"
+kinds.slow = {{ flops = {{ float32 = 5e10 }}, memory_bandwidth = "10GB/s" }}
+[[devices]]
+count = {stages}
+kind = "slow"
+memory = "1GiB"
+[[hosts]]
+memory = "64GiB"
+"""
+LINK = '[[links]]\nmembers = ["device{}", "device{}"]\nbytes_per_second = "{}MB/s"\nlatency_seconds = {}\n'
+
+
+def cluster(stages: int, rate: int, latency: float) -> Cluster:
+    """Devices of which every two have a link that is nobody else's."""
+    links = (LINK.format(*pair, rate, latency) for pair in combinations(range(max(2, stages)), 2))
+    return Cluster.parse(DEVICES.format(stages=max(2, stages)) + "".join(links))
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelProfile:
+    return profile(
+        build("gpt", layers=7, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=1, target="cuda"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+def test_splits_at_once_take_what_each_takes_alone(model: ModelProfile, schedule: str) -> None:
+    """The first step of every split, where no message waits for another one's wires."""
+    rng, blocks = Random(f"at once {schedule}"), len(model.edges) - 1
+    for stages in (1, 2, 3, 5):
+        question = Question(
+            profile=model,
+            cluster=cluster(stages, rng.choice([1, 1000]), rng.choice([0, 1e-5, 1e-3])),
+            training=Training(batch_size=7, microbatches=7, schedule=schedule),
+            options=Options(stages=stages),
+        )
+        cuts = [sorted(rng.sample(range(1, blocks), stages - 1)) for _ in range(6)]
+        splits = [Split((0, *own, blocks), tuple(rng.sample(range(stages), stages))) for own in cuts]
+        splits = [split._replace(devices=splits[0].devices) for split in splits]
+        timer = AtOnce.of(question, splits[0])
+        assert timer is not None
+        each = [Simulation(plan_of(question, split)).step_seconds[0] for split in splits]
+        assert timer.seconds(splits).tolist() == pytest.approx(each, rel=1e-12)
+        assert len({*each}) > 2 or stages == 1
+
+
+def test_steps_that_overlap_have_no_times_at_once(model: ModelProfile) -> None:
+    """Under an endless schedule a first step says little of later ones."""
+    question = Question(
+        profile=model,
+        cluster=cluster(2, 1, 0),
+        training=Training(batch_size=4, microbatches=4, schedule="pipedream-2bw"),
+    )
+    assert AtOnce.of(question, Split((0, 4, 10), (0, 1))) is None
