@@ -108,7 +108,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile mlp --microbatch-size 1", 2, ["'mlp' is not a model, but zoo:mlp is one", "zoo:NAME"]),
     ("profile zoo: --microbatch-size 1", 2, ["not a model"]),
     ("plan gpt --cluster dgx1-v100", 6, ["there is no file gpt", "zoo:NAME"]),
-    ("plan mine.py --cluster dgx1-v100", 6, ["mine.py is not JSON", "package.module:factory"]),
+    ("plan mine.py --cluster dgx1-v100", 6, ["mine.py is a script", "mine:make_task"]),
     ("profile zoo:dog --microbatch-size 1", 2, ["'dog'", "mlp"]),
     ("profile zoo:mlp --microbatch-size 1 --set widths", 2, ["--set name=value"]),
     ("profile zoo:mlp --microbatch-size 1 --set =3", 2, ["--set name=value"]),
