@@ -27,6 +27,8 @@ class Working:
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
         self.held, self.away = dict(residency.held), dict(residency.away)
+        self._moved = bool(self.away)
+        self._touched = dict[int, int]()  # instances with the holders that they had before
         if residency.categories is None:
             residency.categories = self.categories()
         self.before = self.after = residency.categories
@@ -41,14 +43,18 @@ class Working:
 
     def hold(self, instance: int, holder: int) -> None:
         """Add a holder to an instance, which is allocated with its first holder."""
-        if instance not in self.held:
+        before = self.held.get(instance, 0)
+        if not before:
             self.level += self.size(instance)
             self.reach(0)
-        self.held[instance] = self.held.get(instance, 0) | holder
+        self._touched.setdefault(instance, before)
+        self.held[instance] = before | holder
 
     def drop(self, instance: int, holder: int) -> None:
         """Remove a holder from an instance, which is freed with its last holder."""
-        left = self.held.get(instance, 0) & ~holder
+        before = self.held.get(instance, 0)
+        self._touched.setdefault(instance, before)
+        left = before & ~holder
         if left:
             self.held[instance] = left
         elif self.held.pop(instance, 0):
@@ -77,6 +83,16 @@ class Working:
                     boundary += self.size(instance)
         return activations, boundary
 
+    def _categories_after(self) -> tuple[int, int]:
+        """Those after the action, out of those before and the instances that it has touched."""
+        activations, boundary = self.before
+        saved = self.holders.activations
+        for instance, before in self._touched.items():
+            nbytes, now = self.size(instance), self.held.get(instance, 0)
+            activations += nbytes * (bool(now & saved) - bool(before & saved))
+            boundary += nbytes * (bool(now and not now & saved) - bool(before and not before & saved))
+        return activations, boundary
+
     def activations(self) -> Counter[int]:
         """Bytes of the activations on the device by the position that made them; -1 made what came from elsewhere.
 
@@ -96,7 +112,8 @@ class Working:
 
     def effect(self, *, gradients: int = 0, boundary: int = 0) -> Effect:
         """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
-        self.after = self.categories()
+        moves = self._moved or self.away
+        self.after = self.categories() if moves else self._categories_after()
         return effect(
             peak_bytes=self.peak,
             workspace=self.workspace,
