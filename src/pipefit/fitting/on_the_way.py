@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Unpack
 
+from pipefit.beside import beside
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
 from pipefit.fitting.attempts import attempt
-from pipefit.planner import Asked
-from pipefit.planner import plan as plan_of_profile
+from pipefit.planner import Answer, Asked, answered
 from pipefit.planner.spaces import by_distance, sizes_of
 from pipefit.plans import Plan
 from pipefit.profiler.on_demand import OnDemand
@@ -18,7 +18,9 @@ from pipefit.training import Training
 
 
 class Proposal(NamedTuple):
-    """A plan, and what it comes to: itself, or another one where the model does otherwise than its profiles say."""
+    """A plan without its alternatives, and what it comes to: itself with them, or another one where the model does
+    otherwise than its profiles say.
+    """
 
     plan: Plan
     settled: Callable[[], Plan]
@@ -57,13 +59,19 @@ def plan_on_the_way(
     Raises:
         InfeasibleError: no plan fits, by such profiles; as it is settled, too.
     """
-    make = partial(plan_of_profile, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
+    make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
     try:
-        made = make()
+        found = make()
     except InfeasibleError:
         if known.checked()():
             raise
-        made = make()
+        found = make()
+    made = found.plan
     used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
     as_traced = known.checked(used if attempt(0, made).fits else None)
-    return Proposal(made, lambda: made if as_traced() else make())
+    (others,) = beside(found.others)
+
+    def settled() -> Plan:
+        return (Answer(made, others) if as_traced() else make()).complete()
+
+    return Proposal(made, settled)

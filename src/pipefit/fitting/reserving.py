@@ -59,7 +59,7 @@ def plan_reserving(
             if not short:
                 raise
             raise InfeasibleError(f"{short[-1]}. No plan was found that leaves it as much: {error}") from None
-        if made is not proposal.plan:
+        if replace(made, alternatives=()) != proposal.plan:
             devices = dry(made).devices
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)

@@ -6,13 +6,16 @@ and makes the plan (`planner.driver`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Literal, TypedDict, cast
+from typing import Literal, NamedTuple, TypedDict, Unpack, cast
 
+from pipefit.alternatives import Alternative
 from pipefit.cluster import Cluster
+from pipefit.collecting import uncollected
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.grids import Sharding
 from pipefit.planner.additive import additive
@@ -21,7 +24,6 @@ from pipefit.planner.arrangements import Trials
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
 from pipefit.planner.capture import capture
-from pipefit.planner.collecting import uncollected
 from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.exhaustive import exhaustive
@@ -131,6 +133,43 @@ PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 
 
 def plan(
+    profile: ModelProfile | Profiles, cluster: Cluster, training: Training | None = None, **asked: Unpack[Asked]
+) -> Plan:
+    """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
+
+    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all plans.
+    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
+    microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
+    as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
+    (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
+    one for a size. `joint`, `exact` and `lean` also choose how many replicas each stage has and what these divide, as
+    far as the profile has the sizes of the slices that they compute, and the size of microbatches; `data` and `tensor`
+    are the degrees of all stages, `sequences` says whether all shards divide positions too (chosen where the profile
+    has both), and `shard` is what the replicas of each divide, if it has several. Without
+    `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
+    and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
+    device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
+    `allow_infeasible` are explained in `Options`. `means` are what `joint` and `mpress` may do to free memory.
+
+    Raises:
+        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
+        InfeasibleError: the plan does not fit; says by how much and what would.
+    """
+    return answered(profile, cluster, training, **asked).complete()
+
+
+class Answer(NamedTuple):
+    """A plan, and what looks for its alternatives, which it has not."""
+
+    plan: Plan
+    others: Callable[[], tuple[Alternative, ...]] = tuple
+
+    def complete(self) -> Plan:
+        """The plan with its alternatives."""
+        return replace(self.plan, alternatives=self.others())
+
+
+def answered(
     profile: ModelProfile | Profiles,
     cluster: Cluster,
     training: Training | None = None,
@@ -152,22 +191,8 @@ def plan(
     effort: float = 1.0,
     allow_infeasible: bool = False,
     means: Means = Means(),
-) -> Plan:
-    """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
-
-    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all plans.
-    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
-    microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
-    as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
-    (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
-    one for a size. `joint`, `exact` and `lean` also choose how many replicas each stage has and what these divide, as
-    far as the profile has the sizes of the slices that they compute, and the size of microbatches; `data` and `tensor`
-    are the degrees of all stages, `sequences` says whether all shards divide positions too (chosen where the profile
-    has both), and `shard` is what the replicas of each divide, if it has several. Without
-    `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
-    and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
-    device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
-    `allow_infeasible` are explained in `Options`. `means` are what `joint` and `mpress` may do to free memory.
+) -> Answer:
+    """The plan of `plan`, whose alternatives may be looked for meanwhile.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -210,9 +235,9 @@ def plan(
     may = Open(sizes=planner in ("joint", "exact", "lean"), arrangements=chooses, degrees=planner in ON_GRIDS)
     space = space_of(profile, cluster, numbers if training is None else training, options, may, means)
     if may.sizes:
-        return _chosen(space) if chooses else _leanest(space, planner)
+        return _chosen(space) if chooses else Answer(_leanest(space, planner))
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
-    return solved(space.question, asked, name=planner)
+    return Answer(solved(space.question, asked, name=planner))
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:
@@ -280,8 +305,8 @@ def _leanest(space: Space, planner: str) -> Plan:
     return answer(question, best, planner=PLANNERS[planner], name=planner, seconds=seconds, asked=question.options)
 
 
-def _chosen(space: Space) -> Plan:
-    """The fastest plan of a space, and its alternatives.
+def _chosen(space: Space) -> Answer:
+    """The fastest plan of a space.
 
     Raises:
         InfeasibleError: none fits.
@@ -290,14 +315,18 @@ def _chosen(space: Space) -> Plan:
     with uncollected():
         trials = Trials(space)
         best = trials.best()
-        others = alternatives(trials, best) if space.count > 1 else ()
         question, found = trials.told(best)
-        return answer(
+        made = answer(
             question,
             found,
             planner=in_replicas(joint),
             name="joint",
             seconds=perf_counter() - began,
             asked=space.question.options,
-            alternatives=others,
         )
+
+    @uncollected()
+    def others() -> tuple[Alternative, ...]:
+        return alternatives(trials, best) if space.count > 1 else ()
+
+    return Answer(made, others)

@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from math import isfinite
 
-from pipefit.alternatives import Alternative
+from pipefit.collecting import uncollected
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.grids import Stage
 from pipefit.planner.accounts import Accounts, accounts
-from pipefit.planner.collecting import uncollected
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Options, Planner, Question, Split
@@ -55,7 +54,6 @@ def answer(
     name: str,
     seconds: float,
     asked: Options,
-    alternatives: tuple[Alternative, ...] = (),
 ) -> Plan:
     """The plan of what a planner found in `seconds`; `asked` are the options before anything was chosen.
 
@@ -90,7 +88,6 @@ def answer(
             seconds=seconds,
             remarks=(*found.remarks, *told.remarks, *undivided(plan), *_whole(plan)),
         ),
-        alternatives=alternatives,
     )
 
 
