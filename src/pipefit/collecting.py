@@ -1,8 +1,7 @@
 """Lets searches run without Python's search for cycles of garbage.
 
 Planners make millions of objects, keep many of them and make no cycles to speak of. The collector looks at all of them
-again and again, which takes as long as the planning itself. What is no longer used is freed all the same. In the end
-all objects count as old ones, at which it looks seldom: as young ones it would look at all of them at once.
+again and again, which takes as long as the planning itself. What is no longer used is freed all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,4 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if runs:
-            if not gc.get_freeze_count():  # what others have frozen stays so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

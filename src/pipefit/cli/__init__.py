@@ -79,13 +79,15 @@ def pipefit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given.
 
-    Only where they are those of the process may a signal end it, is garbage looked for less often and not at its end,
+    Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not at its end,
     and are others forked to work beside it.
     """
     _fill_streams()
     if arguments is not None:
         return _run(list(arguments), own=False)
     gc.set_threshold(*_ALLOCATIONS)
+    if sys.argv[1:2] in (["plan"], ["fit"]) and "--grow" not in sys.argv:
+        gc.disable()  # an answer has ended before what it leaves would matter
     try:
         return _run(sys.argv[1:], own=True)
     finally:

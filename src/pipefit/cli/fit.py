@@ -203,12 +203,11 @@ def _overview(
     from pipefit.cli.model import built_with, resolve
     from pipefit.cli.output import told, with_found
     from pipefit.cli.progress import progress
-    from pipefit.collecting import uncollected
     from pipefit.errors import InfeasibleError
     from pipefit.report.overview import describe_overview
     from pipefit.tables import write
 
-    with progress("looking") as report, uncollected():
+    with progress("looking") as report:
         task = resolve(model, settings, precision)
         from pipefit.fitting.overview import fit as look
 

@@ -158,13 +158,12 @@ def command(
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, deliver, told
     from pipefit.cli.progress import progress
-    from pipefit.collecting import uncollected
 
     check_output(output, profile, cluster)
     if not _is_model(profile) and (settings or target or precision):
         raise UsageError(f"{profile} is a file: --set, --target and --precision are for a MODEL to profile")
     devices = _cluster(cluster, reserve)
-    with progress("planning") as report, uncollected():
+    with progress("planning") as report:
         from pipefit.planned import plan
 
         made = plan(
