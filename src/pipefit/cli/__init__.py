@@ -79,8 +79,8 @@ def pipefit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given.
 
-    Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not at its end,
-    and are others forked to work beside it.
+    Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not
+    at its end, and are others forked to work beside it.
     """
     _fill_streams()
     if arguments is not None:
