@@ -66,11 +66,13 @@ def plan(
     ahead = in_order(sizes, training, asked, len(cluster.devices))
     known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
 
+    runs_dry = certify and not asked.get("allow_infeasible") and kernels == cluster.backend == "cuda"
+
     def make(within: Cluster) -> Proposal:
         shards, along = (asked.get("tensor") or 1,), bool(asked.get("sequences"))
-        return plan_on_the_way(known, within, training, shards=shards, along=along, **asked)
+        return plan_on_the_way(known, within, training, shards=shards, along=along, runs_dry=runs_dry, **asked)
 
-    if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
+    if not runs_dry:
         return make(cluster).settled()
     from pipefit.fitting.reserving import plan_reserving
 

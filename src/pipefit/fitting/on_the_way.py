@@ -49,12 +49,14 @@ def plan_on_the_way(
     *,
     shards: Sequence[int] = (),
     along: bool = False,
+    runs_dry: bool = False,
     **asked: Unpack[Asked],
 ) -> Proposal:
     """A plan whose profiles, as far as it has them, come to be those of traces; layers may be divided between `shards`
     ranks, `along` positions too. It is held against traces from now on until it is settled.
 
-    Other arguments are those of `pipefit.planner.plan`.
+    With `runs_dry` alternatives are looked for beside the dry run that follows. Other arguments are those of
+    `pipefit.planner.plan`.
 
     Raises:
         InfeasibleError: no plan fits, by such profiles; as it is settled, too.
@@ -69,7 +71,7 @@ def plan_on_the_way(
     made = found.plan
     used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
     as_traced = known.checked(used if attempt(0, made).fits else None)
-    (others,) = beside(found.others)
+    (others,) = beside(found.others, forks=runs_dry)
 
     def settled() -> Plan:
         return (Answer(made, others) if as_traced() else make()).complete()
