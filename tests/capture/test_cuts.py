@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from entangled import Entangled
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import sample
 from pipefit.profiler import profile
@@ -170,35 +171,13 @@ def test_a_slice_of_what_is_computed_closes_no_cut() -> None:
     assert all(map(torch.allclose, ours, theirs))
 
 
-class Twice(nn.Linear):
-    """Returns its result twice, once as a view of the other."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        made = super().forward(x)
-        return made, made.view(-1)
-
-
-class Entangled(nn.Module):
-    """A view of what the first layer computes is written into after the second has used it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = Twice(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, other = self.first(x)
-        y = self.second(x.clone())
-        other.mul_(2)
-        return self.third(x + y)
-
-
 def test_a_block_tells_what_was_merged_into_it_and_why() -> None:
     """The modules that no cut parts, the operation and its line."""
-    found = cut(Entangled(), torch.randn(2, WIDTH))
+    found = cut(Entangled(WIDTH), torch.randn(2, WIDTH))
     assert names(found) == ["first", "third"]
     reason = found.blocks[0].undivided
     assert reason.startswith("first and second: ")
-    assert "test_cuts.py" in reason and "is changed in place, and used on both sides" in reason
+    assert "entangled.py:" in reason and "is changed in place, and used on both sides" in reason
 
 
 class Attention(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import gallery
+from entangled import Entangled
 from pipefit.capture import Chain, Task
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.sample import sample
@@ -111,28 +113,6 @@ def test_two_traces_do_for_all_sizes() -> None:
     assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
 
 
-class Twice(nn.Linear):
-    """Returns its result twice, once as a view of the other."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        made = super().forward(x)
-        return made, made.view(-1)
-
-
-class Entangled(nn.Module):
-    """A view of what the first layer computes is written into after the second has used it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = Twice(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, other = self.first(x)
-        y = self.second(x.clone())
-        other.mul_(2)
-        return self.third(x + y)
-
-
 def test_lines_of_code_are_traced_where_they_are_told() -> None:
     """They take a quarter of a trace. One without is made again with them where a block could not be divided, and from
     then on at once.
@@ -147,10 +127,10 @@ def test_lines_of_code_are_traced_where_they_are_told() -> None:
         Chains(asking(lambda _: False)).of(3, fake)
         assert emits == [False]
         emits.clear()
-        chains = Chains(replace(asking(lambda _: False), module=Entangled))
+        chains = Chains(replace(asking(lambda _: False), module=partial(Entangled, WIDTH)))
         found = [chains.of(samples, fake).blocks for samples in (3, 5)]
     assert emits == [False, True, True]
-    assert all("test_sizes.py:" in blocks[0].undivided for blocks in found)
+    assert all("entangled.py:" in blocks[0].undivided for blocks in found)
 
 
 def test_a_trace_serves_a_task_with_another_optimizer() -> None:

@@ -1,0 +1,27 @@
+"""A model of which no part can be cut off: two of its values share memory, and one is written into."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Twice(nn.Linear):
+    """Returns its result twice, once as a view of the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        made = super().forward(x)
+        return made, made.view(-1)
+
+
+class Entangled(nn.Module):
+    """A view of what the first layer computes is written into after the second has used it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Twice(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, other = self.first(x)
+        y = self.second(x.clone())
+        other.mul_(2)
+        return self.third(x + y)
