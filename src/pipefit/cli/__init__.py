@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(list(arguments), own=False)
     gc.set_threshold(*_ALLOCATIONS)
-    if sys.argv[1:2] in (["plan"], ["fit"]) and "--grow" not in sys.argv:
-        gc.disable()  # an answer has ended before what it leaves would matter
+    if sys.argv[1:2] == ["plan"]:
+        gc.disable()  # its answer is there before what it leaves would matter
     try:
         return _run(sys.argv[1:], own=True)
     finally:
