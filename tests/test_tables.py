@@ -42,6 +42,30 @@ def test_a_terminal_gets_the_same_words() -> None:
     assert "[red]text[/red]" in stream.getvalue()
 
 
+def test_what_is_over_is_red_and_what_is_tight_yellow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal's cells, by the word at their end; a pipe, and one who asks for no colour, reads the word alone."""
+    shown = Table(("full",), (("110.0 % over",), ("96.0 % tight",), ("80.0 %",), ("turnover",), ("out of memory",)))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    write([shown], stream)
+    codes = {words.strip(): code for code, words in re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)\x1b", stream.getvalue())}
+    assert {words: codes.get(words) for (words,) in shown.rows} == {
+        "110.0 % over": "1;31", "96.0 % tight": "33", "80.0 %": None, "turnover": None, "out of memory": "1;31",
+    }  # fmt: skip
+    assert "\x1b" not in plain([shown])
+    monkeypatch.setenv("NO_COLOR", "1")
+    write([shown], stream := Terminal())
+    assert "31m" not in stream.getvalue() and "over" in stream.getvalue()
+
+
+def test_a_cell_that_is_over_is_told_to_a_style_sheet() -> None:
+    """By a class, beside that of figures."""
+    made = html([Table(("full", "at"), (("110.0 % over", "over"), ("96.0 % tight", "1F2")))])
+    assert '<td class="number over">110.0 % over</td>' in made and '<td class="number tight">96.0 % tight</td>' in made
+    assert "<td>1F2</td>" in made
+
+
 WIDE = Table(
     ("layer", "name", *(f"column {place}" for place in range(12))),
     tuple((str(row), f"layer{row}", *(f"{row}.{place} KiB" for place in range(12))) for row in range(3)),
@@ -134,7 +158,7 @@ def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.
 
 def test_a_bar_of_characters_is_drawn_in_html() -> None:
     """As full as it says, with the words behind it; a cell of dots or with a number sign is text as ever."""
-    made = html([Table(("full", ""), (("75.0 %", "###############....."), ("120.0 %", "#" * 20 + " does not fit")))])
-    assert "currentcolor 75%" in made and "currentcolor 100%" in made and "</i> does not fit</td>" in made
+    made = html([Table(("full", ""), (("75.0 %", "###############....."), ("120.0 % over", "#" * 20 + " and more")))])
+    assert "currentcolor 75%" in made and "currentcolor 100%" in made and "</i> and more</td>" in made
     assert "##" not in made and made.count('aria-hidden="true"') == 2
     assert "<td>...</td>" in html([Table(("a",), (("...",),))]) and "<td>#1</td>" in html([Table(("a",), (("#1",),))])

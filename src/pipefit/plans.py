@@ -18,7 +18,7 @@ from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
 from pipefit.grids import Stage, dividing, told_sharing
-from pipefit.predictions import Prediction, reserves
+from pipefit.predictions import Prediction, fullness, reserves
 from pipefit.profiles import Measurement, ModelProfile, told_copies
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
@@ -283,7 +283,8 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     fullest, full = _fullest(plan, stage), _fullness(plan, stage)
     budget = plan.cluster.budgets[fullest]
     peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
-    percent = "-" if full is None else f"{100 * full:.1f} %"
+    tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, fullest)
+    percent = "-" if full is None else fullness(full, tight=tight)
     bar = "" if full is None else _bar(full)
     sizes = format_bytes(parameters), peak, format_bytes(budget)
     return (str(number), numbered(stage.devices), span, str(len(names)), *sizes, percent, bar)
@@ -303,7 +304,7 @@ def _fullness(plan: Plan, stage: Stage) -> float | None:
 
 def _bar(full: float) -> str:
     filled = min(_BAR, round(full * _BAR))
-    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else "")
+    return "#" * filled + "." * (_BAR - filled)
 
 
 def _limit(plan: Plan) -> str:

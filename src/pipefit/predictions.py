@@ -57,6 +57,11 @@ def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
     return cluster.backend == "cuda" and peak_bytes >= TIGHT * cluster.budgets[device]
 
 
+def fullness(part: float, *, tight: bool) -> str:
+    """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`."""
+    return f"{100 * part:.1f} %" + (" over" if part > 1 else " tight" if tight else "")
+
+
 def reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
     """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
     left = {cluster.reserves[device] for device in devices}

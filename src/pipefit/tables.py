@@ -31,6 +31,8 @@ _HYPHENED = re.compile(r"--[a-z]+(-[a-z]+)*")
 _WHOLE = r'<span style="white-space:nowrap">\g<0></span>'
 _ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
+_ALARMS = {"over": "over", "out of memory": "over", "tight": "tight"}  # what is wrong, by how a cell ends
+_COLOURS = {"": "", "over": "bold red", "tight": "yellow"}
 _METER = re.compile(r"(?=[#.]{5})(#*)(\.*)(.*)")  # a bar of characters, and words behind it
 
 
@@ -145,16 +147,20 @@ def _html_table(table: Table) -> str:
         f'<th scope="col"{kind}>{escape(printable(column))}</th>'
         for column, kind in zip(table.columns, kinds, strict=True)
     )
-    rows = (
-        "".join(f"<td{kind}>{_html_cell(printable(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
-        for row in table.rows
-    )
+    rows = ("".join(map(_html_cell, row, table.numeric)) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     caption = f"<caption>{escape(printable(table.title))}</caption>" if table.title else ""
     return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _html_cell(cell: str) -> str:
+def _html_cell(cell: str, numeric: bool) -> str:
+    """A cell of a row, of a class that says whether it is a figure, and one that is `over` or `tight`."""
+    kinds = " ".join(filter(None, ("number" if numeric else "", _alarm(cell))))
+    named = f' class="{kinds}"' if kinds else ""
+    return f"<td{named}>{_html_words(printable(cell))}</td>"
+
+
+def _html_words(cell: str) -> str:
     """The cell's words; a bar of characters is drawn, for eyes alone, since its figure stands beside it."""
     meter = _METER.fullmatch(cell)
     if meter is None:
@@ -262,5 +268,10 @@ def _rich_table(table: Table, width: int) -> RichTable:
         most = width // 2 if place < table.keys and not right else None
         shown.add_column(Text(name), justify="right" if right else "left", overflow="fold", max_width=most)
     for row in table.rows:
-        shown.add_row(*(Text(printable(cell)) for cell in row))
+        shown.add_row(*(Text(printable(cell), style=_COLOURS[_alarm(cell)]) for cell in row))
     return shown
+
+
+def _alarm(cell: str) -> str:
+    """Whether a cell says that there is too little memory, or hardly enough: `over`, `tight` or nothing."""
+    return next((alarm for word, alarm in _ALARMS.items() if f" {cell}".endswith(f" {word}")), "")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from dataclasses import replace
 
 import pytest
-from torch.distributed.pipelining import schedules
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint, pipeline, schedules
 
+import pipefit
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.export.pipelining import pipelining_csv
+from pipefit.export.pipelining import pipelining_csv, split_points
 from pipefit.grids import Grid
 from pipefit.planner import plan
 from pipefit.plans import Plan
@@ -65,3 +69,67 @@ def test_what_torch_has_no_schedule_for_is_refused() -> None:
     """An endless schedule is refused by name."""
     with pytest.raises(UsageError, match="never flushes, as pipedream"):
         pipelining_csv(planned("pipedream"))
+
+
+class Residual(nn.Module):
+    """A block of two modules, whose first layer is inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and a head, with a norm before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList(Residual() for _ in range(5))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_torch_divides_the_model_at_the_points() -> None:
+    """Its own `pipeline` makes stages with the parameters of the plan's; together they compute the model's outputs."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 32, (size, 4)), torch.zeros(size)
+
+    module = Decoder()
+    task = pipefit.Task(module, batch=batch, loss=lambda out, _: out.mean())
+    made = pipefit.plan(task, "emulated:3x64MiB", batch_size=4, microbatches=2, stages=3, data=1, planner="exact")
+    names = json.loads(split_points(made))
+    spec = {name: SplitPoint[where] for name, where in names.items()}
+    tokens, _ = batch(2)
+    pipe = pipeline(module, (tokens,), split_spec=spec)
+    trainer = pipefit.Trainer(task, made)
+    every = trainer.state_dict()
+    held = [
+        {
+            name
+            for name in every
+            for layer in made.profile.layers[stage.start : stage.stop]
+            if name.startswith(f"{layer}.")
+        }
+        for stage in made.stages
+    ]
+    assert [set(dict(pipe.get_stage_module(number).named_parameters())) for number in range(3)] == held
+    assert torch.equal(pipe(tokens)[0], module(tokens))
+
+
+def test_a_stage_that_begins_with_a_second_call_has_no_point() -> None:
+    """torch knows modules, not their calls: it is refused by name."""
+    made = planned("gpipe")
+    layers = tuple(f"one{f'@{n}' if n else ''}" for n in range(len(made.profile.layers)))
+    again = replace(made, profile=replace(made.profile, layers=layers, blocks=()), prediction=None)
+    with pytest.raises(UsageError, match=f"begins with call {made.boundaries[0] + 1} of one, and torch"):
+        split_points(again)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from browser import CONTRASTS, browsed
+from pipefit.alternatives import Alternative
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
@@ -29,7 +30,7 @@ from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import Stretch, traffic
 from pipefit.simulator import simulate
 from pipefit.trace import CATEGORIES, Trace
-from pipefit.units import format_bytes, parse_bytes
+from pipefit.units import format_bytes, format_seconds, parse_bytes
 from pipelines import random_profile
 
 LARGEST_PAGE = 2_000_000  # bytes
@@ -198,6 +199,33 @@ def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
     made = planned()
     tight = replace(made, cluster=Cluster.emulated((3, max(simulate(made).peak_bytes) - 1)), prediction=None)
     assert ">fits</em>" in page(made) and ">fits</em>" not in page(tight) and "would run out of memory" in page(tight)
+
+
+def test_a_page_says_that_little_is_left_of_a_gpu() -> None:
+    """From 95 % of a budget; an emulated device's bytes are exact, and it fits."""
+    made = planned()
+    highest = max(simulate(made).peak_bytes)
+    cluster = Cluster.emulated((3, highest + highest // 50)).reserving([0] * 3)
+    for backend, words in (("cuda", "fits, tightly"), ("emulated", "fits")):
+        prediction = replace(made.prediction, processes=()) if made.prediction else None
+        tight = replace(made, cluster=replace(cluster, backend=backend), prediction=prediction)
+        assert f">{words}</em>" in page(tight)
+
+
+def test_plans_that_were_not_chosen_are_told_with_their_prices() -> None:
+    """A row for each alternative: what it is best at, what it takes, by how much its step is longer, how to ask."""
+    made = planned()
+    assert made.prediction is not None and "not chosen" not in page(made)
+    other = Alternative(
+        what="fewest devices", schedule="gpipe", stages=1, devices=1, microbatches=2, peak_bytes=3 << 20,
+        step_seconds=1.25 * made.prediction.step_seconds, asked_by="--stages 1",
+    )  # fmt: skip
+    told = page(replace(made, alternatives=(other,)))
+    rows = told.partition("Plans that were not chosen")[2].partition("</section>")[0]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", rows)
+    step = format_seconds(other.step_seconds)
+    assert cells == ["fewest devices", "1", "1", "2", "gpipe", "3.00 MiB", step, "+25 %", "--stages 1"]
+    assert "Fewest devices: 1 device" not in told  # in words it would be told twice
 
 
 def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
 
 Format = Literal[
-    "perfetto", "memory-viz", "pipelining", "megatron", "torchtitan", "deepspeed", "slurm", "kubernetes"
+    "perfetto", "memory-viz", "pipelining", "split-points", "megatron", "torchtitan", "deepspeed", "slurm", "kubernetes"
 ]  # fmt: skip
 
 
@@ -33,8 +33,8 @@ def command(
         typer.Option(
             metavar="TOOL",
             help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
-            "torch.distributed.pipelining's CSV. megatron: arguments. torchtitan, deepspeed: a configuration. slurm, "
-            "kubernetes: a launch file.",
+            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: arguments. "
+            "torchtitan, deepspeed: a configuration. slurm, kubernetes: a launch file.",
         ),
     ],
     output: Annotated[
@@ -79,6 +79,10 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
             from pipefit.export.pipelining import pipelining_csv
 
             return pipelining_csv(_plan(file, document, "torch's schedules are"))
+        case "split-points":
+            from pipefit.export.pipelining import split_points
+
+            return split_points(_plan(file, document, "torch's split points are"))
         case "megatron":
             from pipefit.export.megatron import megatron_arguments
 

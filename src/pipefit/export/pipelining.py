@@ -1,11 +1,14 @@
-"""A plan's order of computing as the CSV file that torch.distributed.pipelining reads.
+"""A plan for torch.distributed.pipelining: where stages begin, and the order of computing as a CSV file.
 
-A row is a rank, a cell an action such as `0F0`, `0B0` or `0W0`, in the order in which the rank computes. torch adds the
-messages itself (`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of its
-schedules and recomputes inside of modules, so that neither is in the file.
+Stages begin before a module, as `pipeline(..., split_spec=...)` takes it. In the CSV a row is a rank, a cell an action
+such as `0F0`, `0B0` or `0W0`, in the order in which the rank computes. torch adds the messages itself
+(`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of its schedules and
+recomputes inside of modules, so that neither is in the file.
 """
 
 from __future__ import annotations
+
+import json
 
 from pipefit.actions import Action, Kind
 from pipefit.errors import UsageError
@@ -39,6 +42,25 @@ def pipelining_csv(plan: Plan) -> str:
         for device in dict.fromkeys(devices)
     ]
     return "".join(",".join(row) + "\n" for row in rows)
+
+
+def split_points(plan: Plan) -> str:
+    """Where stages begin, as JSON: the module before which each one but the first does, with `BEGINNING`.
+
+    In Python `{name: SplitPoint[where] for name, where in json.load(file).items()}` is the `split_spec`. A layer begins
+    with its module; what a parent computes between two modules stays with the first of them.
+
+    Raises:
+        UsageError: a stage begins with a later call of a module that has run before: torch would divide the first one.
+    """
+    names = [plan.profile.layers[layer] for layer in plan.boundaries]
+    if again := next((name for name in names if "@" in name), None):
+        module, _, number = again.partition("@")
+        raise UsageError(
+            f"a stage begins with call {int(number) + 1} of {module}, and torch.distributed.pipelining divides a model "
+            "at the first call of a module: plan with another number of --stages"
+        )
+    return json.dumps(dict.fromkeys(names, "BEGINNING"), indent=2) + "\n"
 
 
 def _is_told(action: Action, starts: dict[int, int]) -> bool:

@@ -8,6 +8,7 @@ from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
 from pipefit.grids import told_sharing
+from pipefit.predictions import fullness, is_tight
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes
@@ -47,7 +48,10 @@ def _tried(fit: Fit) -> Table:
             *((f"{attempt.parameters:,}",) if grows else ()),
             format_bytes(attempt.need_bytes),
             format_bytes(attempt.budget_bytes),
-            f"{100 * attempt.need_bytes / attempt.budget_bytes:.1f} %",
+            fullness(
+                attempt.need_bytes / attempt.budget_bytes,
+                tight=is_tight(attempt.plan.cluster, attempt.device, attempt.need_bytes),
+            ),
             str(attempt.device),
             "yes" if attempt.fits else "no",
             "planned" if attempt.certified_bytes is None else "dry run",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipefit.fits import Attempt
 from pipefit.overviews import InPrecision, Overview, Reach, Replicated, samples_per_second
-from pipefit.predictions import TIGHT
+from pipefit.predictions import fullness, is_tight
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_number
@@ -32,11 +32,7 @@ def _head(overview: Overview) -> str:
     row, plan = overview.here, overview.here.one.plan
     where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
     best = row.fastest
-    if best is None:
-        answer = f"Does not fit: {where}"
-    else:
-        tight = ", tightly" if best.need_bytes > TIGHT * best.budget_bytes else ""
-        answer = f"Fits{tight}: {where}"
+    answer = "Does not fit" if best is None else "Fits, tightly" if _is_tight(best) else "Fits"
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
     counts = {one.one.plan.training.microbatches for one in overview.reaches}
@@ -44,7 +40,7 @@ def _head(overview: Overview) -> str:
     number = plan.training.microbatches if fixed else plan.training.microbatches // row.devices
     each = counted(number, "microbatch") + ("" if fixed else " for each device")
     return (
-        f"{answer}\n{plan.training.schedule}, {each}, {plan.training.precision}, kernels of "
+        f"{answer}: {where}\n{plan.training.schedule}, {each}, {plan.training.precision}, kernels of "
         f"{plan.profile.assumptions.target}{size}"
     )
 
@@ -57,7 +53,7 @@ def _devices(overview: Overview) -> Table:
             str(row.devices),
             format_bytes(row.one.need_bytes),
             format_bytes(row.one.budget_bytes),
-            _full(row.one),
+            fullness(row.one.need_bytes / row.one.budget_bytes, tight=_is_tight(row.one)),
             *(_size(one, largest) for one in row.largest),
             "-" if row.fastest is None else format_number(samples_per_second(row.fastest)),
         )
@@ -83,9 +79,8 @@ def _size(one: Attempt | None, largest: int) -> str:
     return f"{one.value} or more" if one.value == largest else str(one.value)
 
 
-def _full(one: Attempt) -> str:
-    share = one.need_bytes / one.budget_bytes
-    return f"{100 * share:.1f} %" + (" over" if share > 1 else " tight" if share > TIGHT else "")
+def _is_tight(one: Attempt) -> bool:
+    return is_tight(one.plan.cluster, one.device, one.need_bytes)
 
 
 def _precisions(overview: Overview) -> Table:

@@ -16,6 +16,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.post_mortems import PostMortem
+from pipefit.predictions import fullness, is_tight
 from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation, simulate
 from pipefit.tables import Block, Table
@@ -61,9 +62,10 @@ def describe_remedies(found: PostMortem) -> list[Block]:
 def _row(one: Remedy, own: float) -> tuple[str, ...]:
     made = one.plan
     peaks, budgets, seconds = _peaks(made), made.cluster.budgets, _seconds(made)
-    share, peak = max((peak / budget, peak) for peak, budget in zip(peaks, budgets, strict=True))
+    share, peak, device = max((peak / budgets[number], peak, number) for number, peak in enumerate(peaks))
+    full = fullness(share, tight=is_tight(made.cluster, device, peak))
     price = f"{100 * (seconds / own - 1):+.1f} %" if own else "-"
-    return one.what, format_bytes(peak), f"{100 * share:.1f} %", format_seconds(seconds), price, one.asked_by
+    return one.what, format_bytes(peak), full, format_seconds(seconds), price, one.asked_by
 
 
 def _leaving_room(found: PostMortem) -> Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.predictions import TIGHT, fullness
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
@@ -32,7 +33,7 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
         str(device.device),
         format_bytes(device.peak_bytes),
         format_bytes(device.budget_bytes),
-        f"{100 * device.peak_bytes / device.budget_bytes:.1f} %" if device.budget_bytes else "-",
+        fullness(device.peak_bytes / device.budget_bytes, tight=False) if device.budget_bytes else "-",
         str(peak.step) if peak else "-",
         peak.action if peak else "-",
         f"{100 * share:.0f} %" if trace.has_clock else "-",
@@ -63,7 +64,7 @@ def _allocators(trace: Trace) -> list[Block]:
             format_bytes(peaks.context_bytes),
             _times(peaks.communicators, peaks.communicator_bytes),
             format_bytes(peaks.process_bytes),
-            f"{100 * peaks.process_bytes / device.budget_bytes:.1f} %" if device.budget_bytes else "-",
+            _full(peaks.process_bytes, device.budget_bytes),
             str(peaks.retries) if peaks.fits else "out of memory",
         )
         for device, peaks in known
@@ -75,6 +76,11 @@ def _allocators(trace: Trace) -> list[Block]:
     settings = known[0][1].settings or "default"
     table = Table(columns, rows, title=f"what a GPU holds at most (caching allocator: {settings} settings)")
     return [table, *_shortage(trace)]
+
+
+def _full(process: int, memory: int) -> str:
+    """How full a GPU is with its whole process."""
+    return fullness(process / memory, tight=process >= TIGHT * memory) if memory else "-"
 
 
 def _shortage(trace: Trace) -> Iterator[str]:

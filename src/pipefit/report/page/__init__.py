@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
+from pipefit.alternatives import priced
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.fits import Fit
 from pipefit.plans import Plan
@@ -153,8 +154,14 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
     yield _section("What is done about memory", *_decided(plan))
     yield _section("What if", lesson(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
-    told = (block for block in plan.explanation[1:] if isinstance(block, str))  # tables but the stages' stand above
-    yield _section("The plan in words", html([*plan.explanation[1:2], *told]))
+    yield _section("Plans that were not chosen", html(priced(plan.alternatives, _predicted_seconds(plan))))
+    stages, *told = plan.explanation[1 : len(plan.explanation) - bool(plan.alternatives)]
+    words = (block for block in told if isinstance(block, str))  # other tables stand above, and alternatives
+    yield _section("The plan in words", html([stages, *words]))
+
+
+def _predicted_seconds(plan: Plan) -> float:
+    return plan.prediction.step_seconds if plan.prediction else 0.0
 
 
 def _uses(trace: Trace, category: int) -> bool:
@@ -163,7 +170,9 @@ def _uses(trace: Trace, category: int) -> bool:
 
 def _head(plan: Plan | None, trace: Trace) -> str:
     over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
-    verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else "fits"
+    tight = plan and plan.prediction and any(plan.prediction.is_tight(plan.cluster, one) for one in plan.workers)
+    room = "fits, tightly" if tight else "fits"
+    verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
     title = plan.profile.model if plan else f"A {trace.source} trace"
     where = html(plan.explanation[:1]) if plan else ""
     return markup.head(title, verdict, where, list(_facts(plan, trace)), fits=not over)
