@@ -231,7 +231,11 @@ class Plan(Shown):
         edges = frozenset(self.profile.edges)
         whole = bool(self.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in self.stages)
         rows = tuple(_row(self, number, stage, whole=whole) for number, stage in enumerate(self.stages))
-        return Table(("stage", "device", "blocks" if whole else "layers", "count", *_SIZES), rows, spare=("", "count"))
+        return Table(
+            ("stage", "device", "blocks" if whole else "layers", "count", *_SIZES),
+            rows,
+            spare=("", "count", "of budget"),
+        )
 
     @property
     def explanation(self) -> list[Table | str]:

@@ -12,15 +12,17 @@ import pytest
 
 from browser import browsed
 from pipefit.decisions import Decision, State, What
+from pipefit.grids import Grid
 from pipefit.places import parse_place
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
+from pipefit.predictions import Prediction
 from pipefit.report.page import page
 from pipefit.report.page.lesson import _own, axes_of, lesson, points
 from pipefit.simulator import simulate
 from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
-from pipelines import make_plan, random_profile
+from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 2, 2), microbatches=4)
 
@@ -62,7 +64,7 @@ def test_more_microbatches_leave_less_waiting() -> None:
 
 
 def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
-    """Controls begin where the plan is; a model of very many layers, or a schedule without an end, has no grid."""
+    """Controls begin where the plan is; a schedule without an end has no grid."""
     data = grid_of(PLAN)
     assert len(data["rows"]) == len(list(product(*data["axes"])))
     assert [axis[place] for axis, place in zip(data["axes"], places_of(PLAN), strict=True)] == [
@@ -71,8 +73,36 @@ def test_the_grid_has_the_plans_own_place_and_a_row_for_each_position() -> None:
         "3",
         "x 1",
     ]
-    assert axes_of(make_plan(random_profile(201), (101, 100))) is None
+    assert axes_of(make_plan(random_profile(6), (3, 3), schedule="pipedream")) is None
     assert "<h2>What if" not in page(simulate(PLAN))
+
+
+def test_a_model_of_many_layers_has_controls() -> None:
+    """Of as many numbers of microbatches as any other."""
+    axes = axes_of(make_plan(equal_profile(300), (150, 150), microbatches=4))
+    assert axes is not None and axes.microbatches == (1, 4, 16) and axes.devices == (1, 2)
+
+
+def test_a_plan_of_replicas_has_the_grid_of_what_one_of_them_computes() -> None:
+    """Microbatches have the size of a slice, and controls begin at as many devices as there are stages."""
+    costs = equal_profile(6)
+    (one,) = costs.measurements
+    both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
+    made = make_plan(costs, (3, 3), cluster=make_cluster(4), microbatches=4)
+    stages = tuple(replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages))
+    training = replace(made.training, batch_size=8)
+    sliced = replace(made, profile=both, stages=stages, training=training, prediction=None)
+    assert sliced.training.microbatch_size == 2 and sliced.is_sliced
+    axes = axes_of(sliced)
+    assert axes is not None
+    found = dict(zip(product(*axes), points(sliced, axes), strict=True))
+    alone = planned(costs, make_cluster(4), batch_size=4, microbatches=4, stages=2, data=1, planner="exact")
+    trace = simulate(alone)
+    assert found[4, "never", 2, 1.0][0] == max(trace.peak_bytes)
+    assert found[4, "never", 2, 1.0].step_seconds == trace.step_seconds[-1]
+    known = replace(sliced, prediction=Prediction(peak_bytes=(1,) * 4, step_seconds=1.0))
+    assert "a step; its devices share stages, which no position does." in _own(known)
+    assert "with microbatches of 1 sample." in lesson(sliced)
 
 
 def test_the_plans_own_figures_stand_beside_the_grid() -> None:

@@ -1,9 +1,9 @@
 """What if: other numbers of microbatches and devices, recomputation and faster links, computed with the page.
 
-For every point of a small grid the split of lowest peak is planned and simulated, with microbatches of the plan's own
-size: what a slider does is a plan that `pipefit plan` would make with `--objective peak`, and no model of it. A grid of
-96 points takes a second or two for a model of 15 layers; a model of very many layers, or a plan whose stages have
-replicas, has none.
+For every point of a small grid the split of lowest peak is planned and simulated, with one device a stage and
+microbatches of what a device of the plan computes at once: what a slider does is a plan that `pipefit plan` would make
+with `--objective peak --data 1 --tensor 1`, and no model of it. A grid takes a second, for models of many layers too;
+endless schedules, and models of which peaks are computed one by one for ranges of blocks, have none.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import What
 from pipefit.errors import PipefitError
 from pipefit.planner import Options, Question, exact, solved
+from pipefit.planner.joint import exact_in_time
 from pipefit.plans import Plan
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.simulator import simulate
 from pipefit.tables import kept_together
+from pipefit.texts import counted
 from pipefit.units import format_bytes, format_seconds
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
 _RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
-_MOST_LAYERS, _MOST_ACTIONS = 200, 1_000  # of a model; layers times microbatches of a point
+_MOST_PASSES = 1_000  # of a point: stages times microbatches
 
 
 class Axes(NamedTuple):
@@ -49,21 +51,33 @@ class Point(NamedTuple):
 
 
 def axes_of(plan: Plan) -> Axes | None:
-    """The grid of a plan, with its own number of microbatches and devices in it; None where there is none."""
-    layers = len(plan.profile.layers)
-    if layers > _MOST_LAYERS or plan.is_sliced or plan.training.endless:
+    """The grid of a plan, with its own number of microbatches and stages in it; None where there is none."""
+    known = {one.microbatch_size for one in plan.profile.measurements if one.tensor == 1}
+    if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
         return None
     most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
+    devices = tuple(sorted({*(count for count in _DEVICES if count <= most), min(len(plan.stages), most)}))
     return Axes(
         microbatches=tuple(
             count
             for count in sorted({*_MICROBATCHES, plan.training.microbatches})
-            if count * layers <= _MOST_ACTIONS or count == 1
+            if count * devices[-1] <= _MOST_PASSES or count == 1
         ),
         recompute=_RECOMPUTE,
-        devices=tuple(sorted({*(count for count in _DEVICES if count <= most), len(plan.stages)})),
+        devices=devices,
         links=_LINKS,
     )
+
+
+def _size(plan: Plan) -> int:
+    """The samples that a device of the plan computes at once."""
+    return plan.training.microbatch_size // plan.stages[0].grid.data
+
+
+def _question(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Question:
+    training = replace(plan.training, batch_size=microbatches * _size(plan), microbatches=microbatches)
+    options = Options(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
+    return Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
 
 
 def points(plan: Plan, axes: Axes) -> list[Point]:
@@ -73,12 +87,7 @@ def points(plan: Plan, axes: Axes) -> list[Point]:
 
 def _points(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Iterator[Point]:
     """One split, beside links of every speed."""
-    training = replace(
-        plan.training, batch_size=microbatches * plan.training.microbatch_size, microbatches=microbatches
-    )
-    options = Options(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
-    question = Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
-    made = solved(question, exact, name="exact")
+    made = solved(_question(plan, microbatches, recompute, devices), exact, name="exact")
     for factor in _LINKS:
         trace = simulate(replace(made, cluster=_faster(plan.cluster, factor)))
         budgets = plan.cluster.budgets
@@ -107,9 +116,11 @@ def _own(plan: Plan) -> str:
     peak, budget = max(pairs, key=lambda pair: pair[0] / pair[1])
     moves = any(decision.what is not What.RECOMPUTE for decision in plan.decisions)
     step = format_seconds(plan.prediction.step_seconds)
+    shares = any(len(stage.devices) > 1 for stage in plan.stages)
+    more = [words for is_so, words in ((moves, "it moves tensors too"), (shares, "its devices share stages")) if is_so]
     return (
         f" This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step"
-        f"{'; it moves tensors too, which no position does' if moves else ''}."
+        f"{'; ' * bool(more)}{' and '.join(more)}{', which no position does' * bool(more)}."
     )
 
 
@@ -139,8 +150,8 @@ def lesson(plan: Plan) -> str:
     told.append([f"x {factor:g}" for factor in axes.links])
     data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
     return (
-        "<p>Each position is a plan for the lowest peak, computed when this page was made, with microbatches of "
-        f"{plan.training.microbatch_size}.{kept_together(_own(plan))}</p>"
+        "<p>Each position is a plan for the lowest peak with one device a stage, computed when this page was made, "
+        f"with microbatches of {counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p>"
         f'<div class="whatif">{controls}</div>'
         '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
         '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
