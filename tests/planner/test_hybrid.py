@@ -146,6 +146,16 @@ def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner:
         assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
 
 
+@pytest.mark.parametrize("planner", ["joint", "exact", "lean"])
+def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(planner: str) -> None:
+    """Where no range of blocks is left to a stage, the sentence names the layer, not the search's tables."""
+    chain = plain(Random(1), 4)
+    last = replace(chain.kinds[chain.layers[-1]], fed_back=("running",))
+    chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
+    with pytest.raises(UsageError, match="layer3 computes with running"):
+        plan(sized(chain, 4, 2), devices(*[AMPLE] * 4), batch_size=8, microbatch_size=4, planner=planner, data=2)
+
+
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
     """Where nothing else fits, a plan of replicas decides about tensors too, and never about state."""
     profile = sized(plain(Random(3), 4), 4, 2)

@@ -107,10 +107,10 @@ class Programme:
             if isinstance(before, np.ndarray) and not len(before):
                 continue  # nothing that this stage would stand in front of can be had
             head, add = self._cost(stages, choice)
-            allowed = head < np.inf
+            allowed = np.triu(head < np.inf, 1)  # a stage has blocks
             stops = np.flatnonzero(allowed.any(axis=0) & (rest[:, before] < np.inf).any(axis=1))
             for stop in stops:
-                starts = np.flatnonzero(allowed[:stop, stop])
+                starts = np.flatnonzero(allowed[:, stop])
                 first, last = int(starts[0]), int(starts[-1]) + 1
                 here = rest[stop, before][None, :]
                 if add is not None:
