@@ -14,6 +14,7 @@ that do the same at the same times count once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -23,6 +24,7 @@ from pipefit.actions import COLLECTIVE, FORWARDS, MESSAGES, Action, Kind
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.program import UncheckedProgram, in_a_row
@@ -30,12 +32,12 @@ from pipefit.schedule import distinct_steps, rank_programs
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
 from pipefit.simulator.alike import Alike, alike
 from pipefit.simulator.levels import at_rest, highest
+from pipefit.simulator.lowered import Lowered, is_alone
 from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
-
-Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
+from pipefit.simulator.turns import Passes
 
 
 class _Memory(NamedTuple):
@@ -94,6 +96,7 @@ class Parts:
     def __init__(self, costs: Costs, steps: int | None = None, shared: Parts | None = None) -> None:
         self._costs, self._steps = costs, steps
         self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
+        self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
         self._known: dict[Hashable, dict[int, Part]] = {}
         self._alike: dict[Hashable, Alike | None] = {} if shared is None else shared._alike
         self.actions = 0  # in the programs of all devices that were asked for, once each
@@ -145,6 +148,47 @@ class Parts:
 
     def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
         """What the devices do that stand for each of the rank's; the actions of all of these count."""
+        if is_alone(plan):
+            with suppress(UsageError):  # which would speak of another device
+                return self._read_alone(plan, rank, steps)
+        return self._read_all(plan, rank, steps, stands)
+
+    def _read_alone(self, plan: Plan, rank: int, steps: int) -> _Read:
+        """What a rank of one device does, which has been lowered if another device did the same.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        place, device = plan.stages[rank], plan.stages[rank].devices[0]
+        stage = self._costs_of(plan, rank, device)
+        summed = tuple((number, members) for number, members in plan.summed.items() if rank in members)
+        key = rank, len(plan.stages), place.start, place.stop, plan.decisions, summed, steps
+        if key not in self._lowered:
+            self._lowered[key] = Lowered(plan, rank, steps, stage)
+        lowered = self._lowered[key]
+        program = replace(lowered.programs[-1], placement=plan.placement)
+        nbytes = moved_bytes(program, {rank: stage.rest})
+
+        def memory() -> _Memory:
+            try:
+                peak_bytes, placed = lowered.held
+            except UsageError:  # which speaks of another device
+                return self._read_all(plan, rank, steps, [device]).parts[device].memory()
+            return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
+
+        timed = lowered.timed(DeviceReader(device, program, plan.cluster, {rank: stage}, nbytes))
+        counts = lowered.counts
+        part = Part(
+            timed=timed,
+            counts=tuple(counts[min(step, len(counts) - 1)] for step in range(steps)),
+            forwards=lowered.passes(FORWARDS),
+            backwards=lowered.passes(frozenset({Kind.BACKWARD})),
+            memory=_Unread(memory),
+        )
+        return _Read({device: part}, sum(counts))
+
+    def _read_all(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
+        """The same of any rank."""
         devices, told = list(dict.fromkeys(stands)), _Told()
         programs = rank_programs(plan, rank, steps, devices)
         actions = sum(len(program.actions[device]) for program in programs for device in stands)
