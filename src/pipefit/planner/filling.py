@@ -217,8 +217,9 @@ class Filler:
         lent, peers = setting.lent[stage]
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
         need -= max(0, sum(states) - DOUBLE * max(states, default=0))
+        blocks = _Blocks(menus)
         for to_host in range(len(menus), -1, -1):
-            moving = _Moving(menus, need, max(0, held - _AWAY))
+            moving = _Moving(blocks, need, max(0, held - _AWAY))
             moving.take(TO_PEERS, lent)
             moved = moving.take(TO_HOST, to_host, most)
             recipes, left = _recomputed(moving, held)
@@ -272,19 +273,26 @@ class Filler:
         return [sum(getattr(cost, kind) for cost in costs[menu.start : menu.stop]) for menu in menus]
 
 
+class _Blocks:
+    """The blocks of a stage: what each may move, in which order they do, and in which their bytes are recomputed."""
+
+    def __init__(self, menus: Sequence[Menu]) -> None:
+        self.bytes = [menu.movable_bytes for menu in menus]
+        self.order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
+        self.steps = [*_steps(menus)]
+
+
 class _Moving:
     """Chooses the blocks whose tensors move; `need` is what is then left to free."""
 
-    def __init__(self, menus: Sequence[Menu], need: float, away: int) -> None:
-        self.menus, self.need, self.away = menus, need, away
-        self.places = [KEPT] * len(menus)
-        self.bytes = [menu.movable_bytes for menu in menus]
-        self._order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
+    def __init__(self, blocks: _Blocks, need: float, away: int) -> None:
+        self.blocks, self.need, self.away = blocks, need, away
+        self.places = [KEPT] * len(blocks.bytes)
 
     def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:
         """Move up to so many blocks and bytes to a place, as long as something is left to free; whether any moved."""
-        for block in self._order if self.away else ():
-            nbytes = self.bytes[block]
+        for block in self.blocks.order if self.away else ():
+            nbytes = self.blocks.bytes[block]
             if self.need > 0 and blocks and not self.places[block] and 0 < nbytes <= most:
                 self.places[block] = place
                 self.need, most, blocks = self.need - self.away * nbytes, most - nbytes, blocks - 1
@@ -295,7 +303,7 @@ class _Moving:
         count, total = 0, 0.0
         for block, place in enumerate(self.places):
             if place == TO_HOST:
-                total += self.bytes[block]
+                total += self.blocks.bytes[block]
                 if total > most and count:
                     break
                 count += 1
@@ -304,8 +312,8 @@ class _Moving:
 
 def _recomputed(moving: _Moving, held: int) -> tuple[tuple[int, ...], float]:
     """The recipes of the blocks that do not move, and the bytes that are then still to be freed."""
-    recipes, need = [0] * len(moving.menus), moving.need
-    for block, number, nbytes in _steps(moving.menus):
+    recipes, need = [0] * len(moving.places), moving.need
+    for block, number, nbytes in moving.blocks.steps:
         if need <= 0:
             break
         if not moving.places[block]:
