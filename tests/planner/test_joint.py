@@ -14,8 +14,8 @@ from pipefit.devices import Host
 from pipefit.errors import InfeasibleError
 from pipefit.places import Member
 from pipefit.planner import Options, Question, exact, plan, solved, time
-from pipefit.planner.evaluation import Evaluator
-from pipefit.planner.joint import joint
+from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.joint import Search, joint
 from pipefit.plans import Plan
 from pipefit.schedule.room import check_room, room_needed
 from pipefit.simulator import Simulation
@@ -179,6 +179,23 @@ def test_the_plan_of_a_long_step_fits_it() -> None:
     question = long_steps("1f1b")
     found = solved(question, joint, name="joint")
     check(Case(question.profile, question.cluster, question.training), found)
+
+
+def test_where_a_few_microbatches_mislead_the_next_best_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose steps of all microbatches are longer than a few of them say is no answer if another is faster."""
+    question, whole = long_steps("1f1b"), Evaluator.whole
+    first = Search(question).best(1.0).evaluation
+
+    def longer(self: Evaluator, candidate: Candidate) -> Evaluation:
+        found = whole(self, candidate)
+        found.__dict__["seconds"] = found.seconds * (1.1 if candidate == first.candidate else 1.0)
+        return found
+
+    monkeypatch.setattr(Evaluator, "whole", longer)
+    found = Search(question).best(1.0).evaluation
+    assert found.fits
+    assert found.candidate != first.candidate
+    assert first.seconds <= found.seconds < 1.1 * first.seconds
 
 
 def test_a_search_that_a_budget_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from heapq import nsmallest
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -223,6 +224,10 @@ class Evaluator:
         """The best of some candidates; None if none can be carried out."""
         found = [one for one in map(self.evaluate, candidates) if one is not None]
         return min(found, key=lambda one: one.order, default=None)
+
+    def fastest(self, count: int) -> list[Evaluation]:
+        """So many of the candidates that have been simulated and fit, the fastest first."""
+        return nsmallest(count, (one for one in self._simulated.values() if one.fits), key=lambda one: one.order)
 
     def whole(self, candidate: Candidate) -> Evaluation:
         """What the simulator says of all microbatches of a candidate that can be carried out."""

@@ -88,6 +88,7 @@ _NEAR = 1 / 32  # of all budgets: what a plan may lack that small changes are tr
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
 _OTHER_SPLITS = 1  # that are polished beside the best
 _CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
+_FASTEST = 12  # candidates that may be simulated with all, as long as a few make them faster than the best with all
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
@@ -125,8 +126,12 @@ class Search:
             UsageError: no split can be carried out.
         """
         found, _, others, remarks = self._answer(self._question.means, effort, {})
-        close = _close(found, others)
-        whole = min((self._filler.evaluator.whole(one.candidate) for one in close), key=lambda one: one.order)
+        evaluator = self._filler.evaluator
+        whole = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
+        for one in evaluator.fastest(_FASTEST):
+            if whole.fits and one.seconds >= whole.seconds * (1 - _WORTH):
+                break
+            whole = min(whole, evaluator.whole(one.candidate), key=lambda one: one.order)
         return Searched(whole, (*_told(whole, found, remarks), *self._ended))
 
     def told(self, searched: Searched) -> Found:
