@@ -1,4 +1,4 @@
-"""Tensors that stages of any degrees leave to hosts instead of computing them again."""
+"""Tensors that stages of any degrees leave to hosts, or to other devices, instead of computing them again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, keeping
-from pipefit.decisions import What
+from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.devices import Host, Link
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind, parse_place
 from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, mixed
@@ -20,17 +20,27 @@ from pipefit.training import Training
 from slice_sizes import sized
 
 HOW = Training(batch_size=32, microbatches=8, schedule="gpipe")
-BARE = Means(host=False)
+BARE, HOSTS, PEERS = Means(host=False, peers=False), Means(peers=False), Means(host=False)
 
 
-def case(seed: int, rate: float, *, host_bytes: int = AMPLE, data: int | None = None) -> Question:
-    """Layers of many activations on devices with less memory than what keeps all needs, and links to their host."""
+def case(
+    seed: int,
+    rate: float,
+    *,
+    host_bytes: int = AMPLE,
+    data: int | None = None,
+    peers: float = 1e6,
+    layers: range = range(3, 6),
+) -> Question:
+    """Layers of many activations on devices with less memory than what keeps all needs, and links to their host and
+    to each other, of these rates.
+    """
     rng, number = Random(seed), 3 if data is None else 4
-    count = rng.randrange(3, 6)
+    count = rng.choice(layers)
     widths = [rng.randrange(20, 60) for _ in range(count + 1)]
     profile = sized(keeping(rng, widths=widths, weights=[2] * count), 4, 2)
     links = [Link(members=(Member.device(n), Member.host(0)), bytes_per_second=rate) for n in range(number)]
-    links.append(Link(members=tuple(map(Member.device, range(number))), bytes_per_second=1e6))
+    links.append(Link(members=tuple(map(Member.device, range(number))), bytes_per_second=peers))
     hosts = (Host(memory_bytes=host_bytes, memory_bandwidth=1e6),)
     ample = replace(devices(*[AMPLE] * number), links=tuple(links), hosts=hosts)
     kept, lean = (
@@ -43,8 +53,20 @@ def case(seed: int, rate: float, *, host_bytes: int = AMPLE, data: int | None = 
     return Question(profile=profile, cluster=cluster, training=HOW, options=Options(shard="none", data=data))
 
 
-def moves(found: Mixed) -> bool:
-    return any(one.what is What.OFFLOAD for one in found.decisions)
+def lent(
+    seed: int, rate: float = 1e9, *, data: int | None = None, times: float = 4, layers: range = range(3, 6)
+) -> Question:
+    """The same with a host that is too slow for anything, and a last device that has so many times the memory."""
+    asked = case(seed, 1e3, peers=rate, data=data, layers=layers)
+    *others, last = asked.cluster.devices
+    roomy = (*others, replace(last, memory_bytes=int(times * last.memory_bytes)))
+    return replace(asked, cluster=replace(asked.cluster, devices=roomy), means=PEERS)
+
+
+def moves(found: Mixed, kind: MemberKind = MemberKind.HOST) -> bool:
+    """Whether tensors move to a place of a kind."""
+    places = [one.place for one in found.decisions if one.what is What.OFFLOAD]
+    return any(member.kind is kind for place in places if place for member in place.members)
 
 
 def check(found: Mixed) -> None:
@@ -88,3 +110,72 @@ def test_hosts_without_room_get_nothing() -> None:
         asked = case(seed, 1e9, host_bytes=1)
         found, alone = mixed(asked), mixed(replace(asked, means=BARE))
         assert (found and found.seconds) == (alone and alone.seconds)
+
+
+@pytest.mark.parametrize("seed", [1, 6, 12, 13])
+def test_the_fewest_blocks_that_are_enough_move(seed: int) -> None:
+    """Of every stage that runs again the fewest blocks, by simulating all numbers of them, whose tensors are enough to
+    move: the plan that is found with hosts is no slower than one that moves these and nothing else.
+    """
+    asked = case(seed, 1e9)
+    alone, found = mixed(replace(asked, means=BARE)), mixed(replace(asked, means=HOSTS))
+    if alone is None:
+        return
+    assert found is not None
+    for again in alone.decisions:
+        others = tuple(one for one in alone.decisions if one is not again)
+        start, stop = alone.split.edges[again.stage : again.stage + 2]
+        for end in range(start + 1, stop + 1):
+            moved = (*others, *away(asked, again.stage, asked.edges[start], asked.edges[end]))
+            simulation = Simulation(plan_of(asked, alone.split, decisions=moved))
+            if all(map(int.__le__, simulation.peak_bytes, asked.cluster.budgets)):
+                assert found.seconds <= simulation.step_seconds[-1] * (1 + 1e-9)
+                break
+
+
+def away(asked: Question, stage: int, start: int, stop: int) -> tuple[Decision, ...]:
+    """What layers keep of their own is on the host between the next two forwards or backwards."""
+    tensors = tuple(
+        (layer, saved.index)
+        for layer in range(start, stop)
+        for saved in asked.profile.measurements[0].costs[layer].saved
+        if saved.origin.kind == "own"
+    )
+    subject = SavedTensors(tensors=tensors)
+    return (Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=1, ahead=1),)
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e9])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_peer_never_makes_a_plan_of_any_degrees_slower(seed: int, rate: float) -> None:
+    """Over fast links and slow ones; what is found fits, its lenders too, and takes as long as it says."""
+    asked = lent(seed, rate)
+    alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
+    assert (alone is None) == (found is None)
+    if alone is not None and found is not None:
+        assert found.seconds <= alone.seconds
+        check(found)
+
+
+def test_tensors_move_to_devices_that_have_memory_left() -> None:
+    """Of several of these questions, of replicas too, steps are then shorter; none does over a slow link."""
+    for data in (None, 2):
+        pairs = [(mixed(one), mixed(replace(one, means=BARE))) for one in (lent(seed, data=data) for seed in range(6))]
+        lending = [(found, alone) for found, alone in pairs if found and moves(found, MemberKind.DEVICE)]
+        assert lending
+        for found, alone in lending:
+            check(found)
+            assert alone and found.seconds < alone.seconds
+    slow = [one for seed in range(6) if (one := mixed(lent(seed, 1e3))) is not None]
+    assert slow and not any(moves(one, MemberKind.DEVICE) for one in slow)
+
+
+@pytest.mark.parametrize("seed", [5, 16, 26])
+def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
+    """Of a stage of many blocks some move and others run again, because lenders have no room for all of them."""
+    asked = lent(seed, times=1, layers=range(8, 13))
+    alone, found = mixed(replace(asked, means=BARE)), mixed(asked)
+    assert alone and found and found.seconds < alone.seconds
+    check(found)
+    ways = [{one.what for one in found.decisions if one.stage == stage} for stage in range(len(found.split.devices))]
+    assert {What.RECOMPUTE, What.OFFLOAD} in ways

@@ -82,7 +82,7 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
     of the needs, the order is the best for the largest of a few parts of them, and the seconds are infinite.
     """
     if is_symmetric(rates) or not any(needs) or not any(spares):
-        return _lending(tuple(range(len(needs))), needs, spares, rates)
+        return lending(tuple(range(len(needs))), needs, spares, rates)
     return _best_of_orders(tuple(needs), tuple(spares), tuple(map(tuple, rates.tolist())))
 
 
@@ -97,7 +97,7 @@ def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple
         seconds = copy_seconds(orders, placed, spares, rates)
         if seconds.min() < np.inf:
             break
-    return _lending(tuple(map(int, orders[int(seconds.argmin())])), needs, spares, rates)
+    return lending(tuple(map(int, orders[int(seconds.argmin())])), needs, spares, rates)
 
 
 def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares: Sequence[int]) -> Mapping:
@@ -106,7 +106,7 @@ def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares
     if means.mapping and len(question.classes) == 1 and len(at) == len(rates):
         found = mapped(needs, spares, rates)
     else:
-        found = _lending(tuple(range(len(at))), needs, spares, rates[np.ix_(at, at)])._replace(devices=at)
+        found = lending(tuple(range(len(at))), needs, spares, rates[np.ix_(at, at)])._replace(devices=at)
     return found if means.striping else found.without_striping()
 
 
@@ -183,7 +183,7 @@ def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
 # -------------------------------------------------------------------- who lends how much to whom
 
 
-def _lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
+def lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
     """The mapping of an order, with shares that reach its time: the largest flow from borrowers to lenders."""
     seconds = float(copy_seconds(np.array([order], dtype=np.intp), needs, spares, rates)[0])
     limit = {

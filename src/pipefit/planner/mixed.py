@@ -4,7 +4,7 @@ They are looked for among whole replicas that keep everything, with plans beside
 among all stages that may divide state, or run again in part, so that neither ever makes a plan slower; of many blocks
 on many devices only if nothing fits otherwise. Where plans take much longer than one that is known, of
 another microbatch size, few of them are looked at. What runs again is trimmed (`hybrid.trimming`),
-and the best plan's goes to hosts instead where that is faster (`planner.swapping`).
+and the best plan's goes to hosts or peers instead where that is faster (`planner.swapping`).
 
 Costs: the search of `planner.hybrid` for each, and a simulation for every number of stages, from the one of the
 fewest estimated seconds on, until estimates are longer than what was simulated, or a budget of work has ended.
@@ -82,7 +82,7 @@ def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
 
 
 def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
-    """A plan, or a faster one in which hosts have tensors that it computed again."""
+    """A plan, or a faster one in which hosts or peers have tensors that it computed again."""
     if best is None or not best.decisions:
         return best
     found = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))

@@ -8,7 +8,7 @@ Costs: some twenty microseconds for every action of a stage's devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from pipefit.grids import Stage
 from pipefit.planner.question import Question, Split
 from pipefit.plans import Plan
 from pipefit.schedule.whole_stages import whole_stages
-from pipefit.simulator.assembled import Parts
+from pipefit.simulator.assembled import Part, Parts
 from pipefit.training import Training
 
 
@@ -35,22 +35,46 @@ class Reader:
         """The peak of the fullest device of some stages, with these decisions or those that the question asks for;
         infinity where a stage cannot be carried out.
         """
+        plan, parts = self._read(split, decisions)
+        left_out = self.question.training.microbatches - plan.training.microbatches
+        found = list[float]()
+        for number in numbers:
+            try:
+                highest = max(part.memory().peak_bytes for part in self._devices(plan, parts, number))
+            except UsageError:
+                found.append(float("inf"))
+                continue
+            losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
+            found.append(float(highest + losses))
+        return found
+
+    def borrowed_bytes(self, split: Split, number: int, decisions: Sequence[Decision]) -> int:
+        """What the devices of a stage take of places, all together.
+
+        Raises:
+            UsageError: the stage cannot be carried out.
+        """
+        plan, parts = self._read(split, decisions)
+        arenas = (arena for part in self._devices(plan, parts, number) for arena in part.memory().arenas)
+        return sum(arena.nbytes for arena in arenas)
+
+    def _read(self, split: Split, decisions: Sequence[Decision]) -> tuple[Plan, Parts]:
+        """The plan of a split, of few microbatches, and what is known of its devices."""
         how = self._training(len(split.devices))
         plan = self._plan(split, how, decisions)
         if how not in self._parts:
             self._parts[how] = Parts(Costs(plan.measurement, how, plan.profile.measurements))
-        parts, left_out = self._parts[how], self.question.training.microbatches - how.microbatches
-        found = list[float]()
-        for number in numbers:
-            before = parts.actions
-            try:
-                highest = max(part.memory().peak_bytes for part in parts.of_rank(plan, number).values())
-            except UsageError:
-                found.append(float("inf"))
-                continue
-            self.actions += parts.actions - before
-            losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
-            found.append(float(highest + losses))
+        return plan, self._parts[how]
+
+    def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[Part]:
+        """What the devices of a stage do.
+
+        Raises:
+            UsageError: it cannot be carried out.
+        """
+        before = parts.actions
+        found = parts.of_rank(plan, number).values()
+        self.actions += parts.actions - before
         return found
 
     def _training(self, stages: int) -> Training:
