@@ -25,6 +25,7 @@ from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.trace import Trace
 from pipefit.training import Training
+from pipefit.zoo import build
 from tiny import task_of
 
 KIB = 1 << 10
@@ -151,6 +152,25 @@ def test_shards_make_a_wider_model_fit() -> None:
     costs = profile(wide(found.beyond.value), microbatch_size=1, tensor=2)
     least = plan(costs, demand.cluster, batch_size=2, objective="peak", allow_infeasible=True)
     assert least.prediction and max(least.prediction.peak_bytes) > demand.cluster.budgets[0]
+
+
+def test_less_memory_is_enough_with_sequence_parallelism() -> None:
+    """It is looked for where shards alone do not fit, whether their number is chosen or asked for, and the least memory
+    is the lowest peak of all plans with it.
+    """
+    task = build("gpt", layers=1, hidden=16, heads=2, vocabulary=16, sequence=64, dropout=0.0, optimizer="sgd")
+    costs = profile(task, microbatch_size=1, tensor=2, sequences=True)
+    cluster = Cluster.emulated((2, 1 << 30))
+    asked = Demand(cluster=cluster, microbatch_size=1, microbatches=2, planner="exact")
+    peaks = {
+        along: max(plan(costs, cluster, batch_size=2, objective="peak", sequences=along).prediction.peak_bytes)
+        for along in (False, None)
+    }
+    assert peaks[None] < peaks[False]
+    for demand in (asked, replace(asked, tensor=2)):
+        found = find(memory(task, demand, range(1, 1 << 20)), certify=False)
+        assert any(stage.grid.sequences for stage in found.best.plan.stages)
+        assert found.best.value == peaks[None]
 
 
 def test_the_device_that_limits_may_be_any_replica() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from functools import partial
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -16,7 +16,7 @@ from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.fits import Sense, named_value
 from pipefit.fitting.attempts import attempt
-from pipefit.fitting.on_the_way import plan_on_the_way, sizes_asked
+from pipefit.fitting.on_the_way import Proposal, plan_on_the_way, sizes_asked
 from pipefit.places import Member, MemberKind
 from pipefit.planner import ON_GRIDS, Asked, Means
 from pipefit.plans import Plan
@@ -85,17 +85,32 @@ class Demand:
         return known
 
     def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Plan:
-        """The plan, whether or not it fits: without shards, or with the fewest with which it fits."""
+        """The plan, whether or not it fits: without shards, or with the fewest with which it fits; with sequence
+        parallelism where it can be had and lowers what the planner minimises.
+        """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
-        plan = plan_on_the_way(known, within, shards=(self.tensor or 1,), **asked).settled()
-        most = len(within.devices) if self.tensor is None and self.planner in ON_GRIDS else 1
-        for ranks in takewhile(lambda ranks: ranks <= most, (2 << power for power in count())):
-            if attempt(0, plan).fits:
-                break
+        make = partial(plan_on_the_way, known, within, **asked)
+        chooses = self.planner in ON_GRIDS
+        ranks = self.tensor or 1
+        plan = _divided(make, ranks, along=chooses and ranks > 1)
+        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, plan).fits:
+            ranks *= 2
             with suppress(UsageError):  # so many ranks cannot divide the layers
-                divided = plan_on_the_way(known, within, shards=(ranks,), **asked).settled()
+                divided = _divided(make, ranks, along=True)
                 plan = divided if attempt(0, divided).fits else plan
         return plan
+
+
+def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Plan:
+    """The plan with so many shards, which may divide positions too (`along`) if they can.
+
+    Raises:
+        UsageError: so many ranks cannot divide the layers.
+    """
+    if along:
+        with suppress(UsageError):
+            return make(shards=(ranks,), along=True).settled()
+    return make(shards=(ranks,)).settled()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
