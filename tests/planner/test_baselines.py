@@ -1,0 +1,169 @@
+"""The plans of other systems, on small random questions: none has a lower peak than the leanest plan, and none that
+fits is faster than the fastest one.
+
+Splits are those of `capture`, `alpa`, `uniform` (Megatron) and `parameters` (DeepSpeed); FSDP, ZeRO-Offload and
+ZeRO-Infinity are written by hand. All are simulated, at every size of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from made_up import AMPLE, devices, even, keeping, plain, skewed
+from pipefit.cluster import Cluster
+from pipefit.cost.time import layer_seconds
+from pipefit.decisions import Decision, State, StateKind, What
+from pipefit.devices import Host, Link
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Sharding, Stage
+from pipefit.places import Member, parse_place
+from pipefit.planner import PLANNERS, Options, Question, plan
+from pipefit.planner.capture import CaptureOptions, capture
+from pipefit.planner.driver import plan_of
+from pipefit.planner.replicas import in_replicas
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement, ModelProfile
+from pipefit.schedule.room import shortage
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from sampled import seeds
+from slice_sizes import sized
+
+BATCH, SIZES = 16, (4, 2, 1)
+NEARLY = 1.01  # joint looks for state at hosts where it may gain more than a hundredth
+HOSTED: dict[str, tuple[Sharding, tuple[tuple[What, StateKind], ...]]] = {
+    "fsdp": ("parameters", ()),
+    "offload": ("gradients", ((What.UPDATE, "optimizer"),)),
+    "infinity": ("parameters", ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))),
+}
+
+
+class Case(NamedTuple):
+    """A profile, and a cluster with ample memory."""
+
+    profile: ModelProfile
+    cluster: Cluster
+
+
+def case(seed: int) -> Case:
+    """A few layers of any kind on two to four devices, which reach each other and their host at any rates."""
+    rng = Random(seed)
+    layers, number = rng.randrange(2, 6), rng.randrange(2, 5)
+    made = rng.choice((plain, even, skewed, weighty))(rng, layers)
+    members = tuple(Member.device(n) for n in range(number))
+    bare, profile = devices(*[AMPLE] * number), sized(made, *SIZES)
+    passes = sum(one.forward + one.backward for one in layer_seconds(profile.at(1), bare.devices[0].kind))
+    rates = [sum(sum(cost.storages) + cost.parameter_bytes for cost in made.costs) / passes * n for n in (0.1, 1, 10)]
+    links = [Link(members=(one, Member.host(0)), bytes_per_second=rng.choice(rates)) for one in members]
+    links.append(Link(members=members, bytes_per_second=rng.choice(rates)))
+    hosts = (Host(memory_bytes=AMPLE, memory_bandwidth=rng.choice(rates)),)
+    return Case(profile, replace(bare, links=tuple(links), hosts=hosts))
+
+
+def weighty(rng: Random, count: int) -> Measurement:
+    """Layers with far more weights than activations."""
+    return keeping(rng, widths=[rng.randrange(1, 9) for _ in range(count + 1)], weights=[1 << 10] * count)
+
+
+def baselines(one: Case, schedule: str) -> Iterator[tuple[str, Plan]]:
+    """The plans of all systems at all sizes of microbatches, by name."""
+    for size in SIZES:
+        how = Training(batch_size=BATCH, microbatches=BATCH // size, schedule=schedule)
+        asked = Question(profile=one.profile, cluster=one.cluster, training=how)
+        splits = {"capture": lambda asked=asked: capture(asked).split}
+        splits["capture early"] = lambda asked=asked: capture(asked, CaptureOptions(early_release=True)).split
+        splits["alpa"] = lambda asked=asked: PLANNERS["alpa"](asked).split
+        for name, made in splits.items():
+            yield name, plan_of(asked, made())
+        for name, data in ((name, data) for name in ("uniform", "parameters") for data in (1, 2, 4)):
+            stages = min(asked.blocks, len(one.cluster.devices) // data)
+            with suppress(UsageError):
+                pinned = replace(asked, options=Options(data=data, stages=stages, shard="none"))
+                yield name, plan_of(pinned, in_replicas(PLANNERS[name])(pinned).split)
+        for name in HOSTED:
+            yield from ((name, made) for made in on_all(asked, name))
+
+
+def on_all(asked: Question, name: str) -> Iterator[Plan]:
+    """One stage on two or four devices, which divide its state and leave it to hosts."""
+    (shard, moves), layers = HOSTED[name], len(asked.profile.layers)
+    for data in (2, 4):
+        if data <= min(len(asked.cluster.devices), asked.training.microbatch_size):
+            grid = Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=layers)
+            decisions = tuple(
+                Decision(
+                    stage=0,
+                    subject=State(start=n, stop=n + 1, kind=kind),
+                    what=what,
+                    place=parse_place("host"),
+                    ahead=1,
+                )
+                for what, kind in moves
+                for n in range(layers)
+            )
+            yield Plan(
+                profile=asked.profile,
+                cluster=asked.cluster,
+                training=asked.training,
+                stages=(Stage(start=0, stop=layers, grid=grid),),
+                decisions=decisions,
+            )
+
+
+class Simulated(NamedTuple):
+    """A baseline by the simulator."""
+
+    name: str
+    peak: int
+    seconds: float
+
+
+def simulated(one: Case, schedule: str) -> list[Simulated]:
+    """All baselines that can be carried out, and have room at hosts."""
+    found = []
+    for name, made in baselines(one, schedule):
+        with suppress(UsageError):
+            simulation = Simulation(made)
+            if not shortage(made, simulation.arenas):
+                found.append(Simulated(name, max(simulation.peak_bytes), simulation.step_seconds[-1]))
+    return found
+
+
+def check_peaks(seed: int) -> None:
+    one = case(seed)
+    known = simulated(one, "1f1b")
+    for planner in ("exact", "lean"):
+        made = plan(one.profile, one.cluster, batch_size=BATCH, planner=planner)
+        assert made.prediction
+        others = [other for other in known if planner == "lean" or other.name not in ("offload", "infinity")]
+        assert max(made.prediction.peak_bytes) <= min(others, key=lambda other: other.peak).peak
+
+
+def check_seconds(seed: int) -> None:
+    one = case(seed)
+    known, rng = simulated(one, "1f1b"), Random(seed)
+    lowest, highest = min(other.peak for other in known), max(other.peak for other in known)
+    for budget in (lowest, round(lowest + (highest - lowest) * rng.random() ** 2), highest):
+        tight = tuple(replace(device, memory_bytes=budget) for device in one.cluster.devices)
+        best = min((other for other in known if other.peak <= budget), key=lambda other: other.seconds)
+        made = plan(one.profile, replace(one.cluster, devices=tight), batch_size=BATCH, schedule="1f1b")
+        assert made.prediction and max(made.prediction.peak_bytes) <= budget
+        assert made.prediction.step_seconds <= NEARLY * best.seconds, (best, budget)
+
+
+@pytest.mark.parametrize("seed", seeds(4, of=40))
+def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
+    """Than `exact` where everything stays on the devices, and than `lean` where state is at hosts."""
+    check_peaks(seed)
+
+
+@pytest.mark.parametrize("seed", seeds(4, of=40))
+def test_no_baseline_that_fits_is_faster(seed: int) -> None:
+    """Under caps from the lowest peak of all baselines to the highest."""
+    check_seconds(seed)
