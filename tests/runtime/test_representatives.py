@@ -1,27 +1,35 @@
-"""Dry runs of one replica for all that do the same."""
+"""Dry runs of some devices for all that do the same, or the same but for the layers that they own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from pipefit.allocator import AllocatorSettings
-from pipefit.grids import Grid, Stage
+from pipefit.grids import SHARDINGS, Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify, dry_run
-from pipefit.runtime.representatives import representatives
+from pipefit.runtime.ownership import Ownership
+from pipefit.runtime.owning_meter import Event
+from pipefit.runtime.representatives import kin, owned_layers
 from pipefit.schedule import step_programs
-from replicated import replicated
-from slices import sliced_plan
+from pipefit.trace import Trace
+from replicated import precise, replicated
+from sampled import seeds
+from slices import random_grids, sliced_plan
+from state_away import away
 from wide import on_gpus, wide
 
-SIZES = (12, 6, 4)
+SIZES = (12, 6, 4, 3)
 
 
 @pytest.fixture(scope="module")
@@ -36,49 +44,178 @@ def normed() -> ModelProfile:
     return profile(replicated("normed"), microbatch_size=SIZES)
 
 
-def run_devices(plan: Plan) -> set[int]:
-    """The devices that a dry run of a plan has to run."""
-    return set(representatives(plan, step_programs(plan), ()).values())
+@pytest.fixture(scope="module")
+def tied() -> ModelProfile:
+    """What the layers of a model that shares a weight cost."""
+    return profile(replicated("tied"), microbatch_size=SIZES)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("degree", [2, 3])
-def test_one_replica_tells_what_all_allocate_and_reserve(found: ModelProfile, degree: int, seed: int) -> None:
-    """Every sample of every device, and what its allocator reserves, are those of a run of all devices, dealt out at
-    random, under either schedule.
-    """
-    rng = Random(seed)
-    edges = [0, rng.randint(1, 5), 6]
-    schedule = rng.choice(["gpipe", "1f1b"])
-    plan = on_gpus(sliced_plan(found, edges, [degree, degree], microbatches=3, schedule=schedule, rng=rng))
-    with mock.patch.object(dry_run._DryRun, "_whole") as again:
-        told = certify(wide(), plan, allocator=AllocatorSettings())
-    assert not again.called
-    assert len(run_devices(plan)) == 2
-    assert told == certify(wide(), plan, allocator=AllocatorSettings(), fold=False)
+def run_devices(task: Any, plan: Plan, **options: Any) -> tuple[Trace, int]:
+    """A folded dry run that is not made again, and how many devices it has run."""
+    with (
+        mock.patch.object(dry_run._DryRun, "_whole", side_effect=AssertionError("made again")),
+        mock.patch.object(dry_run, "assemble", wraps=dry_run.assemble) as assembled,
+    ):
+        trace = certify(task, plan, **options)
+    return trace, assembled.call_count
 
 
-def test_one_replica_tells_what_all_hold_on_the_cpu(normed: ModelProfile) -> None:
-    """Every sample, where layers are folded too."""
-    task, plan = replicated("normed"), sliced_plan(normed, [0, 3, 6], [2, 2])
-    assert len(run_devices(plan)) == 2
-    assert certify(task, plan) == certify(task, plan, fold=False)
+def drawn(found: ModelProfile, seed: int, **training: Any) -> Plan:
+    """Stages of any degrees, which divide anything, under any schedule, on devices that are dealt out at random."""
+    rng = Random(f"ownership {seed}")
+    edges, degrees = random_grids(rng, [1, 2, 3])
+    endless = not training and rng.random() < 0.25
+    return sliced_plan(
+        found,
+        edges,
+        degrees,
+        microbatches=rng.choice([1, 2, 3, 4]),
+        schedule="pipedream" if endless else rng.choice(["gpipe", "1f1b"]),
+        shard=[rng.choice(SHARDINGS[: 3 if endless else 4]) for _ in degrees],
+        buckets=[rng.choice([1, 2, 3]) for _ in degrees],
+        rng=rng,
+        **training,
+    )
 
 
-@pytest.mark.parametrize(
-    ("degrees", "settings"),
-    [([2, 1], {}), ([2, 2], {"clip_norm": 1.0}), ([2, 2], {"shard": ["optimizer", "none"]})],
-)
-def test_replicas_that_may_differ_are_all_run(normed: ModelProfile, degrees: list[int], settings: Any) -> None:
-    """Neighbours of another degree, an agreement that one replica reports to, and state that they divide."""
-    plan = sliced_plan(normed, [0, 3, 6], degrees, **settings)
-    assert run_devices(plan) == set(plan.workers)
+def assert_told_of_all(task: Any, plan: Plan, **options: Any) -> None:
+    """A folded dry run tells, field by field, what one of all devices does, and runs two for each stage at most."""
+    told, count = run_devices(task, plan, **options)
+    if len({stage.grid.data for stage in plan.stages}) == 1 and plan.stages[0].grid.data > 1:
+        assert count <= 2 * len(plan.stages)
+    assert told == certify(task, plan, fold=False, **options)
+
+
+@pytest.mark.parametrize("seed", seeds(4, of=60))
+def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, seed: int) -> None:
+    """Every sample by category, and what the allocator of every GPU reserves, are those of a run of all devices."""
+    plan = on_gpus(drawn(found, seed, clip_norm=None if seed % 3 else 1.0))
+    assert_told_of_all(wide(), plan, allocator=AllocatorSettings())
+
+
+@pytest.mark.parametrize("seed", seeds(4, of=60))
+def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
+    """The same where kernels take memory, and where an endless schedule keeps versions."""
+    assert_told_of_all(replicated("normed"), drawn(normed, seed, **({} if seed % 3 else {"clip_norm": 1.0})))
+
+
+@pytest.mark.parametrize("seed", seeds(2, of=30))
+def test_layers_that_share_a_weight_have_one_owner(tied: ModelProfile, seed: int) -> None:
+    """The same where two layers share a weight, in one stage or in two."""
+    assert_told_of_all(replicated("tied"), drawn(tied, seed, clip_norm=None))
+
+
+@pytest.mark.parametrize("shard", SHARDINGS[1:])
+def test_master_weights_are_their_owners(shard: Any) -> None:
+    """Float32 copies, and half-precision gradients that are cast for an update."""
+    task = precise("master-float16")
+    plan = sliced_plan(profile(task, microbatch_size=(6, 2)), [0, 5], [3], shard=(shard,), buckets=(2,))
+    assert_told_of_all(task, plan)
+
+
+@pytest.mark.parametrize(("degrees", "count"), [([2, 2], 2), ([4, 4], 2), ([2, 1], 2), ([4, 2], 2), ([3, 4], 6)])
+def test_devices_that_do_the_same_are_run_once(normed: ModelProfile, degrees: list[int], count: int) -> None:
+    """Of replicas that divide no state, those are alike that exchange as many rows with as many neighbours."""
+    plan = sliced_plan(normed, [0, 3, 6], degrees)
+    told, run = run_devices(replicated("normed"), plan)
+    assert told == certify(replicated("normed"), plan, fold=False)
+    assert run == count
+
+
+def test_one_replica_reports_to_an_agreement(normed: ModelProfile) -> None:
+    """The first replica computes the norms of all gradients: it is run, and one for the others."""
+    assert_told_of_all(replicated("normed"), plan := sliced_plan(normed, [0, 6], [3], clip_norm=1.0))
+    assert kin(plan, step_programs(plan), ()) == [(0,), (1, 2)]
 
 
 def test_the_shards_of_the_first_replica_are_run(normed: ModelProfile) -> None:
-    """Two replicas of two shards each: the two devices of the first."""
+    """Two replicas of two shards each: devices that hold the same shard are kin."""
     grid = Grid(devices=(3, 0, 2, 1), data=2, tensor=2)
     plan = sliced_plan(normed, [0, 3, 6], [2, 2])
     shards = replace(normed, measurements=tuple(replace(one, tensor=t) for one in normed.measurements for t in (1, 2)))
     divided = replace(plan, profile=shards, stages=(Stage(start=0, stop=6, grid=grid),))
-    assert run_devices(divided) == {3, 0}
+    assert set(map(frozenset, kin(divided, step_programs(divided), ()))) == {frozenset({3, 2}), frozenset({0, 1})}
+
+
+def test_replicas_that_move_what_they_own_are_each_run(normed: ModelProfile) -> None:
+    """Their slots are counted for what they own."""
+    still = sliced_plan(normed, [0, 6], [3], shard=("gradients",), buckets=(2,))
+    plan = replace(still, decisions=(away(0, 0, 6),))
+    told, run = run_devices(replicated("normed"), plan)
+    assert told == certify(replicated("normed"), plan, fold=False)
+    assert run == len(set(owned_layers(plan).values())) == 3
+
+
+class Together(torch.optim.SGD):
+    """An optimizer whose step makes a tensor for all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+        return super().step() if len(flat) else None
+
+
+def test_an_optimizer_that_joins_layers_has_every_replica_run(normed: ModelProfile) -> None:
+    """What an update takes is then no sum over the layers that a replica owns, which shows, and all are run."""
+    task = replicated("normed", optimizer=partial(Together, lr=0.1))
+    found = profile(task, microbatch_size=SIZES)
+    plan = sliced_plan(found, [0, 6], [3], shard=("optimizer",))
+    assert certify(task, plan) == certify(task, plan, fold=False)
+
+
+# ---------------------------------------------------------------- two stories
+
+
+class Run:
+    """A run that tells these events of its only action."""
+
+    def __init__(self, *events: Event) -> None:
+        self.told, self.layer_of = list(events), dict[Any, int]()
+
+    def settled(self) -> list[Event]:
+        return []
+
+    def changes(self) -> None:
+        """It has nothing to do."""
+
+    def events(self) -> list[list[Event]]:
+        return [[], self.told]
+
+
+def born(name: str, nbytes: int, layer: int | None = None) -> Event:
+    """A storage of a layer, or of none."""
+    return Event(("born", name, 1), layer, ((0, nbytes),))
+
+
+def merged(ones: Sequence[Event], others: Sequence[Event]) -> Ownership:
+    """What two runs tell that have ended a step."""
+    both: Any = Run(*ones), Run(*others)
+    ownership = Ownership(*both)
+    ownership.learn()
+    return ownership
+
+
+def test_a_replica_has_the_events_of_owners_for_its_own_layers() -> None:
+    """Of the first run for layers that it owns, of the second for all others, in their common order."""
+    ownership = merged(
+        [born("a", 1), born("mine", 10, layer=3), born("b", 2), born("both", 5, layer=4)],
+        [born("a", 1), born("b", 2), born("yours", 100, layer=3), born("both", 7, layer=4)],
+    )
+    ends = [ownership.effects(frozenset(owned))[1].change.after[0] for owned in ((), (3,), (4,), (3, 4, 5))]
+    assert ownership.alike
+    assert ends == [1 + 2 + 100 + 7, 1 + 10 + 2 + 7, 1 + 2 + 100 + 5, 1 + 10 + 2 + 5]
+
+
+@pytest.mark.parametrize(
+    ("ones", "others"),
+    [
+        ([born("a", 1), born("b", 1)], [born("b", 1), born("a", 1)]),
+        ([born("a", 1)], []),
+        ([], [born("a", 1)]),
+        ([born("a", 1)], [born("a", 2)]),
+        ([born("a", 1, layer=1)], [born("a", 2, layer=2)]),
+    ],
+)
+def test_stories_that_are_not_alike_are_told_as_such(ones: list[Event], others: list[Event]) -> None:
+    """Another order, what one run alone has of no layer's state, and what is of several."""
+    assert not merged(ones, others).alike

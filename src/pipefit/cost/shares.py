@@ -46,6 +46,10 @@ class Share(NamedTuple):
         """Whether this replica does."""
         return self.owner(layer) == self.replica
 
+    def owning(self, *, all_layers: bool) -> Share:
+        """The share of a replica that owns all layers, or none: then they belong to one that does not exist."""
+        return self._replace(owners=(self.replica if all_layers else -1,) * len(self.owners))
+
     @property
     def divides_gradients(self) -> bool:
         """Whether only the owner of a layer keeps its gradients."""

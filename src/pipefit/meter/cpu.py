@@ -157,8 +157,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             out = known.laid_out(out)
         kept = self._account(func, args, out)
-        if known is not None and before + known.peak_bytes - kept > self._peak:
-            self._reach(before + known.peak_bytes - kept, known.peak_bytes - kept)
+        if known is not None:
+            self._take(before + known.peak_bytes - kept, known.peak_bytes - kept)
         return out
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
@@ -233,6 +233,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._track(item)
                 else:
                     self._track_all(item)
+
+    def _take(self, level: int, asked: int) -> None:
+        """A kernel has taken `asked` bytes, so that the level was as high."""
+        if level > self._peak:
+            self._reach(level, asked)
 
     def _track(self, tensor: Tensor) -> Tracked:
         storage = tensor.untyped_storage()

@@ -88,10 +88,12 @@ class Agreement:
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
         if self.master_weights:
             self.gradient_factor, unscaling = unscaling, 1.0
-        if self.scale is not None and gradients:
+        if self.scale is not None:
             overflow = torch.zeros_like(vector[-1:])
+            factor = torch.full_like(overflow, unscaling)
             numbers = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-            torch._amp_foreach_non_finite_check_and_unscale_(numbers, overflow, torch.full_like(overflow, unscaling))
+            if numbers:
+                torch._amp_foreach_non_finite_check_and_unscale_(numbers, overflow, factor)
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:

@@ -7,9 +7,7 @@ pipeline, and no other part of the model needs a device. The values that it comp
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from pipefit.actions import RECEIVES, Action, Message
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.model import build_chain
@@ -22,34 +20,11 @@ from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
+from pipefit.runtime.no_peers import NoPeers
 from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.replicas import Source, Sources
-from pipefit.runtime.transport import Owners
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
-
-
-class NoPeers:
-    """A transport that stands for all other devices: what is received is zeros, and what is sent is dropped."""
-
-    def start(self, action: Action, tensors: list[Tensor], message: Message) -> None:
-        if action.kind in RECEIVES:
-            for tensor in tensors:
-                tensor.zero_()
-
-    def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
-    ) -> None:
-        """There is nothing to add."""
-
-    def ready(self, handle: None) -> bool:
-        return True
-
-    def join(self, action: Action, handle: None) -> None:
-        """The transfer was complete from the start."""
-
-    def abandon(self) -> None:
-        """Nothing is under way."""
 
 
 class LoneStages:

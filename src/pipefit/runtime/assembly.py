@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,7 +40,8 @@ class Site:
     """What all devices of a run have in common: what stages are built from, and what connects and observes them.
 
     `sources` has the chains of the stages, `lending` says who lends memory for what is moved away. `absent` are the
-    trained parameters of layers that a dry run leaves out.
+    trained parameters of layers that a dry run leaves out, and `shares` those of stages and devices that own other
+    layers in it than by the plan.
     """
 
     task: Task
@@ -53,6 +54,11 @@ class Site:
     on_action: Callable[[int], None] | None = None
     lending: Lending = field(default_factory=Lending)
     absent: int = 0
+    shares: Mapping[tuple[int, int], Share] = field(default_factory=dict)
+
+    def share(self, stage: int, device: int) -> Share | None:
+        """What a device owns of a stage; None where nothing is divided."""
+        return self.shares.get((stage, device)) or share_of(self.plan, stage, device)
 
 
 def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
@@ -83,6 +89,12 @@ def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None
     return {id(parameter) for layer, own in of_layers if share.owns(layer) for parameter in own}
 
 
+def tells_norms(plan: Plan, stage: int, device: int) -> bool:
+    """Whether a device reports norms of a stage to an agreement: the first replica does, or all owners of layers."""
+    grid = plan.stages[stage].grid
+    return grid.shard != "none" or not grid.replica_of(device)
+
+
 def _agreement(site: Site, device: int) -> Agreement:
     """A device's part of the agreement before an update; the first device with a parameter, or a shard of it, reports
     it, or the one of the replica that owns its layer and has its gradient.
@@ -91,7 +103,7 @@ def _agreement(site: Site, device: int) -> Agreement:
     reported: dict[str, tuple[nn.Parameter, int]] = {}
     for stage in (stages := plan.stages_of(device)):
         source, place = site.sources.of(stage, device), plan.stages[stage]
-        own = _owned(source, place, share_of(plan, stage, device))
+        own = _owned(source, place, site.share(stage, device))
         elsewhere = {
             found.places[0]
             for found, holders in zip(source.shared, plan.holders, strict=True)
@@ -105,8 +117,7 @@ def _agreement(site: Site, device: int) -> Agreement:
                 trainable[id(parameter)] = parameter
                 shard = place.grid.shard_of(device)
                 is_divided = source.shards is not None and source.shards.is_divided(name)
-                is_told = own is not None or not place.grid.replica_of(device)
-                if first not in elsewhere and is_told and (is_divided or not shard):
+                if first not in elsewhere and tells_norms(plan, stage, device) and (is_divided or not shard):
                     reported[name] = parameter, shard
     return Agreement(
         list(names),
@@ -181,7 +192,7 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
             agreement=agreement,
             rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
             replica=place.grid.replica_of(number),
-            share=(share := share_of(plan, stage, number)),
+            share=(share := site.share(stage, number)),
             states=_state_mover(moves.of_stage(stage), plan, storages, share, mover),
             device=device,
             seed=site.seed,

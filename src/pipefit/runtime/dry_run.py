@@ -8,13 +8,14 @@ certified before anyone pays for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from pipefit.actions import Action
 from pipefit.allocator import AllocatorSettings
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
@@ -32,18 +33,21 @@ from pipefit.plans import Plan
 from pipefit.profiles import Target
 from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
+from pipefit.runtime.company import Company, casts
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.endless_folding import Effects, fewer, labels
 from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.lives import LivesMeter
+from pipefit.runtime.no_peers import NoPeers
+from pipefit.runtime.owning_meter import OwningMeter
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.replicas import Source, Sources, Wanted, check_as_profiled
-from pipefit.runtime.representatives import representatives
+from pipefit.runtime.representatives import Kin, kin
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, form, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.tensor_groups import without_peers
@@ -69,9 +73,10 @@ def certify(
     Without `steps`, as many are run as differ (`pipefit.schedule.distinct_steps`): two, because optimizer state is born
     in the first. Times in the trace are positions in the program, not seconds. Budgets are not enforced: compare
     `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), of
-    equal layers in a row, four (`pipefit.runtime.repeated`), and of replicas that do the same, the first
-    (`pipefit.runtime.representatives`), unless `fold` is False: the bytes are the same, and it takes many times longer.
-    Under an endless schedule microbatches are folded (`pipefit.runtime.endless_folding`), and layers are not.
+    equal layers in a row, four (`pipefit.runtime.repeated`), of devices that do the same, the first
+    (`pipefit.runtime.representatives`), and of replicas that divide state, two (`pipefit.runtime.ownership`), unless
+    `fold` is False: the bytes are the same, and it takes many times longer. Under an endless schedule microbatches are
+    folded (`pipefit.runtime.endless_folding`), and layers are not.
 
     With settings of CUDA's caching `allocator`, which only the target `cuda` has, the trace also says what a GPU
     allocates and reserves (`DeviceTrace.allocator`). All layers are run then, since what is reserved depends on where
@@ -168,12 +173,11 @@ class _DryRun:
         return self.known[key]
 
     def _whole(self, fake: FakeTarget) -> _Ran:
-        each = {device: device for device in self.plan.workers}
-        return self._run(fake, self._everything(fake), Folding.none(self.programs), each)
+        return self._run(fake, self._everything(fake), Folding.none(self.programs), None)
 
     def _all_layers(self, fake: FakeTarget) -> _Ran:
-        """All layers, and those microbatches and replicas that stand for all."""
-        ran = self._run(fake, self._everything(fake), Folding.of(self.programs[0]), self._representatives)
+        """All layers, and those microbatches and devices that stand for all."""
+        ran = self._run(fake, self._everything(fake), Folding.of(self.programs[0]), self._kin)
         return ran if ran.alike else self._whole(fake)
 
     def _everything(self, fake: FakeTarget) -> Shortened:
@@ -185,35 +189,34 @@ class _DryRun:
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted)
         short = Shortened.none(self.plan, executed[-1], self._chain(fake))
-        run_for = representatives(self.plan, [*wanted, *executed], self.lending.arenas)
-        ran = sorted(set(run_for.values()), key=short.plan.workers.index)
-        runners, meters = self._runners(fake, short, ran)
-        effects = {device: Effects(meter.level) for device, meter in zip(ran, meters, strict=True)}
+        runners, company = self._company(fake, short, kin(self.plan, [*wanted, *executed], self.lending.arenas))
+        effects = {account: Effects(account.rest) for account in company.devices_of}
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
-            for device, meter in zip(ran, meters, strict=True):
-                effects[device].learn(known[device], meter.changes())
+            company.learn()
+            for account, devices in company.devices_of.items():
+                effects[account].learn(known[devices[0]], account.changes)
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
         for step, (program, known) in enumerate(zip(wanted, labels(self.plan, wanted), strict=True)):
-            for device in ran:
-                found = list(effects[device].samples(step, program.actions[device], known[device]))
-                for other in (one for one, run in run_for.items() if run == device):
-                    named = zip(found, program.actions[other], strict=True)
-                    samples[other] += [replace(sample, action=str(action)) for sample, action in named]
-        return _Ran(samples)
+            for account, (first, *others) in company.devices_of.items():
+                found = list(effects[account].samples(step, program.actions[first], known[first]))
+                samples[first] += found
+                for other in others:
+                    samples[other] += _named(found, program.actions[other])
+        return _Ran(samples) if company.alike else self._whole(fake)
 
     def _folded(self, fake: FakeTarget) -> _Ran:
-        """Those layers, microbatches and replicas that stand for all."""
+        """Those layers, microbatches and devices that stand for all."""
         (program,) = self.programs
-        folding, run_for = Folding.of(program), self._representatives
+        folding = Folding.of(program)
         short = Shortened.of(self.task, self.plan, program, self._chain(fake))
-        ran = self._run(fake, short, folding, run_for)
+        ran = self._run(fake, short, folding, self._kin)
         # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
-        return ran if ran.alike else self._run(fake, self._everything(fake), folding, run_for)
+        return ran if ran.alike else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
 
     @property
-    def _representatives(self) -> dict[int, int]:
-        return representatives(self.plan, self.programs, self.lending.arenas)
+    def _kin(self) -> list[Kin]:
+        return kin(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
         """A chain of the model for so many samples, by default a microbatch, with tensors of its own."""
@@ -222,29 +225,30 @@ class _DryRun:
         check_model(self.plan, self.task, chain, samples)
         return chain
 
-    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, run_for: Mapping[int, int]) -> _Ran:
-        """Every step of a shortened plan, in the microbatches of a folding, on devices that are run for all."""
-        ran = sorted(set(run_for.values()), key=short.plan.workers.index)
-        runners, found = self._runners(fake, short, ran)
-        meters = dict(zip(ran, found, strict=True))
+    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> _Ran:
+        """Every step of a shortened plan, in the microbatches of a folding, by some of those devices that are kin; by
+        all devices, which exchange tensors, without any.
+        """
+        runners, company = self._company(fake, short, together)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
-        unfoldings = {device: Unfolding(folding, meters[other].level) for device, other in run_for.items()}
+        unfoldings = {account: Unfolding(folding, account.rest) for account in company.devices_of}
+        lives = {account: LivesOf(folding) for account in company.devices_of}
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
-        lives = {device: LivesOf(folding) for device in ran}
         for step in range(self.steps):
             few = folding.later if step else folding.first
             program = self.programs[min(step, len(self.programs) - 1)]
             executed = program if program.endless else short.program  # the steps of an endless schedule are whole
             run_in_turn(runners, data, wanted, program=shortened(executed, few))
-            changes = {device: meter.changes() for device, meter in meters.items()}
-            taken = {device: meter.take() for device, meter in meters.items() if isinstance(meter, LivesMeter)}
-            for device, other in run_for.items():
-                actions = program.actions[device]
-                samples[device] += unfoldings[device].step(step, actions, changes[other])
-            for device, seen in taken.items():
-                lives[device].step(step, program.actions[device], seen)
-        alike = all(meter.alike for meter in found) and all(of_device.consistent for of_device in lives.values())
-        return _Ran(samples, alike, {device: lives[other] for device, other in run_for.items()})
+            company.learn()
+            for account, (first, *others) in company.devices_of.items():
+                found = list(unfoldings[account].step(step, program.actions[first], account.changes))
+                samples[first] += found
+                for other in others:
+                    samples[other] += _named(found, program.actions[other])
+                if self.allocator is not None:
+                    lives[account].step(step, program.actions[first], (account.before, account.lives))
+        alike = company.alike and all(of_devices.consistent for of_devices in lives.values())
+        return _Ran(samples, alike, {n: lives[account] for account, of in company.devices_of.items() for n in of})
 
     def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
         """Inputs and targets of so many microbatches, without bytes."""
@@ -253,30 +257,35 @@ class _DryRun:
         wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
         return [given] * microbatches, [wanted] * microbatches
 
-    def _runners(
-        self, fake: FakeTarget, short: Shortened, devices: Sequence[int]
-    ) -> tuple[list[DeviceRunner], list[RepeatedMeter]]:
-        """The runner and the meter of each of these devices."""
+    def _company(
+        self, fake: FakeTarget, short: Shortened, together: Sequence[Kin] | None
+    ) -> tuple[list[DeviceRunner], Company]:
+        """The runners of some of those devices that are kin, or of all devices without any, and what they tell of all.
+
+        All devices exchange tensors; some are run as if the others were there.
+        """
+        every = list(casts(short, [(device,) for device in self.plan.workers] if together is None else together))
         site = Site(
             task=self.task,
             sources=self._sources(fake, short),
             plan=short.plan,
             program=short.program,
-            transport=InProcess(present=frozenset(devices)),
+            transport=InProcess() if together is None else NoPeers(),
             clock=lambda: 0.0,
             seed=0,
             absent=short.absent,
             lending=self.lending,
+            shares={place: share for cast in every for place, share in cast.shares(short)},
         )
-        runners, meters = [], []
-        for device in devices:
-            meter = self._meter(fake, short, device)
-            runner = assemble(site, device, device=fake.device, meter=meter)
-            for stage in runner.stages.values():
-                meter.own_layers(stage, short.copies[stage.start : stage.stop])
-            runners.append(runner)
-            meters.append(meter)
-        return runners, meters
+        runners, meters = [], dict[int, RepeatedMeter]()
+        for cast in every:
+            for device in cast.run:
+                meter = meters[device] = self._meter(fake, short, device, owning=cast.is_put_together)
+                runner = assemble(site, device, device=fake.device, meter=meter)
+                for stage in runner.stages.values():
+                    meter.own_layers(stage, short.copies[stage.start : stage.stop])
+                runners.append(runner)
+        return runners, Company(every, meters)
 
     def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
         """The chains of the stages; the peers of a rank of a tensor group are not there.
@@ -306,8 +315,17 @@ class _DryRun:
 
         return Sources(short.plan, Source.of(short.chain), make)
 
-    def _meter(self, fake: FakeTarget, short: Shortened, device: int) -> RepeatedMeter:
-        if self.allocator is None:
+    def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
+        if self.allocator is None and not owning:
             return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
-        workspace = overheads(self.plan, device).cublas_workspace_bytes
-        return LivesMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)
+        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocator is not None else 0
+        kind = OwningMeter if owning else LivesMeter
+        return kind(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)
+
+
+def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[MemorySample]:
+    """The samples of a device that does the same, with the texts of its own actions."""
+    named = zip(samples, actions, strict=True)
+    return [
+        MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes) for one, action in named
+    ]

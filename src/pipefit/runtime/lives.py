@@ -80,7 +80,10 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         name = BACKWARD_WORKSPACE if backward else FORWARD_WORKSPACE
         if name not in self._workspaces:
             self._workspaces.add(name)
-            self._lives[-1].append((name, self._workspace_bytes))
+            self._grow_workspace(name)
+
+    def _grow_workspace(self, name: int) -> None:
+        self._lives[-1].append((name, self._workspace_bytes))
 
     def _track(self, tensor: Tensor) -> Tracked:
         known = storage_key(tensor) in self._live

@@ -31,6 +31,7 @@ from pipefit.runtime.repeated import KEPT, Copy
 from pipefit.runtime.stage import StageRunner
 from pipefit.trace import CATEGORIES, Category, MemorySample
 
+NEXT_STEP = "the next step"  # what begins, by its name, behind the last action of a step
 _ACTIVATIONS = CATEGORIES.index(Category.ACTIVATIONS)
 _TWIN, _STAND_IN = 1, 2  # the numbers of the executions between the ends of a repeat
 _SWEEPS = ([0, 1, 2, 3], [3, 2, 1, 0])
@@ -109,7 +110,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
     def changes(self) -> list[Change]:
         """What every action since the last call did to the whole device."""
-        self.begin("the next step")
+        self.begin(NEXT_STEP)
         began, peaks = self._began, self._peaks
         self._began, self._peaks = [], []
         return [
@@ -135,7 +136,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stand_ins:
             return super().operation(func, args, kwargs)
-        storages = _storages((args, kwargs))
+        storages = storages_in((args, kwargs))
         owners = {copy for key in storages if (copy := self._own.get(key)) is not None}
         if len(owners) == 1 and (owner := owners.pop()) != self._at_work:
             if self._spent:
@@ -203,17 +204,17 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
 def _take(copy: Copy, tensors: Sequence[Any], owners: dict[int, Copy | None]) -> None:
     """Enter `copy` as the owner of these tensors' storages. A buffer that all layers share belongs to none."""
-    for key in _storages(tensors):
+    for key in storages_in(tensors):
         owners[key] = copy if owners.get(key, copy) == copy else None
 
 
-def _storages(item: Any) -> set[int]:
+def storages_in(item: Any) -> set[int]:
     """The storages of all tensors in the arguments of an operation, lists and dictionaries of them."""
     if isinstance(item, Tensor):
         return {storage_key(item)}
     if isinstance(item, dict):
-        return _storages(list(item.values()))
-    return set().union(*map(_storages, item)) if isinstance(item, (tuple, list)) else set()
+        return storages_in(list(item.values()))
+    return set().union(*map(storages_in, item)) if isinstance(item, (tuple, list)) else set()
 
 
 def _plus(one: Bytes, other: Iterable[int], times: int = 1) -> Bytes:

@@ -1,52 +1,78 @@
-"""Representatives: a dry run executes one of several replicas that do the same, and its memory stands for the others.
+"""Representatives: a dry run executes some of all devices, whose memory stands for the others.
 
-Replicas of a stage have equal layers, compute slices of equal size, and do the same actions, each with a neighbour of
-its own where both stages have as many replicas. Then the first replica of every stage is a pipeline by itself, but for
-the sums of gradients, and these need no memory that depends on who takes part. Where replicas divide state, agree
-before an update, or lend memory, each is run: what they own or report differs.
+A device's memory follows from its own program, not from who is at the other end of a message or a sum: what it needs
+for these it allocates and frees itself. So devices do the same if their stages and actions are equal but for the names
+of members, and their rows but for the first one; if they lend as much, and report to an agreement or not. Such devices
+are kin. Kin that divide the state of a stage differ in the layers that they own as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from pipefit.actions import Action
-from pipefit.places import MemberKind
+from pipefit.cost.shares import owners
+from pipefit.cost.storages import StageStorages
+from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.schedule.arenas import Arena
+from pipefit.runtime.assembly import tells_norms
+from pipefit.runtime.reserved import overheads
+from pipefit.schedule.arenas import Arena, lent_bytes
+
+Kin = tuple[int, ...]  # devices
 
 
-def representatives(plan: Plan, programs: Sequence[Program], arenas: Sequence[Arena]) -> dict[int, int]:
-    """For every worker of a plan the device that is run for it: itself, or that of the first replica."""
-    alone = {device: device for device in plan.workers}
-    grids = [stage.grid for stage in plan.stages]
-    lends = any(arena.lender.kind is MemberKind.DEVICE for arena in arenas)
-    if {grid.shard for grid in grids} != {"none"} or len({grid.data for grid in grids}) > 1:
-        return alone
-    if grids[0].data == 1 or plan.training.agrees or lends:
-        return alone
-    found = {device: grid.devices[grid.shard_of(device)] for grid in grids for device in grid.devices}
-    return found if all(_alike(program, found) for program in programs) else alone
+def kin(plan: Plan, programs: Sequence[Program], arenas: Sequence[Arena]) -> list[Kin]:
+    """All devices of a plan, together with those that do the same but for the layers that they own."""
+    found = dict[Hashable, list[int]]()
+    for device in plan.workers:
+        lent = lent_bytes(arenas, Member.device(device))
+        key = _place(plan, device), lent, overheads(plan, device), _actions(plan, programs, device)
+        found.setdefault(key, []).append(device)
+    return list(map(tuple, found.values()))
 
 
-def _alike(program: Program, found: dict[int, int]) -> bool:
-    """Whether all devices do what those do that are run for them."""
-    plain = _without_replicas(found)
-    return all(
-        list(map(plain, program.actions[device])) == list(map(plain, program.actions[other]))
-        for device, other in found.items()
-        if device != other
-    )
+def owned_layers(plan: Plan) -> dict[int, frozenset[int]]:
+    """For every device the layers that it owns of stages whose state replicas divide."""
+    found = dict.fromkeys(plan.workers, frozenset[int]())
+    for number, stage in enumerate(plan.stages):
+        if stage.grid.shard != "none":
+            of_layers = list(enumerate(owners(StageStorages.of(plan, number), stage.grid), start=stage.start))
+            for device in stage.devices:
+                replica = stage.grid.replica_of(device)
+                found[device] |= {layer for layer, owner in of_layers if owner == replica}
+    return found
 
 
-def _without_replicas(found: dict[int, int]) -> Callable[[Action], object]:
-    """A function that makes of an action what it is of any replica: how many rows, and with whom."""
+def _place(plan: Plan, device: int) -> Hashable:
+    """What the stages of a device are to it."""
+    stages = plan.stages_of(device)
+    agrees = plan.training.agrees
+    return tuple((n, plan.stages[n].grid.shard_of(device), agrees and tells_norms(plan, n, device)) for n in stages)
 
-    def plain(action: Action) -> object:
-        members = () if action.place is None else action.place.members
-        others = {one if one.kind is not MemberKind.DEVICE else found.get(one.number or 0) for one in members}
-        rows = None if action.part is None else action.part[1] - action.part[0]
-        return action._replace(place=None, part=None), others, rows
+
+def _actions(plan: Plan, programs: Sequence[Program], device: int) -> Hashable:
+    """The actions of a device, without the names of members, and with its rows counted from its own first one."""
+    plain = _plain(plan, device)
+    return tuple(tuple(map(plain, program.actions[device])) for program in programs)
+
+
+def _plain(plan: Plan, device: int) -> Callable[[Action], Hashable]:
+    """A function that makes of each of a device's actions what it is of any device."""
+    names, host = dict[Member, int](), plan.cluster.devices[device].host
+    grids = {n: plan.stages[n].grid for n in plan.stages_of(device)}
+    size = plan.training.microbatch_size
+    first = {n: grid.replica_of(device) * (size // grid.data) for n, grid in grids.items()}
+
+    def plain(action: Action) -> Hashable:
+        kind, stage, microbatch, layers, subject, place, part, wait = action
+        if part is not None:
+            part = part[0] - first[stage], part[1] - first[stage]
+        if place is None:
+            return kind, stage, microbatch, layers, subject, part, wait
+        members = [(member.at(host), parts) for member, parts in place]
+        there = tuple((one.kind, names.setdefault(one, len(names)), parts) for one, parts in members)
+        return kind, stage, microbatch, layers, subject, part, wait, there
 
     return plain

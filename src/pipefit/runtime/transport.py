@@ -104,11 +104,9 @@ class _Sum:
 class InProcess:
     """The transport inside one process: a message is delivered when both ends have started.
 
-    A failed step leaves messages behind of which one end has started; `abandon` drops them. Those members of a
-    collective take part that are `present`, by default all.
+    A failed step leaves messages behind of which one end has started; `abandon` drops them.
     """
 
-    present: frozenset[int] | None = None
     messages: dict[Message, _Message] = field(default_factory=dict)
     sums: dict[Hashable, _Sum] = field(default_factory=dict)
 
@@ -126,8 +124,6 @@ class InProcess:
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> _Sum:
-        if self.present is not None:
-            members = tuple(member for member in members if member in self.present)
         key = collective(action), action.microbatch
         total = self.sums.setdefault(key, _Sum())
         total.tensors[device] = tensors
