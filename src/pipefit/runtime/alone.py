@@ -62,7 +62,10 @@ class LoneStages:
         site = Site(
             task=self.task,
             sources=Sources(
-                plan, Source(self.chain, self.shared), lambda wanted: Source.of(self._chain(wanted.samples))
+                plan,
+                Source(self.chain, self.shared),
+                plan.training.microbatch_size,
+                lambda wanted: Source.of(self._chain(wanted.samples)),
             ),
             plan=plan,
             program=programs[-1],

@@ -8,7 +8,7 @@ certified before anyone pays for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -150,6 +150,8 @@ class _DryRun:
     allocator: AllocatorSettings | None
     chains: Chains
     known: dict[object, AllocatorPeaks] = field(default_factory=dict)
+    forms: dict[Hashable, bytes] = field(default_factory=dict)  # by lives, and what the device lends
+    traced: dict[int, Chain] = field(default_factory=dict)  # by samples; no layer of these is run
 
     def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
         """All steps, with those layers and microbatches that stand for all if `fold`."""
@@ -163,11 +165,15 @@ class _DryRun:
         """What the allocator of a device holds at most; None unless it is simulated, once for equal devices."""
         if self.allocator is None:
             return None
-        events = [*lent_events(self.lending.arenas, device), *ran.lives[device].events]
+        lives, lent = ran.lives[device], lent_events(self.lending.arenas, device)
+        events = [*lent, *lives.events]
         requested = max(sample.total_bytes for sample in ran.samples[device])
         program, memory = self.programs[-1], self.plan.cluster.devices[device].memory_bytes
         count = communicators(self.plan, program, device)
-        key = form(events), requested, memory, overheads(self.plan, device), count
+        own = lives, *lent
+        if own not in self.forms:
+            self.forms[own] = form(events)
+        key = self.forms[own], requested, memory, overheads(self.plan, device), count
         if key not in self.known:
             self.known[key] = allocator_peaks(self.plan, program, device, events, self.allocator, requested)
         return self.known[key]
@@ -219,11 +225,22 @@ class _DryRun:
         return kin(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
-        """A chain of the model for so many samples, by default a microbatch, with tensors of its own."""
-        like = self.like if samples is None else sample(self.task, samples)
-        chain = self.chains.of(samples or self.plan.training.microbatch_size, fake, like)
-        check_model(self.plan, self.task, chain, samples)
-        return chain
+        """A chain of the model for so many samples, by default those of the first stage, with tensors of its own. No
+        model is traced twice.
+        """
+        samples = self._samples if samples is None else samples
+        if samples not in self.traced:
+            found = self.chains.of(samples, fake)
+            check_model(self.plan, self.task, found, samples)
+            if not found.traced:
+                return found
+            self.traced[samples] = found
+        return chain_again(self.traced[samples], fake)
+
+    @property
+    def _samples(self) -> int:
+        """The samples that the first stage computes of a microbatch."""
+        return self.plan.measured(0).microbatch_size
 
     def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> _Ran:
         """Every step of a shortened plan, in the microbatches of a folding, by some of those devices that are kin; by
@@ -294,10 +311,6 @@ class _DryRun:
         """
 
         @cache
-        def undivided(samples: int) -> Chain:
-            return self._chain(fake, samples)
-
-        @cache
         def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
             chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
             given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
@@ -306,14 +319,14 @@ class _DryRun:
 
         def make(wanted: Wanted) -> Source:
             if not wanted.group:
-                return Source.of(short.shortened(chain_again(undivided(wanted.samples), fake)))
+                return Source.of(short.shortened(self._chain(fake, wanted.samples)))
             alone = without_peers(wanted.group, wanted.rank)
             whole = divided(wanted.samples, len(wanted.group), wanted.sequences)
             check_as_profiled(self.plan, wanted, whole)
             chain = whole.rank(alone)
             return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
 
-        return Sources(short.plan, Source.of(short.chain), make)
+        return Sources(short.plan, Source.of(short.chain), self._samples, make)
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
         if self.allocator is None and not owning:

@@ -67,18 +67,18 @@ class Sources:
     """The chains of a run's stages.
 
     Args:
-        whole: that of the first replica for the plan's microbatches.
+        whole: that of the first replica, for microbatches or slices of so many `samples`.
         make: makes the others, when a stage needs one.
     """
 
-    def __init__(self, plan: Plan, whole: Source, make: Callable[[Wanted], Source]) -> None:
-        self._plan, self._whole, self._make = plan, whole, cache(make)
+    def __init__(self, plan: Plan, whole: Source, samples: int, make: Callable[[Wanted], Source]) -> None:
+        self._plan, self._whole, self._samples, self._make = plan, whole, samples, cache(make)
 
     def of(self, stage: int, device: int) -> Source:
         """The chain of a stage on a device, as it was measured for the stage's slices."""
         grid, samples = self._plan.stages[stage].grid, self._plan.measured(stage).microbatch_size
         replica, is_divided = grid.replica_of(device), grid.tensor > 1
-        if samples == self._plan.training.microbatch_size and not is_divided and not replica:
+        if samples == self._samples and not is_divided and not replica:
             return self._whole
         group = grid.group_of(device) if is_divided else ()
         return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
@@ -121,7 +121,7 @@ def trained_sources(
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
-    sources = Sources(plan, Source.of(whole), make)
+    sources = Sources(plan, Source.of(whole), plan.training.microbatch_size, make)
     for device in plan.workers if copies else ():
         for stage in plan.stages_of(device):
             sources.of(stage, device)
