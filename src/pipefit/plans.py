@@ -288,10 +288,9 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     budget = plan.cluster.budgets[fullest]
     peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
     tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, fullest)
-    percent = "-" if full is None else fullness(full, tight=tight)
-    bar = "" if full is None else _bar(full)
-    sizes = format_bytes(parameters), peak, format_bytes(budget)
-    return (str(number), numbered(stage.devices), span, str(len(names)), *sizes, percent, bar)
+    part = ("-", "") if full is None else (fullness(full, tight=tight), _bar(full))
+    named = str(number), numbered(stage.devices), span, str(len(names))
+    return (*named, format_bytes(parameters), peak, format_bytes(budget), *part)
 
 
 def _fullest(plan: Plan, stage: Stage) -> int:

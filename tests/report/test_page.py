@@ -21,6 +21,8 @@ from pipefit.alternatives import Alternative
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
+from pipefit.files import load_cluster
+from pipefit.grids import Grid
 from pipefit.places import Member, parse_place
 from pipefit.planner import plan
 from pipefit.plans import Plan
@@ -31,7 +33,7 @@ from pipefit.report.page.traffic import Stretch, traffic
 from pipefit.simulator import simulate
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_seconds, parse_bytes
-from pipelines import random_profile
+from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 LARGEST_PAGE = 2_000_000  # bytes
 
@@ -179,6 +181,37 @@ def test_the_picture_has_every_device_and_every_stretch() -> None:
     assert [f">device{n}<" in drawn for n in range(3)] == [True] * 3 and ">host0<" in drawn
     assert drawn.count("<title>") == len(flows)
     assert topology(planned(layers=20, devices=17), {}) == ""
+
+
+def test_replicas_send_their_sums_around_a_ring() -> None:
+    """Of two replicas each sends all gradients of its stage to the other, which is what a sum over two takes."""
+    costs = equal_profile(6)
+    (one,) = costs.measurements
+    both = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
+    made = make_plan(costs, (2, 4), cluster=make_cluster(4), microbatches=4)
+    stages = tuple(replace(stage, grid=Grid(devices=(2 * n, 2 * n + 1), data=2)) for n, stage in enumerate(made.stages))
+    sliced = replace(made, profile=both, stages=stages, training=replace(made.training, batch_size=8), prediction=None)
+    flows = traffic(sliced)
+    for stage in stages:
+        gradients = sum(cost.gradient_bytes for cost in one.costs[stage.start : stage.stop])
+        first, second = map(Member.device, stage.devices)
+        assert flows[Stretch(first, second, "sums")] == flows[Stretch(second, first, "sums")] == gradients > 0
+    assert "</i>sums</span>" in page(sliced) and 'class="sums"' in page(sliced)
+
+
+def test_of_many_devices_the_picture_has_the_hosts() -> None:
+    """A box for each with its number of devices, and an arrow for what passes from one to another."""
+    cluster = load_cluster("3xdgx1-v100@25GB/s")
+    made = plan(random_profile(24), cluster, batch_size=2, microbatches=2, planner="uniform", data=1, tensor=1)
+    flows = traffic(made)
+    drawn = topology(made, flows)
+    assert [f">host{n}<" in drawn for n in range(4)] == [True, True, True, False] and ">device0<" not in drawn
+    assert drawn.count(">8 devices<") == 3
+    there = sum(
+        nbytes for (source, target, _), nbytes in flows.items()
+        if cluster.devices[source.number or 0].host == 0 and cluster.devices[target.number or 0].host == 1
+    )  # fmt: skip
+    assert f"<title>host0 to host1: {format_bytes(there)} of messages a step</title>" in drawn
 
 
 @pytest.mark.parametrize(("count", "folds"), [(20, 2), (16, 0)])

@@ -115,7 +115,7 @@ class TimedProgram:
         """The number of a new collective, whose parts are the hops of a ring, with the delay of all its messages."""
         begin, parts = self._members[begun.what], []
         members = begin if self._alike is None else self._alike.those_of(begin)
-        for hop in _hops(members, begun):
+        for hop in hops_of(members, begun):
             source, target = Member.device(hop.source), Member.device(hop.target)
             seconds, wires = self._part(source, target, hop.nbytes)
             parts.append((seconds + (hop.messages - 1) * self._route(source, target).latency_seconds, wires))
@@ -131,7 +131,7 @@ class TimedProgram:
         return tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names)
 
 
-def _hops(members: list[int], begun: Collected) -> tuple[Hop, ...]:
+def hops_of(members: list[int], begun: Collected) -> tuple[Hop, ...]:
     """The hops of a collective: of a sum for all, of sums for owners, or of what owners bring to all."""
     if begun.shares is None:
         return ring_sum(members, begun.nbytes)

@@ -37,7 +37,8 @@ from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
-_MOST_DECISIONS = 200
+_MOST_DECISIONS, _MOST_STRETCHES = 200, 40
+_STRETCHES = {"messages": "k6", "copies": "k4", "sums": "k8"}  # what passes over links, by colour
 
 
 def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> str:
@@ -262,11 +263,14 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
     flows = traffic(plan)
     if not flows:
         return
-    yield f'<div class="wide">{topology(plan, flows)}</div>'
+    names = [(_STRETCHES[what], what) for what in _STRETCHES if any(stretch.what == what for stretch in flows)]
+    yield f'<div class="legend">{markup.legend(names)}</div><div class="wide">{topology(plan, flows)}</div>'
     seconds = trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else 0.0
     rows = []
-    for stretch, nbytes in sorted(flows.items(), key=lambda item: -item[1])[:40]:
+    for stretch, nbytes in sorted(flows.items(), key=lambda item: -item[1])[:_MOST_STRETCHES]:
         taken = plan.cluster.route(stretch.source, stretch.target).seconds(nbytes)
         share = f"{100 * taken / seconds:.1f} %" if seconds else "-"
         rows.append((str(stretch.source), str(stretch.target), stretch.what, format_bytes(nbytes), share))
     yield html([Table(("from", "to", "what", "bytes", "of a step"), tuple(rows))])
+    if len(flows) > len(rows):
+        yield f"<p>and {len(flows) - len(rows)} more, of fewer bytes</p>"

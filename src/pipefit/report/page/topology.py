@@ -1,32 +1,40 @@
-"""The cluster as a picture: its devices and hosts, and what a step sends from one to the other."""
+"""The cluster as a picture: its devices and hosts, and what a step sends from one to the other.
+
+Of many devices it has only the hosts, and what passes between them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
 from math import log2
 
 from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
 from pipefit.report.page.traffic import Stretch
+from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes
 
-MOST_DEVICES = 16  # that are drawn; more are told in a table alone
+MOST = 16  # boxes in a row: devices, of more of them hosts, and more of these are told in a table alone
 _BOX, _GAP = 76, 40  # pixels
 _ABOVE, _BELOW = 36, 170  # where the middles of hosts and of devices are
 
 
 def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
-    """An SVG of a box for every device, with its stages, and an arrow for every stretch that bytes pass; empty for
-    clusters that are too large for a picture.
+    """An SVG of a box for every device, with its stages, and an arrow for every stretch that bytes pass; of hosts where
+    there are many devices; empty for clusters that are too large for a picture.
     """
-    devices = len(plan.cluster.devices)
-    if devices > MOST_DEVICES:
+    row = [Member.device(number) for number in range(len(plan.cluster.devices))]
+    if len(row) > MOST:
+        flows, row = _between_hosts(plan, flows), [Member.host(number) for number in range(len(plan.cluster.hosts))]
+    if not flows or len(row) > MOST:
         return ""
     uses_memory = any(stretch.what == "copies" for stretch in flows)
-    spots = _spots(plan, flows, _BELOW if uses_memory else _ABOVE)
+    spots = _spots(plan, row, flows, _BELOW if uses_memory else _ABOVE)
     width = max(x for x, _ in spots.values()) + _BOX // 2 + 20
-    lowest = max((abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what == "messages"), default=0)
-    height = spots[Member.device(0)][1] + 60 + lowest // 4
+    lowest = max((abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what != "copies"), default=0)
+    height = spots[row[0]][1] + 60 + lowest // 4
     drawn = [_arrow(spots, stretch, nbytes) for stretch, nbytes in flows.items()]
     boxes = [_box(plan, member, spot) for member, spot in spots.items()]
     return (
@@ -42,15 +50,27 @@ _HEADS = (
 )
 
 
-def _spots(plan: Plan, flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
-    """The middle of every box: devices in a row at `level`, and over it the hosts and disks that are used."""
-    devices = [Member.device(number) for number in range(len(plan.cluster.devices))]
+def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
+    """What the devices of one host send to those of another."""
+    found = Counter[Stretch]()
+    for (source, target, what), nbytes in flows.items():
+        ends = [
+            Member.host(plan.cluster.devices[one.number or 0].host) if one.kind is MemberKind.DEVICE else one
+            for one in (source, target)
+        ]
+        if ends[0] != ends[1] and what != "copies":
+            found[Stretch(ends[0], ends[1], what)] += nbytes
+    return dict(found)
+
+
+def _spots(plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
+    """The middle of every box: those of a row at `level`, and over it the hosts and disks that are used."""
     left = _BOX // 2 + 20
-    below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(devices)}
-    used = {member for stretch in flows for member in stretch[:2] if member.kind is not MemberKind.DEVICE}
+    below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(row)}
+    used = {member for stretch in flows for member in stretch[:2]} - {*row}
     over: dict[Member, tuple[int, int]] = {}
     for member in sorted(used, key=lambda one: (one.kind.value != "host", one.number or 0)):
-        near = [below[d][0] for d in devices if plan.cluster.devices[d.number or 0].host == member.number]
+        near = [below[d][0] for d in row if plan.cluster.devices[d.number or 0].host == member.number]
         middle = sum(near) // len(near) if near else left
         over[member] = (middle + (0 if member.kind is MemberKind.HOST else _BOX + _GAP), _ABOVE)
     return over | below
@@ -60,19 +80,26 @@ def _box(plan: Plan, member: Member, spot: tuple[int, int]) -> str:
     x, y = spot[0] - _BOX // 2, spot[1] - 22
     stages = [str(n) for n, stage in enumerate(plan.stages) if member.number in stage.devices]
     is_device = member.kind is MemberKind.DEVICE
-    under = f"stage {', '.join(stages)}" if is_device and stages else "idle" if is_device else ""
+    under = f"stage {', '.join(stages)}" if is_device and stages else "idle" if is_device else _devices(plan, member)
     text = f'<text x="{spot[0]}" y="{spot[1] - (4 if under else -4)}">{escape(str(member))}</text>'
     more = f'<text class="small" x="{spot[0]}" y="{spot[1] + 13}">{escape(under)}</text>' if under else ""
     kind = member.kind.value
     return f'<g class="{kind}"><rect x="{x}" y="{y}" width="{_BOX}" height="44" rx="6"/>{text}{more}</g>'
 
 
+def _devices(plan: Plan, member: Member) -> str:
+    """How many devices a host has, where they are not drawn."""
+    count = sum(device.host == member.number for device in plan.cluster.devices)
+    drawn = len(plan.cluster.devices) <= MOST or member.kind is not MemberKind.HOST
+    return "" if drawn else counted(count, "device")
+
+
 def _arrow(spots: dict[Member, tuple[int, int]], stretch: Stretch, nbytes: int) -> str:
     """A curve from box to box, wider the more bytes; both directions of a pair bend to different sides."""
     (x0, y0), (x1, y1) = spots[stretch.source], spots[stretch.target]
     width = max(1.0, min(9.0, log2(nbytes / MIB + 1)))
-    if y0 == y1:  # two devices: messages go below, memory that is lent above
-        side = 1 if stretch.what == "messages" else -1
+    if y0 == y1:  # two of a row: messages and sums go below, memory that is lent above
+        side = -1 if stretch.what == "copies" else 1
         away = x1 > x0
         bend = side * (26 + 0.22 * abs(x1 - x0) + (0 if away else 20))
         start, end = y0 + side * 22, y1 + side * 22

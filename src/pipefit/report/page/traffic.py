@@ -1,17 +1,24 @@
-"""What passes over the links of a plan's cluster in one step: messages between stages, and copies by decisions."""
+"""What passes over the links of a plan's cluster in one step: messages between stages, copies by decisions, and sums of
+gradients with what owners of parameters bring to other replicas. What ranks of tensor shards exchange inside of layers
+is not told.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, SENDS, Action, Kind, message_of
 from pipefit.cost.messages import message_sizes
+from pipefit.cost.stage import Costs
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.schedule import step_programs
 from pipefit.schedule.arenas import moved_by_devices
+from pipefit.simulator.timed_device import Collected, DeviceReader, TimedDevice
+from pipefit.simulator.timed_program import hops_of
 
 
 class Stretch(NamedTuple):
@@ -19,7 +26,7 @@ class Stretch(NamedTuple):
 
     source: Member
     target: Member
-    what: str  # messages or copies
+    what: str  # messages, copies or sums
 
 
 def traffic(plan: Plan) -> dict[Stretch, int]:
@@ -40,7 +47,25 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
                 found[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
                 _add_copy(found, plan, device, action, moved[device](action))
+    costs, devices = Costs.of(plan), list[TimedDevice]()
+    for device, actions in enumerate(program.actions):
+        stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
+        devices.append(DeviceReader(device, program, plan.cluster, stages, moved[device]).read(actions))
+    for stretch, nbytes in _sums(devices):
+        found[stretch] += nbytes
     return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
+
+
+def _sums(devices: Sequence[TimedDevice]) -> Iterator[tuple[Stretch, int]]:
+    """The hops of every collective, around the rings by which their seconds are reckoned."""
+    rings: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
+    for number, device in enumerate(devices):
+        for begun in device.started:
+            if isinstance(begun, Collected):
+                rings.setdefault((begun.what, begun.turn), (begun, []))[1].append(number)
+    for begun, members in rings.values():
+        for hop in hops_of(members, begun):
+            yield Stretch(Member.device(hop.source), Member.device(hop.target), "sums"), hop.nbytes
 
 
 def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:

@@ -1,0 +1,102 @@
+"""Pages as a person has them: opened in real time, walked through with a keyboard, printed; nothing on the console."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opened import Opened, opened
+from pipefit.alternatives import Alternative
+from pipefit.plans import Plan
+from pipefit.report.page import page
+from report.test_page import planned, with_copies
+
+SECONDS = 1.0  # in which a page is open
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """One browser for all pages."""
+    with opened(tmp_path_factory.mktemp("browser")) as one:
+        yield one
+
+
+def shown(browser: Opened, folder: Path, made: str, *, width: int = 1280) -> Opened:
+    """The browser with this page open."""
+    (folder / "page.html").write_text(made, encoding="utf-8")
+    browser.load(folder / "page.html", width=width)
+    return browser
+
+
+def with_all_sections() -> Plan:
+    """A plan with copies and an alternative whose options are long."""
+    other = Alternative(
+        what="fewest devices", schedule="eager-1f1b", stages=1, devices=1, microbatches=16, peak_bytes=3 << 20,
+        step_seconds=1.25, asked_by="--objective peak --recompute always --microbatches 64 --shard parameters",
+    )  # fmt: skip
+    made = with_copies(planned(devices=4))
+    return Plan(
+        profile=made.profile, cluster=made.cluster, training=made.training, stages=made.stages,
+        decisions=made.decisions, provenance=made.provenance, alternatives=(other,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches"), [(4, 40), pytest.param(32, 256, marks=pytest.mark.gallery)], ids=["4", "32 devices"]
+)
+def test_a_page_opens_within_a_second(browser: Opened, tmp_path: Path, devices: int, microbatches: int) -> None:
+    """All that its thread has done until everything is drawn, in seconds of a processor: load does not count."""
+    made = page(planned(layers=devices + 8, devices=devices, microbatches=microbatches))
+    assert 0 < shown(browser, tmp_path, made).cpu_seconds() < SECONDS
+
+
+def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(browser: Opened, tmp_path: Path) -> None:
+    """The tabulator reaches the timeline and the sliders; there arrows read actions off and move the controls."""
+    at = shown(browser, tmp_path, page(with_all_sections()))
+    where = "document.activeElement.id || document.activeElement.dataset.axis"
+
+    def go_to(name: str) -> None:
+        for _ in range(60):
+            at.press("Tab")
+            if at.evaluate(where) == name:
+                return
+        raise AssertionError(f"the tabulator does not reach {name}")
+
+    go_to("timeline")
+    at.press("ArrowRight", "ArrowRight", "+", "p")
+    assert re.match(r"device \d, .* at \dB", at.evaluate("document.getElementById('readout').textContent"))
+    go_to("0")
+    told = "document.getElementById('whatif').textContent"
+    before = at.evaluate(told)
+    at.press("Home", "ArrowRight", "ArrowRight")
+    assert at.evaluate(told) != before
+    assert at.complaints == []
+
+
+def test_complaints_are_heard(browser: Opened, tmp_path: Path) -> None:
+    """What is written on the console, what is thrown, and what the page's policy refuses."""
+    wrong = """<script>console.error("written"); (async () => { throw new Error("thrown"); })();</script>
+    <img src="https://example.invalid/picture.png"></body>"""
+    at = shown(browser, tmp_path, page(planned()).replace("</body>", wrong))
+    at.evaluate("new Promise((done) => setTimeout(done, 50))")
+    found, at.complaints = " ".join(at.complaints), []
+    assert "written" in found and "thrown" in found and "Content Security Policy" in found
+
+
+def test_a_page_is_read_on_paper(browser: Opened, tmp_path: Path) -> None:
+    """On A4, bars and legends have their colours, nothing is cut at the side, and controls are gone."""
+    at = shown(browser, tmp_path, page(with_all_sections()), width=720)
+    at.ask("Emulation.setEmulatedMedia", media="print")
+    wide = '[...document.querySelectorAll(".wide, section, .device")]'
+    cut = "one.getClientRects().length && one.scrollWidth > one.clientWidth + 1"
+    assert at.evaluate(f"{wide}.filter((one) => {cut}).map((one) => one.textContent)") == []
+    coloured = """[...document.querySelectorAll(".legend i, .bar i")].every(
+      (one) => getComputedStyle(one).printColorAdjust === "exact")"""
+    assert at.evaluate(coloured) is True
+    controls = '[...document.querySelectorAll("button:not(.device), select, input")]'
+    assert at.evaluate(f"{controls}.filter((one) => one.getClientRects().length).length") == 0
+    assert at.printed().startswith(b"%PDF") and at.complaints == []
+    at.ask("Emulation.setEmulatedMedia", media="")
