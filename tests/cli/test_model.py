@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.cli.model import parse_settings, resolve
+from pipefit.errors import UsageError
 
 LITERALS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -57,6 +58,20 @@ def test_a_factory_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     task = resolve("ownpackage.inner:Models.make", ["width=7"])
     assert next(task.build().parameters()).shape[0] == 7
+
+
+def test_a_module_in_the_place_of_a_factory_is_told_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class of a model says nothing of batches, loss and optimizer; a training's function is no factory, either."""
+    (tmp_path / "ownscript.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear): ...\ndef main():\n    raise RuntimeError('no GPU')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"Net is a module.* returns pipefit\.Task\(Net, batch=\.\.\., loss"):
+        resolve("ownscript:Net", [])
+    with pytest.raises(UsageError, match=r"no GPU.*it is called to return a pipefit\.Task, and trains nothing itself"):
+        resolve("ownscript:main", [])
 
 
 def test_a_model_can_be_sent_to_a_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from huggingface_models import TINY
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
+from pipefit.planned import plan as planned
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
@@ -29,6 +33,17 @@ STEPS = 2
 
 # Kernels' temporary memory depends on the threads; profiles assume one
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Named(nn.Module):
+    """Takes what a data loader hands it by name, and computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, given: Tensor, wanted: Tensor) -> Tensor:
+        return F.mse_loss(self.head(torch.tanh(self.body(given))), wanted)
 
 
 class Own(nn.Module):
@@ -151,3 +166,36 @@ def test_a_plan_that_just_fits_trains() -> None:
     for _ in range(STEPS):
         trainer.step(task.batch(plan.training.batch_size))
     assert trainer.trace.peak_bytes == peaks
+
+
+def test_a_dictionary_alone_is_a_batch_of_a_model_with_its_own_loss() -> None:
+    """What a data loader of dictionaries gives goes into task and `step` as it is; losses are a plain loop's."""
+    rows = [{"given": torch.randn(8), "wanted": torch.randn(1)} for _ in range(8)]
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    module = Named()
+    plain, task = (
+        copy.deepcopy(module),
+        Task(
+            module,
+            batch=lambda size: next(iter(DataLoader(rows, batch_size=size))),
+            loss=None,
+            optimizer=SGD,  # type: ignore[arg-type]
+        ),
+    )
+    made = planned(task, "emulated:2x1MiB", batch_size=4, microbatches=1, stages=2, data=1, tensor=1, planner="exact")
+    trainer, optimizer = Trainer(task, made), SGD(plain.parameters())
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = plain(**batch)
+        loss.backward()
+        optimizer.step()
+        assert trainer.step(batch) == loss.item()
+    assert trainer.evaluate(batch) == plain(**batch).item()
+
+
+def test_a_dictionary_alone_has_no_targets_for_a_loss() -> None:
+    """It is refused where the task has a loss, which would get none."""
+    task = Task(Named, batch=lambda size: {"given": torch.zeros(size, 8)}, loss=F.mse_loss)
+    with pytest.raises(UsageError, match="a dictionary alone, and the task's loss is computed with targets: return"):
+        profile(task, microbatch_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         batch = _made(task, size)
+    if isinstance(batch, Mapping) and task.loss is not None:
+        raise UsageError(
+            f"a batch of {task.name} is a dictionary alone, and the task's loss is computed with targets: return "
+            "(inputs, targets), or say loss=None where the module computes its loss itself"
+        )
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)
     _refuse_strange((inputs, targets), task.name)
@@ -87,11 +93,13 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
 
 
 def pair(batch: Any, who: str) -> Sample:
-    """`batch` as (inputs, targets), each a tree that torch knows.
+    """`batch` as (inputs, targets), each a tree that torch knows; a dictionary alone is inputs without targets.
 
     Raises:
         UsageError: it is something else; begins with `who`.
     """
+    if isinstance(batch, Mapping):
+        return opened(batch), None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(f"{who} a pair (inputs, targets), not {_describe(batch)}")
     return opened(batch[0]), opened(batch[1])

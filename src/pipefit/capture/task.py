@@ -18,7 +18,8 @@ from pipefit.training import Precision
 
 _CALLABLE = {
     "module": "an nn.Module or a function that builds one",
-    "batch": "a function of the batch size that returns (inputs, targets)",
+    "batch": "a function of the batch size that returns (inputs, targets), such as lambda size: "
+    "next(iter(DataLoader(dataset, batch_size=size)))",
     "optimizer": "a function of parameter groups that returns a torch.optim optimizer, such as its class",
 }
 # What `module.to(dtype)` makes of complex numbers has no imaginary parts; these leave them as they are
@@ -42,8 +43,9 @@ class Task:
             dry runs call a function under fake tensors, so that a model too large for this machine is never allocated.
         batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries of
             such, none of which requires a gradient. A tuple of inputs is the module's positional arguments, a
-            dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. Draws from
-            torch's default generator, so that a seed before the call fixes the batch.
+            dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. A dictionary
+            alone is inputs without targets. Draws from torch's default generator, so that a seed before the call fixes
+            the batch.
         loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs are as the module returns them.
             None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The targets may
             be None then.

@@ -181,12 +181,20 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     from pipefit.capture import Task
 
     factory = _factory(source, name)
+    if isinstance(factory, type) and hasattr(factory, "forward"):
+        raise UsageError(
+            f"{source}:{name} is a module, and a task has batches, a loss and an optimizer besides: name a function "
+            f"that returns pipefit.Task({name}, batch=..., loss=..., optimizer=...)"
+        )
     try:
         task = factory(**arguments)
     except PipefitError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{source}:{name} raised {in_one_line(error)}: --debug shows where") from error
+        raise UsageError(
+            f"{source}:{name} raised {in_one_line(error)}: it is called to return a pipefit.Task, and trains nothing "
+            "itself; --debug shows where"
+        ) from error
     if not isinstance(task, Task):
         raise UsageError(
             f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task, which says how a module "
