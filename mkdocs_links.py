@@ -1,13 +1,18 @@
-"""Links of the documentation that leave `docs/`, such as those to examples, on the site: the files go along.
+"""What the site has besides its pages: files that they link to outside of `docs/`, and the reports of the gallery.
 
-A hook of mkdocs: such a link leads to a copy under `repository/`, so that the site works wherever it is put.
+A hook of mkdocs: a link out of `docs/`, such as to an example, leads to a copy under `repository/`, so that the site
+works wherever it is put; reports are made by the commands on their page.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +42,20 @@ def on_post_build(*, config: Any, **_: Any) -> None:
         copy = Path(config.site_dir) / "repository" / target.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(target, copy)
+    make_reports(ROOT / "docs" / "reports" / "index.md", Path(config.site_dir) / "reports")
+
+
+def report_lines(page: str) -> list[str]:
+    """The commands of a page that make its reports, in order."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line]
+
+
+def make_reports(page: Path, folder: Path) -> None:
+    """Run the commands of a page, and leave the reports in `folder`."""
+    with tempfile.TemporaryDirectory() as place:
+        for line in report_lines(page.read_text()):
+            words = [sys.executable, "-m", *shlex.split(line)]
+            subprocess.run(words, cwd=place, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - lines of our own page
+        for made in Path(place).glob("*.html"):
+            shutil.copyfile(made, folder / made.name)

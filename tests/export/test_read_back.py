@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -22,7 +27,10 @@ from pipefit.export.deepspeed import deepspeed_config
 from pipefit.export.launching import kubernetes_job, slurm_script
 from pipefit.export.megatron import megatron_arguments
 from pipefit.export.torchtitan import torchtitan_config
+from pipefit.files import load_cluster
+from pipefit.planner import plan
 from pipefit.plans import Plan
+from pipelines import random_profile
 
 
 def installed(name: str) -> Any:
@@ -222,12 +230,66 @@ def test_kubernetes_own_types_have_every_field() -> None:
         assert api.sanitize_for_serialization(made) == document
 
 
+CONTROLLER = """
+ClusterName=tried
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/none
+CredType=cred/none
+SlurmUser={user}
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/controller.pid
+SlurmctldLogFile={folder}/controller.log
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SchedulerType=sched/builtin
+GresTypes=gpu
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=600
+ResumeTimeout=600
+NodeName=host[1-16] CPUs=64 RealMemory=1000000 Gres=gpu:8 State=CLOUD
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
+
+
+@contextmanager
+def controller(folder: Path) -> Iterator[dict[str, str]]:
+    """A SLURM of 16 hosts with 8 GPUs each, that have never been started: the environment in which it answers."""
+    if shutil.which("slurmctld") is None or shutil.which("sbatch") is None:
+        pytest.skip("needs slurmctld and sbatch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "state").mkdir()
+    host = socket.gethostname().partition(".")[0]
+    written = CONTROLLER.format(host=host, port=port, user=getpass.getuser(), folder=folder)
+    (folder / "slurm.conf").write_text(written)
+    (folder / "gres.conf").write_text("NodeName=host[1-16] Name=gpu Count=8\n")
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    with subprocess.Popen(["slurmctld", "-D"], env=environment, stdout=DEVNULL, stderr=DEVNULL) as process:
+        try:
+            for _ in range(100):
+                if not subprocess.run(["sinfo"], env=environment, capture_output=True, check=False).returncode:
+                    break
+                time.sleep(0.1)
+            yield environment
+        finally:
+            process.kill()
+
+
 def test_slurm_would_start_the_script(tmp_path: Path) -> None:
-    """`sbatch --test-only` takes it, where a SLURM answers."""
-    if shutil.which("sbatch") is None or subprocess.run(["sinfo"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a running SLURM")
-    (tmp_path / "train.sbatch").write_text(slurm_script(planned(3), "a plan.json"))
-    done = subprocess.run(
-        ["sbatch", "--test-only", "train.sbatch"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+    """`sbatch --test-only` finds as many hosts as the plan has; of a cluster with fewer GPUs on each it finds none."""
+    many = plan(random_profile(24), load_cluster("3xdgx1-v100@25GB/s"), batch_size=2, microbatches=2, planner="uniform")
+    with controller(tmp_path) as environment:
+
+        def tried(script: str) -> subprocess.CompletedProcess[str]:
+            (tmp_path / "train.sbatch").write_text(script)
+            words = ["sbatch", "--test-only", "train.sbatch"]
+            return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+        for made, hosts in ((planned(3), "host1 in"), (many, "host[1-3] in")):
+            done = tried(slurm_script(made, "a plan.json"))
+            assert done.returncode == 0 and "to start at" in done.stderr and hosts in done.stderr, done.stderr
+        more = tried(slurm_script(many, "plan.json").replace("--gpus-per-node=8", "--gpus-per-node=9"))
+        assert more.returncode != 0 and "not available" in more.stderr, more.stderr

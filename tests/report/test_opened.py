@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_page_opens_within_a_second(browser: Opened, tmp_path: Path, devices: 
     """All that its thread has done until everything is drawn, in seconds of a processor: load does not count."""
     made = page(planned(layers=devices + 8, devices=devices, microbatches=microbatches))
     assert 0 < shown(browser, tmp_path, made).cpu_seconds() < SECONDS
+
+
+def test_devices_that_do_nothing_take_no_room_in_the_timeline(browser: Opened, tmp_path: Path) -> None:
+    """Of three devices, of which two have stages, two have rows; each of the three has its bar and can be chosen."""
+    made = replace(planned(devices=2), cluster=planned(devices=3).cluster, prediction=None)
+    at = shown(browser, tmp_path, page(made))
+    labels = "[...document.querySelectorAll('#timeline text')].map((one) => one.textContent)"
+    assert [one for one in at.evaluate(labels) if one.startswith("device")] == ["device 0", "device 1"]
+    assert at.evaluate("document.querySelectorAll('button.device').length") == 3
+    at.evaluate("document.querySelectorAll('button.device')[2].click()")
+    assert at.evaluate("document.getElementById('device').value") == "2" and at.complaints == []
 
 
 def test_keys_that_are_pressed_walk_through_the_page_and_nothing_complains(browser: Opened, tmp_path: Path) -> None:

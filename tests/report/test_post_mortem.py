@@ -87,7 +87,9 @@ def test_layers_hold_what_the_device_holds_as_the_action_begins(place: int) -> N
     by_name = {category.value: nbytes for category, nbytes in found.moment.by_category.items()}
     assert sum(row.parameter_bytes for row in told.layers) == by_name["parameters"]
     assert sum(row.total_bytes for row in told.layers) <= found.held_bytes
-    (table,) = (block for block in describe_post_mortem(found) if isinstance(block, Table) and "layer" in block.columns)
+    tables = [block for block in describe_post_mortem(found) if isinstance(block, Table) and "layer" in block.columns]
+    table, tensors = tables
+    assert tensors.title == "the largest activations"
     assert {row[0] for row in table.rows} >= {found.plan.profile.layers[row.layer] for row in told.layers if row.layer}
 
 

@@ -43,6 +43,9 @@ def test_layers_add_up_to_what_the_device_holds(seed: int) -> None:
             simulation, device, found.peak.step, found.peak.action
         )
         assert sum(row.activation_bytes for row in found.layers) == activations
+        for row in found.layers:
+            mine = [one for one in found.tensors if one.layer == row.layer]
+            assert sum(one.nbytes * one.microbatches for one in mine) == row.activation_bytes
         if device not in moved:
             assert sum(row.parameter_bytes + row.copy_bytes for row in found.layers) == parameters
             assert sum(row.gradient_bytes for row in found.layers) == gradients
@@ -58,6 +61,16 @@ def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight(
         assert [(row.activation_bytes, row.microbatches) for row in found.layers if row.layer is not None] == [
             (96 * (4 - device), 4 - device)
         ] * 2
+
+
+def test_a_tensor_is_told_by_what_keeps_it() -> None:
+    """With its operation, its shape and the microbatches in flight; what no layer saves is handed on."""
+    plan = make_plan(equal_profile(4, kept_bytes=96, saves_input=False), (2, 2))
+    found = contents(plan, 0)
+    assert found is not None
+    saved = plan.measurement.costs[0].saved[0]
+    kept = [one for one in found.tensors if one.layer == 0 and one.nbytes == 96]
+    assert [(one.operation, one.shape, one.microbatches) for one in kept] == [(saved.operation, saved.shape, 2)]
 
 
 def test_state_that_moves_counts_as_none() -> None:

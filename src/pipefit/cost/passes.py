@@ -8,7 +8,7 @@ say which inputs a backward has released before it peaks: their bytes are subtra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
@@ -99,11 +99,17 @@ class Working:
         Copies of buffers count for the first position of their run.
         """
         found = Counter[int]()
+        for maker, _, nbytes in self.kept():
+            found[maker] += nbytes
+        return found
+
+    def kept(self) -> Iterator[tuple[int, int, int]]:
+        """The activations on the device: what position made each, its storage (-1: copies of buffers), its bytes."""
         for instance, holders in self.held.items():
             moved = self.away.get(instance)
             if holders & self.holders.activations and (moved is None or moved.state is not Whereabouts.AWAY):
-                found[self._maker(instance)] += self.size(instance)
-        return found
+                storage = -1 if instance < 0 else instance % len(self.storages.sizes)
+                yield self._maker(instance), storage, self.size(instance)
 
     def _maker(self, instance: int) -> int:
         if instance < 0:

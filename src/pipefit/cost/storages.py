@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pipefit.actions import Subject
 from pipefit.errors import UsageError
-from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Value
+from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, SavedTensor, Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.sharing import SharedBuffer, SharedParameter, SharedTensor
@@ -96,6 +96,16 @@ class StageStorages:
             for storage in (*layer.saves, *layer.outputs, *self.copies[position]):
                 if storage not in given:
                     found.setdefault(storage, position)
+        return found
+
+    @cached_property
+    def saved_as(self) -> dict[int, SavedTensor]:
+        """What is kept in a storage, for those that a layer of the stage saves: the first tensor in it that is kept."""
+        found: dict[int, SavedTensor] = {}
+        for cost, places in zip(self.costs, self._saved_places, strict=True):
+            for tensor in cost.saved:
+                if tensor.origin in places:
+                    found.setdefault(places[tensor.origin], tensor)
         return found
 
     @property

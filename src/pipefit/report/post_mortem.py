@@ -32,7 +32,8 @@ def layers(found: PostMortem) -> list[Block]:
     told = contents_at(found.plan, found.device, found.moment)
     if told is None:
         return []
-    return [filled(found.plan, told, f"layers, by the plan's account, as {found.moment.action} began")]
+    title = f"layers, by the plan's account, as {found.moment.action} began"
+    return [filled(found.plan, told, title), *([largest(found.plan, told)] if told.tensors else [])]
 
 
 def filled(plan: Plan, found: Contents, title: str = "") -> Table:
@@ -53,9 +54,28 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
     return table if copies else table.part([place for place, name in enumerate(columns) if name != state[1]])
 
 
+def largest(plan: Plan, found: Contents) -> Table:
+    """A row for each of the activations with the most bytes, and one for all others."""
+    ordered = sorted(found.tensors, key=lambda one: -one.nbytes * one.microbatches)
+    rows = [
+        (_named(plan, one.layer), one.operation or "handed on", " x ".join(map(str, one.shape)) or "-",
+         format_bytes(one.nbytes), str(one.microbatches), format_bytes(one.nbytes * one.microbatches))
+        for one in ordered[:_MOST_LAYERS]
+    ]  # fmt: skip
+    if rest := ordered[_MOST_LAYERS:]:
+        rows.append(
+            (counted(len(rest), "other"), "", "", "", "", format_bytes(sum(o.nbytes * o.microbatches for o in rest)))
+        )
+    columns = ("layer", "kept by", "shape", "bytes", "microbatches", "in all")
+    return Table(columns, tuple(rows), title="the largest activations")
+
+
 def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
-    name = "from the stage before, or the data" if row.layer is None else plan.profile.layers[row.layer]
-    return (name, *map(format_bytes, _sizes(row)), str(row.microbatches or ""))
+    return (_named(plan, row.layer), *map(format_bytes, _sizes(row)), str(row.microbatches or ""))
+
+
+def _named(plan: Plan, layer: int | None) -> str:
+    return "from the stage before, or the data" if layer is None else plan.profile.layers[layer]
 
 
 def _sizes(row: LayerContents) -> tuple[int, ...]:

@@ -169,8 +169,7 @@ class Trainer:
         return f"<Trainer: {repr(self.plan)[7:-1]}, after {counted(self.steps_done, 'step')}{worker}>"
 
     def step(self, batch: tuple[Any, Any]) -> float:
-        """One training step on `batch`, a pair (inputs, targets) on the host, or a dictionary of inputs alone; the mean
-        loss, on every worker.
+        """A step on a pair (inputs, targets) on the host, or a dictionary of inputs; the mean loss, on every worker.
 
         Under an endless schedule it is the loss of the batch `late` calls ago, and nan in the first `late` calls.
 

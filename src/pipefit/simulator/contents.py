@@ -8,7 +8,7 @@ Costs: the time of one simulation, and that of one more walk through the program
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipefit.cost.passes import Working
@@ -46,11 +46,26 @@ class LayerContents(NamedTuple):
         return state + self.activation_bytes
 
 
+class TensorContents(NamedTuple):
+    """An activation of a layer, of so many bytes in each of its `microbatches`.
+
+    `operation` is autograd's that keeps it first, with its shape; both are empty where nothing does: what is handed on.
+    Layer None has what came from the stage before, or from the data.
+    """
+
+    layer: int | None
+    operation: str
+    shape: tuple[int, ...]
+    nbytes: int
+    microbatches: int
+
+
 class Contents(NamedTuple):
-    """What is on a device as an action begins, layer by layer, and the bytes at the peak of that action."""
+    """What is on a device as an action begins, by layers and by activations, and the bytes at the action's peak."""
 
     peak: MemorySample
     layers: tuple[LayerContents, ...]
+    tensors: tuple[TensorContents, ...]
 
 
 def contents(plan: Plan, device: int) -> Contents | None:
@@ -93,7 +108,8 @@ def _contents(
         here = list(map(str, actions)).index(moment.action) if step == last else len(actions)
         ledger.read(actions[:here])
     rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
-    return Contents(moment, tuple(rows))
+    tensors = (one for number, cost in stages.items() for one in _tensors(ledger, number, cost))
+    return Contents(moment, tuple(rows), tuple(tensors))
 
 
 def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
@@ -129,6 +145,18 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
         for positions in [_positions(cost, layer)]
         for copies in [cost.rest.copies_here(layer)]
     ]
+
+
+def _tensors(ledger: Ledger, number: int, cost: StageCost) -> Iterator[TensorContents]:
+    """The activations of a stage, each kind of instance once."""
+    found = Counter[tuple[int, int, int]]()
+    for residency in ledger.contents(number)[0]:
+        found.update(Working(cost.storages, residency).kept())
+    for (maker, storage, nbytes), count in found.items():
+        layer = None if maker < 0 else min(cost.start + maker, cost.stop - 1)
+        tensor = cost.storages.saved_as.get(storage)
+        operation = "copies of buffers" if storage < 0 else tensor.operation if tensor else ""
+        yield TensorContents(layer, operation, tensor.shape if tensor else (), nbytes, count)
 
 
 def _positions(cost: StageCost, layer: int) -> range:

@@ -99,12 +99,13 @@ class DeviceReader:
         if kind in MESSAGES:
             return message_of(self._device, action, self._program.placement)
         if kind in COLLECTIVE:
-            return self._collected(action)
+            return self.collected(action)
         if kind in COPIES:
             return self._copy(action) if copies else Own((), -1)
         return self._update(action) if kind is Kind.STEP and action.place is not None else None
 
-    def _collected(self, action: Action) -> Collected:
+    def collected(self, action: Action) -> Collected:
+        """The end of a collective that an action begins; asked for in the order in which the device begins them."""
         what = collective(action)
         turn = self._turns[what, action.stage]
         self._turns[what, action.stage] += 1

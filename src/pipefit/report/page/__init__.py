@@ -27,7 +27,7 @@ from pipefit.report.page.lesson import lesson
 from pipefit.report.page.scenes import KINDS, packed, scene
 from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
-from pipefit.report.post_mortem import categories, filled, layers
+from pipefit.report.post_mortem import categories, filled, largest, layers
 from pipefit.report.remedies import describe_remedies
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
@@ -219,7 +219,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
             told = (
                 f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
             )
-            table = html([filled(plan, found)])
+            table = html([filled(plan, found), *([largest(plan, found)] if found.tensors else [])])
             opened = " open" if shares[device] == max(shares) else ""
             yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
 

@@ -93,10 +93,12 @@
 
   // ------------------------------------------------------------------ timeline
 
-  function rows() {  // where every lane is
-    const crowded = state.scene.devices.length > 16, found = [];
+  function rows() {  // where every lane is, of the devices that do anything
+    const busy = (device) => device.lanes.some((lane) => lane.starts.length), found = [];
+    const crowded = state.scene.devices.filter(busy).length > 16;
     let y = 20;
     state.scene.devices.forEach((device, number) => {
+      if (!busy(device)) return;
       const top = y;
       device.lanes.forEach((lane, n) => {
         const height = n === 0 ? (crowded ? 9 : 19) : (crowded ? 3 : 6);

@@ -6,18 +6,20 @@ is not told.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from pipefit.actions import COPIES, SENDS, Action, Kind, message_of
+from pipefit.actions import COLLECTIVE, COPIES, SENDS, Action, Kind, message_of
+from pipefit.cost.collectives import Hop
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
 from pipefit.plans import Plan
+from pipefit.program import Program
 from pipefit.schedule import step_programs
 from pipefit.schedule.arenas import moved_by_devices
-from pipefit.simulator.timed_device import Collected, DeviceReader, TimedDevice
+from pipefit.simulator.timed_device import Collected, DeviceReader
 from pipefit.simulator.timed_program import hops_of
 
 
@@ -47,25 +49,22 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
                 found[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
                 _add_copy(found, plan, device, action, moved[device](action))
-    costs, devices = Costs.of(plan), list[TimedDevice]()
-    for device, actions in enumerate(program.actions):
-        stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
-        devices.append(DeviceReader(device, program, plan.cluster, stages, moved[device]).read(actions))
-    for stretch, nbytes in _sums(devices):
-        found[stretch] += nbytes
+    for hop in _sums(plan, program):
+        found[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
     return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
 
 
-def _sums(devices: Sequence[TimedDevice]) -> Iterator[tuple[Stretch, int]]:
+def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
     """The hops of every collective, around the rings by which their seconds are reckoned."""
     rings: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
-    for number, device in enumerate(devices):
-        for begun in device.started:
-            if isinstance(begun, Collected):
-                rings.setdefault((begun.what, begun.turn), (begun, []))[1].append(number)
+    costs, moved = Costs.of(plan), moved_by_devices(plan, program)
+    for device, actions in enumerate(program.actions):
+        stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
+        reader = DeviceReader(device, program, plan.cluster, stages, moved[device])
+        for begun in (reader.collected(one) for one in actions if one.kind in COLLECTIVE and not one.wait):
+            rings.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
     for begun, members in rings.values():
-        for hop in hops_of(members, begun):
-            yield Stretch(Member.device(hop.source), Member.device(hop.target), "sums"), hop.nbytes
+        yield from hops_of(members, begun)
 
 
 def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:
