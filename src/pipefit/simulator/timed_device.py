@@ -72,7 +72,8 @@ class DeviceReader:
         self._copies: dict[tuple[bool, int, Place | None], Own] = {}
 
     def read(self, actions: tuple[Action, ...]) -> TimedDevice:
-        """What these actions are to the clock."""
+        """What these actions are to the clock; collectives are counted from the first of them."""
+        self._turns.clear()
         codes, seconds, transfers, starts = timed = TimedDevice([], [], [], [])
         open_starts: dict[tuple[object, ...], int] = {}
         copying_nothing = unchanged(self._program, actions)
