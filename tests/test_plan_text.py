@@ -65,6 +65,12 @@ def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batc
     assert not re.search(rf"(?<![\w.])[0-9]*[02-9] {nouns}\b", shown), shown
 
 
+def test_one_arrangement_was_searched() -> None:
+    """Where the bound leaves out all others, the verb is one of a single thing."""
+    shown = said(plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1))
+    assert "1 of these arrangements was searched." in shown
+
+
 def test_how_devices_share_stages_is_said() -> None:
     """Stages that share alike are said together; of one device each, nothing is."""
     made = gridded(1, 2, 4, 2, samples=4)

@@ -378,9 +378,10 @@ class Trials:
         replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
         on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
         on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
+        known = f"{len(self._known)} of these arrangements {'was' if len(self._known) == 1 else 'were'}"
         yield (
             f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(self.sizes, 'sample')} "
-            f"and schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."
+            f"and schedule {' or '.join(space.schedules)}; {known} searched."
         )
         short = self._untried + self._tried_shortly
         if short or self._unseen:
