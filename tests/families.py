@@ -71,12 +71,14 @@ def by_name(name: str) -> Task:
     return hf(name, sequence=16, **settings | MORE.get(name, {}))
 
 
-def of_class(name: str, config: str, batch: Callable[[int], Any], **settings: Any) -> Task:
-    """A class of transformers, of a configuration with these settings."""
+def of_class(
+    name: str, config: str, batch: Callable[[int], Any], loss: Callable[[Any, Any], Any] | None = None, **settings: Any
+) -> Task:
+    """A class of transformers, of a configuration with these settings, with its own loss or another."""
     import transformers
 
     made = getattr(transformers, config)(**settings)
-    return Task(partial(getattr(transformers, name)._from_config, made), batch=batch, loss=None, name=name)
+    return Task(partial(getattr(transformers, name)._from_config, made), batch=batch, loss=loss, name=name)
 
 
 def becomes(make: Callable[[], Task]) -> str:
@@ -170,8 +172,9 @@ BY_CLASS: dict[str, Callable[[], Task]] = {
                         num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, attention_dropout=0.0),
     "time_series_transformer": partial(of_class, "TimeSeriesTransformerForPrediction", "TimeSeriesTransformerConfig",
                                        _PAST, **_SERIES),
-    "autoformer": partial(of_class, "AutoformerForPrediction", "AutoformerConfig", _PAST, **_SERIES),
+    "autoformer": partial(of_class, "AutoformerForPrediction", "AutoformerConfig", _PAST, **_SERIES, label_length=4),
     "detr": partial(of_class, "DetrForObjectDetection", "DetrConfig", _batch(pixel_values=_noise(3, 32, 32)),
+                    lambda found, _: found.logits.sin().mean() + found.pred_boxes.mean(),
                     use_timm_backbone=False, use_pretrained_backbone=False, d_model=32, encoder_layers=2,
                     decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
                     decoder_attention_heads=2, num_queries=4, dropout=0.0),

@@ -173,10 +173,6 @@ def test_outputs_without_names_have_a_loss_too() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "wav2vec2",
-            ("module wav2vec2.encoder", "set layerdrop=0.0 and apply_spec_augment=False in the model's config"),
-        ),
         ("augmented", ("module wav2vec2", "draws random numbers from", "set apply_spec_augment=False")),
         ("ctc", ("modeling_wav2vec2.py:", "leave the labels out of the inputs and give Task(..., loss=...)")),
     ],
@@ -225,3 +221,14 @@ def test_transformers_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_layers_left_out_at_random_keep_the_encoder_whole() -> None:
+    """The block of an encoder that draws which layers run says so, with the line and the setting that divides it."""
+    made = REFUSED["wav2vec2"]
+    module = made.build()
+    module.config.apply_spec_augment = False
+    task = Task(module, batch=lambda size: (made.inputs(size), None), loss=None)
+    (told,) = filter(None, (block.undivided for block in capture(task, *sample(task, SIZE)).blocks))
+    assert "wav2vec2.encoder stays whole (" in told and ".py:" in told
+    assert told.endswith(": set layerdrop=0.0 in the model's config, if it need not")

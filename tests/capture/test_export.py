@@ -251,12 +251,12 @@ class Wrong(nn.Module):
 
 class Branches(Wrong):
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.linear(x).sum() > 0 else -x
+        return x if self.linear(x).sum() > 0 else x[:1]
 
 
 class Reads(Wrong):
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * x.mean().item()
+        return self.linear(x.add_(1.0)) * x.mean().item()
 
 
 class Leaves(Wrong):

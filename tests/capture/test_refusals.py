@@ -64,14 +64,9 @@ class Part(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
-class Chooses(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if x.sum() > 0 else x
-
-
 class Selects(Part):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x[x.sum(1) > 0]).sum()
+        return self.linear(x[x.sum(1) > 0])
 
 
 class Distinct(Part):
@@ -229,7 +224,7 @@ with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
     SCRIPTED: nn.Module = torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8))  # type: ignore[no-untyped-call]
 
 SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
-    "branch": (lambda: within(Chooses()), ("module inner", HERE, "depends on the values", "pipefit.chain([...])")),
+    "branch": (lambda: ending(lambda x: x if x.sum() > 0 else -x), (HERE, "depends on the values", "pipefit.chain([")),
     "selection": (lambda: within(Selects()), ("module inner", HERE, "a shape depends on the values", "pipefit.chain")),
     "distinct": (lambda: within(Distinct()), ("module inner", HERE, "a shape depends on the values", "torch.where")),
     "failure": (lambda: within(Fails()), ("module inner", HERE, "raises ValueError: not today", "without pipefit")),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
+from pipefit.capture.by_value import Reading
 from pipefit.capture.model import chain
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.by_value import Reading
 from pipefit.fake.target import FakeTarget
 from pipefit.files import load_cluster
 from pipefit.planner import plan

@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from pipefit.capture.storages import storage_key
+from pipefit.capture.whole_modules import call_whole
 
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)  # arguments 3 and 4: statistics
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The values `node` writes into; for batch and instance norm in training their running statistics."""
+    if node.target is call_whole:
+        return list(node.args[2])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     if node.target in _NORMS and node.args[5]:  # in training
@@ -54,6 +58,9 @@ def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def sources(node: fx.Node) -> Iterable[fx.Node]:
     """The arguments that the result may be a view of."""
     if node.op != "call_function":
+        return
+    if node.target is call_whole:  # one of its arguments, but nothing of the module
+        yield from (leaf for leaf in pytree.tree_leaves(node.args[3:5]) if isinstance(leaf, fx.Node))
         return
     if not isinstance(node.target, torch._ops.OpOverload):
         yield from node.all_input_nodes  # getitem

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.flat import Role, plain
+from pipefit.capture.pretrained import configurations, configure
+from pipefit.capture.shared import copy_with_tensors, own_module
 
 
 class Binding:
@@ -28,6 +30,7 @@ class Binding:
         )
         self.kept = module.state_dict(keep_vars=True)
         self.aliases: dict[int, list[str]] = {}
+        self._met = set[int]()  # the modules that stay whole in layers, and their parameters
         self._of_constants: dict[int, Tensor] = {}  # layers that use one constant hold the same tensor
         for name, tensor in self.tensors.items():
             self.aliases.setdefault(id(tensor), []).append(name)
@@ -35,13 +38,17 @@ class Binding:
     def names(self, layer: str, needed: Sequence[Role]) -> dict[str, str]:
         """Local names for what a layer needs."""
         prefix = f"{plain(layer)}."
-        found: dict[str, str] = {}
+        found = {role.name: _local(role.name, layer) for role in needed if role.kind == "module"}
+        prefixes = [*((f"{path}.", f"{local}.") for path, local in found.items()), (prefix, "")]
         for role in needed:
+            if role.kind == "module":
+                continue
             if role.name not in self.tensors:
                 found[role.name] = f"constant{len(found)}"
                 continue
-            own = next((a for a in self.aliases[id(self.tensors[role.name])] if a.startswith(prefix)), None)
-            found[role.name] = own.removeprefix(prefix) if own else role.name
+            names = self.aliases[id(self.tensors[role.name])]
+            local = (own + name.removeprefix(p) for p, own in prefixes for name in names if name.startswith(p))
+            found[role.name] = next(local, role.name)
         if len(set(found.values())) < len(found):
             return {role.name: role.name for role in needed}
         return found
@@ -50,12 +57,30 @@ class Binding:
         """Registers in `layer` what it needs; returns the original name of everything that its state dict holds."""
         originals = {}
         for role in needed:
+            if role.kind == "module":
+                originals.update(self._give_module(layer, role.name, names[role.name]))
+        for role in needed:
+            if role.kind == "module":
+                continue
             tensor, local = self.tensor(role.name), names[role.name]
             original = self._original(tensor, local, role.name)
             register(layer, local, tensor, persistent=original in self.kept)
             if original in self.kept:
                 originals[local] = original
         return originals
+
+    def _give_module(self, layer: nn.Module, path: str, local: str) -> dict[str, str]:
+        """Puts a module that stays whole into a layer; the original names of what its state dict holds.
+
+        One with a configuration is a copy that is configured as the model was while it was traced.
+        """
+        part = own_module(self.module.get_submodule(path), self._met)
+        if configurations(part):
+            part = copy_with_tensors(part)
+            configure(part, own_loss=False)
+        *owners, last = local.split(".")
+        _owner(layer, owners).add_module(last, part)
+        return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}
 
     def give_the_rest(self, layers: Sequence[ChainLayer]) -> None:
         """Gives the layer nearest by name what no layer holds: unused parameters, and other names of tied ones."""
@@ -101,14 +126,25 @@ class Binding:
 def register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -> None:
     """Put `tensor` into `layer` under a dotted name; the modules on the way are made."""
     *path, last = name.split(".")
-    for part in path:
-        if part not in layer._modules:
-            layer.add_module(part, nn.Module())
-        layer = layer._modules[part]  # type: ignore[assignment]
+    layer = _owner(layer, path)
     if isinstance(tensor, nn.Parameter):
         layer.register_parameter(last, tensor)
     else:
         layer.register_buffer(last, tensor, persistent=persistent)
+
+
+def _owner(layer: nn.Module, path: Sequence[str]) -> nn.Module:
+    """The part of `layer` at a path; the modules on the way are made."""
+    for part in path:
+        if part not in layer._modules:
+            layer.add_module(part, nn.Module())
+        layer = layer._modules[part]  # type: ignore[assignment]
+    return layer
+
+
+def _local(path: str, layer: str) -> str:
+    """What a layer calls the module at a path: alike in all layers that are one."""
+    return "whole" if path == plain(layer) else path.removeprefix(f"{plain(layer)}.")
 
 
 def _nearness(layer: str, name: str) -> int:

@@ -51,7 +51,8 @@ class _Call:
         if strange is not None:
             raise Refusal(
                 f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take tensors, "
-                "numbers, texts and None"
+                "numbers, texts and None",
+                in_a_whole_module=True,
             )
 
     @property
@@ -81,9 +82,9 @@ class _Call:
         args, kwargs = self.arguments(tensors)
         leaves, self.packing = pytree.tree_flatten(_APPLY(self.function, *args, **kwargs))
         if versions != [tensor._version for tensor in tensors]:
-            raise Refusal(f"{self.name} changes its arguments in place")
+            raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
-            raise Refusal(f"{self.name} returns something other than tensors and None")
+            raise Refusal(f"{self.name} returns something other than tensors and None", in_a_whole_module=True)
         self.returned = [leaf is not None for leaf in leaves]
         found = (leaf for leaf in leaves if leaf is not None)
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in found]
@@ -108,11 +109,8 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     """The results of a call, over fake tensors."""
     calls = _calls.get()
     assert calls is not None
-    token = _calls.set(None)  # functions inside the function are a part of it
-    try:
+    with not_kept():  # functions inside the function are a part of it
         return calls[call].results(tensors)
-    finally:
-        _calls.reset(token)
 
 
 def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,6 +140,16 @@ def _replacement() -> CodeType:
 _FUNCTION: FunctionType = Function.apply.__func__  # type: ignore[attr-defined]
 _ORIGINAL, _REPLACEMENT = _FUNCTION.__code__, _replacement()
 _APPLY = FunctionType(_ORIGINAL, _FUNCTION.__globals__, "apply", _FUNCTION.__defaults__, _FUNCTION.__closure__)
+
+
+@contextmanager
+def not_kept() -> Iterator[None]:
+    """Inside, custom functions are called as they are, as by whatever is itself an operation of the trace."""
+    token = _calls.set(None)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ random numbers that they draw. Linear in the number of operations.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from torch import fx, nn
 from pipefit.capture.flat import nbytes, operator_name, plain, role, stack
 from pipefit.capture.flow import Flow, sums
 from pipefit.capture.task import Granularity
-from pipefit.capture.units import Units
+from pipefit.capture.units import Units, with_blocks
 from pipefit.profiles import Block
 
 _FAR_MORE = 4  # times the bytes of the next cut
@@ -55,8 +55,11 @@ def all_in_one(flow: Flow, why: str) -> Pieces:
     return Pieces((piece,), (Block(name=WHOLE, layers=1, undivided=why),))
 
 
-def pieces(flow: Flow, module: nn.Module, granularity: Granularity) -> Pieces:
-    """The layers of a model, and the blocks that a granularity makes of them."""
+def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mapping[str, str]) -> Pieces:
+    """The layers of a model, and the blocks that a granularity makes of them.
+
+    `kept` are the paths of modules that stay whole, and why.
+    """
     blocks, halves = (_Runs(flow, Units(flow, module, deeper=deeper)) for deeper in (False, True))
     is_free = _free(flow, blocks.cuts)
     finer = sorted({*blocks.cuts, *(cut for cut in halves.cuts if is_free[cut])})
@@ -69,11 +72,25 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity) -> Pieces:
         Block(
             name=name,
             layers=bisect_left(starts, stop) - bisect_left(starts, start),
-            undivided="; ".join(reason for place, reason in runs.undivided if start < place < stop),
+            undivided="; ".join(
+                (
+                    *(reason for place, reason in runs.undivided if start < place < stop),
+                    *_whole(flow.order[start:stop], module, kept),
+                )
+            ),
         )
         for start, stop, name in _named(flow, ends, runs.name)
     ]
     return Pieces(layers, tuple(found))
+
+
+def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
+    """Which modules that have blocks stay whole among these operations, and why."""
+    called = (meaning.name for node in nodes for source in node.all_input_nodes if (meaning := role(source)))
+    divisible = with_blocks(dict(module.named_modules(remove_duplicate=False)))
+    for path in dict.fromkeys(called):
+        if path in kept and path in divisible:
+            yield f"{path} stays whole{kept[path]}"
 
 
 def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> Iterator[Piece]:

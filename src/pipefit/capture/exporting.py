@@ -11,7 +11,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
 from pipefit.capture.unchecked import no_negative_variance, unchecked_arguments
+from pipefit.capture.whole_modules import call_the_modules, whole_modules
 from pipefit.errors import PipefitError, UsageError
 from pipefit.profiles import Target
 
@@ -52,13 +53,16 @@ def export(
     own_loss: bool,
     autocast: torch.dtype | None = None,
     target: Target = "cpu",
+    whole: Collection[str] = (),
 ) -> ExportedProgram:
     """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
 
     It returns the loss that the module computes, if `own_loss` says so, else all that the module returns. Under
-    `autocast` tensors have the types that they will have on the target; its casts are no part of the program.
+    `autocast` tensors have the types that they will have on the target; its casts are no part of the program. The parts
+    at the paths `whole` are called, and not traced.
 
     Raises:
+        LooksAtValues: what a part does depends on values.
         UsageError: it cannot be exported; says which part, where and why.
     """
     with (
@@ -89,6 +93,7 @@ def export(
                 RefusingStrangers(own),
                 RecordingContiguous(),
                 kept_whole() as calls,
+                whole_modules(own, whole) as parts,
             ):
                 program = torch.export.export(own, args, kwargs, strict=False)
                 changes.refuse(lambda: own(*args, **kwargs))
@@ -97,6 +102,7 @@ def export(
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, own, own_loss=own_loss)
     call_them(program, calls)
+    call_the_modules(program, parts)
     return program
 
 

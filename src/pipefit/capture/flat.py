@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import mutated_arguments
 from pipefit.capture.refusals import refuse_object, refuse_operation, refuse_shape, refuse_sparse, refuse_transform
+from pipefit.capture.whole_modules import call_whole
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -39,9 +40,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a placeholder stands for: a parameter, buffer or constant of that name, or input leaf number `index`."""
+    """What a placeholder stands for: a parameter, buffer, constant or module of that name, or input leaf `index`."""
 
-    kind: Literal["parameter", "buffer", "constant", "input"]
+    kind: Literal["parameter", "buffer", "constant", "module", "input"]
     name: str
     index: int = -1
 
@@ -91,8 +92,10 @@ def nbytes(node: fx.Node) -> int:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the operation draws random numbers from torch's own generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether the operation draws random numbers from torch's own generator; a module that stays whole may do so."""
+    return node.target is call_whole or (
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
 
 
 def operator_name(node: fx.Node) -> str:
@@ -157,7 +160,7 @@ class _Inliner:
 
     def __init__(self, program: ExportedProgram, name: str, *, autocasts: bool) -> None:
         self.name, self.graph = name, fx.Graph()
-        self.autocasts = autocasts
+        self.autocasts, self._modules = autocasts, dict[str, fx.Node]()
         self.roles = {
             spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
             for index, spec in _numbered(program, name)
@@ -198,6 +201,8 @@ class _Inliner:
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
             return args[0]  # what `torch.tensor(...)` in a forward leaves behind
         _refuse(self.name, node)
+        if node.target is call_whole:
+            args = (self._module(args[0]), *args[1:])
         target = (
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )
@@ -209,6 +214,13 @@ class _Inliner:
             "stack_trace": node.meta.get("stack_trace"),
         }
         return copied
+
+    def _module(self, path: str) -> fx.Node:
+        """The placeholder of a module that stays whole."""
+        if path not in self._modules:
+            self._modules[path] = self.graph.placeholder(path.replace(".", "_"))
+            self._modules[path].meta = {"role": Role("module", path)}
+        return self._modules[path]
 
     def _autocast(self, around: Context, settings: tuple[Any, ...]) -> Context:
         """`around` and, inside it, an autocast; one that turns nothing off is left out."""

@@ -21,6 +21,7 @@ from pipefit.capture.aliases import groups, mutated_arguments, sources
 from pipefit.capture.flat import draws, nbytes, role, value
 from pipefit.capture.orders import is_dense
 from pipefit.capture.refusals import line_of, refuse_value
+from pipefit.capture.whole_modules import call_whole
 
 _EXPANDING = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default, torch.ops.aten.broadcast_to.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
@@ -101,7 +102,7 @@ class Flow:
 
     def computes(self, node: fx.Node) -> bool:
         """Whether an operation does more than look at memory in another way."""
-        return self._group[node] is node or bool(mutated_arguments(node))
+        return self._group[node] is node or node.target is call_whole or bool(mutated_arguments(node))
 
     def obstacle(self, cut: int) -> str:
         """Why a cut is not allowed."""

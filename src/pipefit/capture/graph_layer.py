@@ -20,6 +20,7 @@ from pipefit.capture.flat import Context, context, role, value
 from pipefit.capture.flow import Flow
 from pipefit.capture.orders import dense_order
 from pipefit.capture.structure import Values
+from pipefit.capture.whole_modules import call_whole
 
 Entered = list[AbstractContextManager[Any]]
 
@@ -47,6 +48,16 @@ class GraphLayer(nn.Module):
         own = dict(names)
         exec(_compiled(code), own)  # noqa: S102 -- the text is torch.fx's own
         self._run: Callable[..., Values] = own["forward"]
+
+    @property
+    def wholes(self) -> list[nn.Module]:
+        """The modules that the code calls as they are."""
+        inside = (part for _, part in self.named_modules() if type(part) not in (nn.Module, type(self)))
+        found = list[nn.Module]()
+        for part in inside:
+            if not any(part in set(around.modules()) for around in found):
+                found.append(part)
+        return found
 
     @property
     def functions(self) -> Mapping[str, object]:
@@ -158,10 +169,10 @@ class _Writer:
 
     def operation(self, node: fx.Node) -> None:
         """Write one operation."""
-        for source in node.all_input_nodes:
-            self.known(source)
+        named = _named(node)
+        fx.map_arg((named, node.kwargs), self.known)
         self._contexts.switch(context(node))
-        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        args, kwargs = self._mapped(named), self._mapped(node.kwargs)
         self._known[node] = self.graph.create_node("call_function", node.target, args, kwargs)
 
     def output(self, nodes: Sequence[fx.Node], *, as_they_are: bool) -> None:
@@ -202,6 +213,11 @@ class _Writer:
         if isinstance(item, dict):
             return {key: self._mapped(part) for key, part in item.items()}
         return item
+
+
+def _named(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments that the code of an operation names: a module that stays whole has its own parameters."""
+    return (node.args[0], *node.args[3:]) if node.target is call_whole else node.args
 
 
 def _without_layouts(graph: fx.Graph) -> fx.Graph:

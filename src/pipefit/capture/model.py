@@ -7,7 +7,6 @@ computed and nothing is allocated.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +16,13 @@ import torch
 from torch import nn
 
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
-from pipefit.capture.constants import constants
 from pipefit.capture.copying import hooks_of
 from pipefit.capture.coupled_updates import WHY, couples
 from pipefit.capture.cuts import WHOLE
 from pipefit.capture.random_state import seed_torch
 from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
+from pipefit.capture.shared import own_module
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
@@ -108,7 +107,7 @@ def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLay
         raise UsageError(f"{name} has no layers: its nn.Sequential is empty")
     if whole:
         return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict()}),)
-    return tuple(ChainLayer(name, _own_module(part, met), _prefixed(name, part)) for name, part in parts)
+    return tuple(ChainLayer(name, own_module(part, met), _prefixed(name, part)) for name, part in parts)
 
 
 def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
@@ -137,17 +136,3 @@ def _refuse_shared_hooks(chain: Chain) -> None:
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
     return {local: f"{name}.{local}" for local in part.state_dict()}
-
-
-def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """`part`, or a copy of it that holds the same tensors, if the chain has it or one of its parameters already.
-
-    So layers are distinct, and a stage may put its own copy of a shared parameter into one without changing `part`.
-    """
-    own = {id(part), *map(id, part.parameters())}
-    is_known = not met.isdisjoint(own)
-    met |= own
-    if not is_known:
-        return part
-    tensors = (*part.parameters(), *part.buffers(), *constants(part))
-    return copy.deepcopy(part, {id(tensor): tensor for tensor in tensors})

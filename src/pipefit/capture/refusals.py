@@ -47,12 +47,26 @@ _REASONS = (
 class Refusal(Exception):
     """Raised in the middle of a forward that cannot be followed: the reason, and the way out.
 
-    `module` is the part that does it, where it is another than the one that was running.
+    `module` is the part that does it, where it is another than the one that was running. What is not followed may still
+    be done `in_a_whole_module`.
     """
 
-    def __init__(self, reason: str, remedy: str = REMEDY, *, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, reason: str, remedy: str = REMEDY, *, module: nn.Module | None = None, in_a_whole_module: bool = False
+    ) -> None:
         super().__init__(f"{reason}; {remedy}")
-        self.module = module
+        self.reason, self.module, self.in_a_whole_module = reason, module, in_a_whole_module
+
+
+class LooksAtValues(UsageError):
+    """What the part at `path` does depends on the values of tensors, so that no trace can follow it.
+
+    `why` says at which line, and what turns it off where a setting does; `whole` that it was to stay whole, and cannot.
+    """
+
+    def __init__(self, sentence: str, path: str, why: str = "", *, whole: bool = False) -> None:
+        super().__init__(sentence)
+        self.path, self.why, self.whole = path, why, whole
 
 
 def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss: bool) -> NoReturn:
@@ -64,11 +78,17 @@ def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss:
             where, line = paths[error.module], _definition(error.module)
         setting = f", or {advice(root)}" if advice(root) else ""
         line = line or (_definition(root) if _has_run(error) else "")
-        raise UsageError(_sentence(name, where, line, f"{error}{setting}")) from error
+        sentence = _sentence(name, where, line, f"{error}{setting}")
+        if error.in_a_whole_module:
+            raise LooksAtValues(sentence, where, _why(line, error.reason)) from error
+        raise UsageError(sentence) from error
     reason, remedy = _reason(error)
     ways = [advice(root), _OUTSIDE if own_loss and not where and remedy == VALUES else "", remedy]
     text = f"{reason}; {', or '.join(way for way in ways if way)}"
-    raise UsageError(_sentence(name, where, line or _definition(root), text)) from error
+    sentence = _sentence(name, where, line or _definition(root), text)
+    if remedy == VALUES:
+        raise LooksAtValues(sentence, where, _why(line, reason, advice(root))) from error
+    raise UsageError(sentence) from error
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
@@ -129,8 +149,9 @@ def refuse_operation(name: str, node: fx.Node) -> NoReturn:
 
 
 def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
-    path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    raise UsageError(_sentence(name, path[-1] if path else "", line_of(node), f"{reason}; {remedy}"))
+    where, line = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()][-1:], line_of(node)
+    sentence = _sentence(name, "".join(where), line, f"{reason}; {remedy}")
+    raise LooksAtValues(sentence, "".join(where), _why(line, reason)) if remedy == VALUES else UsageError(sentence)
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
@@ -164,6 +185,11 @@ def _first_argument(frame: FrameType) -> Any:
     """What a method calls self."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     return frame.f_locals.get(names[0]) if names else None
+
+
+def _why(line: str, reason: str, setting: str = "") -> str:
+    """Why a module stays whole, and the setting that turns it off."""
+    return f"{f' ({line})' if line else ''}: {reason}{f': {setting}, if it need not' if setting else ''}"
 
 
 def _sentence(name: str, path: str, line: str, reason: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from pipefit.capture.constants import constants
 
 Place = tuple[int, str]  # the number of a layer, and the parameter's name there
 
@@ -43,3 +46,21 @@ def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequenc
             path, _, attribute = name.rpartition(".")
             setattr(modules[layer].get_submodule(path), attribute, own)
     return own
+
+
+def own_module(part: nn.Module, met: set[int]) -> nn.Module:
+    """`part`, or a copy of it that holds the same tensors, if the chain has it or one of its parameters already.
+
+    So layers are distinct, and a stage may put its own copy of a shared parameter into one without changing `part`.
+    `met` are the modules and parameters that the chain has, and becomes those that it has then.
+    """
+    own = {id(part), *map(id, part.parameters())}
+    is_known = not met.isdisjoint(own)
+    met |= own
+    return copy_with_tensors(part) if is_known else part
+
+
+def copy_with_tensors(part: nn.Module) -> nn.Module:
+    """A copy of `part` that holds the same tensors."""
+    tensors = (*part.parameters(), *part.buffers(), *constants(part))
+    return copy.deepcopy(part, {id(tensor): tensor for tensor in tensors})

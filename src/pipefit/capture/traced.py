@@ -6,7 +6,7 @@ training the chain trains the model. What the program does not use goes along wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from pipefit.capture.exporting import export
 from pipefit.capture.flat import flatten, plain, role, value
 from pipefit.capture.flow import Flow
 from pipefit.capture.graph_layer import GraphLayer, layer_class, write
+from pipefit.capture.refusals import LooksAtValues
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
+from pipefit.capture.whole_modules import wider
 from pipefit.errors import UsageError
 from pipefit.profiles import Target
 
@@ -38,8 +40,7 @@ def traced_chain(
         UsageError: it cannot be traced, or returns no loss where it should.
     """
     shape = Tree.of("the inputs", inputs)
-    program = export(module, task.name, inputs, own_loss=task.loss is None, autocast=task.autocast, target=target)
-    graph = flatten(program, task.name, autocasts=task.autocast is not None)
+    program, graph, kept = _traced(task, module, inputs, target)
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)
     if not flow.order:
@@ -47,7 +48,7 @@ def traced_chain(
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
     if not first:
         raise UsageError(f"{task.name} uses none of its inputs: what it returns is the same for every batch")
-    cut = all_in_one(flow, WHY) if whole else pieces(flow, module, task.granularity)
+    cut = all_in_one(flow, WHY) if whole else pieces(flow, module, task.granularity, kept)
     return Chain(
         task.name,
         tuple(_layers(flow, module, cut.layers, program, first)),
@@ -57,6 +58,35 @@ def traced_chain(
         targets=targets,
         criterion=task.loss,
     )
+
+
+def _traced(
+    task: Task, module: nn.Module, inputs: Any, target: Target
+) -> tuple[ExportedProgram, fx.Graph, Mapping[str, str]]:
+    """The program of `module`, its graph, and the paths of parts that stay whole, because they look at values, and why.
+
+    Raises:
+        UsageError: it cannot be traced.
+    """
+    whole, first = dict[str, str](), None
+    while True:
+        try:
+            program = export(
+                module,
+                task.name,
+                inputs,
+                own_loss=task.loss is None,
+                autocast=task.autocast,
+                target=target,
+                whole=whole,
+            )
+            return program, flatten(program, task.name, autocasts=task.autocast is not None), whole
+        except LooksAtValues as error:
+            first = first or error
+            more = wider(module, whole, error)
+            if more is None:
+                raise first from error
+            whole = more
 
 
 def _layers(

@@ -26,7 +26,7 @@ class Units:
     def __init__(self, flow: Flow, module: nn.Module, *, deeper: bool) -> None:
         self.flow, self.deeper = flow, deeper
         self.modules = dict(module.named_modules(remove_duplicate=False))
-        self._holds = _with_blocks(self.modules)
+        self._holds = with_blocks(self.modules)
         self._of_blocks = frozenset(path for path, part in self.modules.items() if self._parts_are_blocks(path, part))
 
     @cached_property
@@ -147,7 +147,7 @@ def _parent(path: str) -> str:
     return plain(path).rpartition(".")[0]
 
 
-def _with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     """The modules with blocks inside, or that hold some: a container of modules that have parts themselves."""
     found = set[str]()
     for path, module in modules.items():

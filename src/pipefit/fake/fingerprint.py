@@ -106,7 +106,8 @@ def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
     """What a layer does, without the numbers in its traced operations; and those."""
     module, sizes = layer.module, list[str]()
     if isinstance(module, GraphLayer):
-        what: object = (type(module).__qualname__, _without_numbers(module.operations, sizes))
+        wholes = tuple(_plain(module_settings(part, _described)) for part in module.wholes)
+        what: object = (type(module).__qualname__, _without_numbers(module.operations, sizes), *wholes)
     else:
         what = _plain(module_settings(module, _described))
     return repr((layer.name, _plain(layer.autocast), what)), sizes

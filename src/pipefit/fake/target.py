@@ -53,17 +53,17 @@ from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.by_value import assumed, is_named, unknown
 from pipefit.capture.no_gpu import without_gpus
 from pipefit.capture.unchecked import no_negative_variance
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
 from pipefit.fake.autocast import autocast_of
-from pipefit.fake.by_value import assumed, is_named, unknown
 from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
 from pipefit.fake.results import Known, QuickFakeMode
-from pipefit.kernels import KernelMemory
+from pipefit.kernels import Kernel, KernelMemory
 
 Target = Literal["cpu", "cuda"]
 
@@ -142,7 +142,7 @@ class FakeTarget:
     @property
     def unknown(self) -> KernelMemory:
         """The operations met so far of which something had to be assumed, because they depend on values."""
-        return KernelMemory(kernels=tuple(map(unknown, self._mode.by_value)))
+        return KernelMemory(kernels=tuple(self._mode.by_value))
 
     def set_value(self, tensor: Tensor, value: int) -> None:
         """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
@@ -177,7 +177,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
         super().__init__(known, allow_fallback_kernels=False)  # a fallback would compute, on real zeros
         register_missing_shapes()
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
-        self.assumes, self.by_value = True, dict[Any, None]()
+        self.assumes, self.by_value = True, dict[Kernel, None]()
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         check_product(func, args)
@@ -194,7 +194,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
             if found is None:
                 raise
             if is_named(func):
-                self.by_value[func] = None
+                self.by_value[unknown(func)] = None
             return found
 
     def know(self, tensor: Tensor, known: Tensor) -> None:

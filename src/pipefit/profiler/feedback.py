@@ -24,9 +24,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipefit.capture.by_value import reads_a_number
 from pipefit.capture.constants import named_constants
 from pipefit.capture.storages import storage_key
-from pipefit.fake.by_value import reads_a_number
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from pipefit.capture.by_value import Reading, reading
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.foreign_draws import torch_draws_alone
@@ -28,7 +29,6 @@ from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
-from pipefit.fake.by_value import Reading, reading
 from pipefit.fake.fingerprint import options
 from pipefit.layer_costs import LayerCost, Packing
 from pipefit.meter.kernels import Kernels

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.fake.by_value import NUMBERS, Reading, reading, updating
+from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.runtime.master_weights import Group, MasterWeights

@@ -17,13 +17,13 @@ import torch
 
 from pipefit.actions import Action
 from pipefit.allocator import AllocatorSettings
+from pipefit.capture.by_value import READINGS
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cost.communicators import communicators
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.by_value import READING
 from pipefit.fake.chain import chain_again
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
@@ -110,7 +110,7 @@ def certify(
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
-    assumed = (*fake.unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel == READING))
+    assumed = (*fake.unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel in READINGS))
     if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     return Trace(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.capture.by_value import updating
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
 from pipefit.cost.states import Kept, Layers
 from pipefit.errors import UsageError
-from pipefit.fake.by_value import updating
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
 from pipefit.runtime.made_tensors import MadeTensors

@@ -1,8 +1,10 @@
 """What operations return whose results depend on values, over fake tensors that have none.
 
 As if every mask selected all of its tensor and every condition held, which for a loop over experts means that each of
-them is given every token. A layer that its author wrote may do this, in `pipefit.chain`; what a peak is with other
-values is unknown, so the operations are kept by name, and profiles and plans say so. Numbers that are read are ones.
+them is given every token. A layer that its author wrote may do this, in `pipefit.chain`, and so may a module that stays
+whole in a traced model; what a peak is with other values is unknown, so the operations are kept by name, and profiles
+and plans say so. Numbers that are read are ones. A whole module that raises an exception then runs as if the opposite
+were true (`otherwise`).
 An optimizer reads numbers too, such as its count of steps; it is named only if its memory depends on them.
 """
 
@@ -31,10 +33,12 @@ class Reading:
 
 
 _reading: ContextVar[Reading | None] = ContextVar("the numbers that the layer which runs has read", default=None)
+_otherwise: ContextVar[bool] = ContextVar("whether the opposite is assumed", default=False)
 _updating: ContextVar[int | None] = ContextVar("what an update reads where it reads a number", default=None)
 
 NUMBERS = (1, 2, 1_000_000)  # that an update is given for those it reads
 _REASON = "it depends on values: counted as if every mask selected all and every condition held"
+_OTHERWISE = "it depends on values: counted as if every mask selected half and no condition held"
 
 
 def assumed(func: Any, args: tuple[Any, ...]) -> Any:
@@ -44,11 +48,8 @@ def assumed(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def unknown(func: Any) -> Kernel:
-    """The operation as one whose memory is not known."""
-    return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
-
-
-READING = unknown(aten._local_scalar_dense.default)
+    """The operation, of which something is assumed now, as one whose memory is not known."""
+    return Kernel(operation=str(func), peak_bytes=None, reason=_OTHERWISE if _otherwise.get() else _REASON)
 
 
 def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
@@ -83,6 +84,21 @@ def updating(number: int = NUMBERS[0]) -> Iterator[None]:
         _updating.reset(token)
 
 
+@contextmanager
+def otherwise() -> Iterator[None]:
+    """Inside, no condition holds, masks select half of their tensors, and numbers that are read are twos."""
+    token = _otherwise.set(True)
+    try:
+        yield
+    finally:
+        _otherwise.reset(token)
+
+
+READINGS = [unknown(aten._local_scalar_dense.default)]
+with otherwise():
+    READINGS.append(unknown(aten._local_scalar_dense.default))
+
+
 def is_named(func: Any) -> bool:
     """Whether to say of `func` that something was assumed of it."""
     return func is not aten._local_scalar_dense.default or _updating.get() is None
@@ -94,17 +110,22 @@ def _number(tensor: Tensor) -> bool | int | float:
         numbers.count += 1
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
-    found = _updating.get() or 1
+    found = _updating.get() or (2 if _otherwise.get() else 1)
     return found % 2 == 1 if tensor.dtype is torch.bool else float(found) if tensor.is_floating_point() else found
+
+
+def _selects(count: int) -> int:
+    """How many of so many elements a mask selects."""
+    return count // 2 if _otherwise.get() else count
 
 
 def _nonzero(tensor: Tensor) -> Tensor:
     """Laid out as kernels do it: one dimension after the other."""
-    return torch.empty((tensor.ndim, tensor.numel()), dtype=torch.int64, device=tensor.device).t()
+    return torch.empty((tensor.ndim, _selects(tensor.numel())), dtype=torch.int64, device=tensor.device).t()
 
 
 def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty(aten.broadcast_tensors.default([tensor, mask])[0].numel())
+    return tensor.new_empty(_selects(aten.broadcast_tensors.default([tensor, mask])[0].numel()))
 
 
 def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
