@@ -90,6 +90,32 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_offered(folder: P
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("damage", [damage for damage, (_, words) in DAMAGES.items() if "SHA" not in words])
+def test_headers_show_all_but_other_bits(folder: Path, damage: str) -> None:
+    """What is not a matter of the tensors' bytes is found without reading them, and the sentence is the same."""
+    do, words = DAMAGES[damage]
+    do(folder / SHARD)
+    with pytest.raises(FileError, match=words) as caught:
+        find(folder).check_headers()
+    assert str(folder / SHARD) in str(caught.value)
+    assert str(caught.value).endswith("the checkpoint before it is " + str(folder.parent / "step-00000004"))
+
+
+def test_headers_are_read_and_not_more(folder: Path) -> None:
+    """A whole checkpoint passes; so does one with another bit in a tensor, which its hash shows; a tensor that the
+    manifest gives another shape does not.
+    """
+    found = find(folder)
+    found.check_headers()
+    path = folder / SHARD
+    flip(path, 8 * path.stat().st_size - 3)
+    found.check_headers()
+    first, *rest = found.manifest.tensors
+    lies = replace(found, manifest=replace(found.manifest, tensors=(replace(first, shape=(1, 2)), *rest)))
+    with pytest.raises(FileError, match=r"is damaged: .* and \(1, 2\); the checkpoint before"):
+        lies.check_headers()
+
+
 def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda document: document.update(fields)
 

@@ -11,8 +11,8 @@ import fcntl
 import os
 import re
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, loads
 from pipefit.checkpoints.regular_files import regular_file
-from pipefit.checkpoints.shards import check_shard, read_shard
+from pipefit.checkpoints.shards import check_header, check_shard, read_shard
 from pipefit.errors import FileError
 from pipefit.texts import printable
 from pipefit.units import format_bytes
@@ -50,10 +50,8 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for number, shard in enumerate(self.manifest.shards):
             here = [tensor for tensor in wanted if tensor.shard == number]
-            try:
+            with _offering_the_one_before(self.folder):
                 found |= read_shard(self.folder, shard, here) if here else {}
-            except FileError as error:
-                raise FileError(f"{error}{_way_out(self.folder)}") from None
         return found
 
     def verify(self) -> None:
@@ -63,10 +61,18 @@ class Checkpoint:
             FileError: one is missing or damaged; names the checkpoint before, if there is one.
         """
         for shard in self.manifest.shards:
-            try:
+            with _offering_the_one_before(self.folder):
                 check_shard(self.folder, shard)
-            except FileError as error:
-                raise FileError(f"{error}{_way_out(self.folder)}") from None
+
+    def check_headers(self) -> None:
+        """Check that all shards have their sizes and tensors, in no more time than it takes to read their headers.
+
+        Raises:
+            FileError: one is missing or damaged; names the checkpoint before, if there is one.
+        """
+        for number, shard in enumerate(self.manifest.shards):
+            with _offering_the_one_before(self.folder):
+                check_header(self.folder, shard, [t for t in self.manifest.tensors if t.shard == number])
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
@@ -81,10 +87,8 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
         if not known:
             raise FileError(f"there is no whole checkpoint in {_named(folder)}: name a folder that was saved to")
         folder = known[-1][1]
-    try:
+    with _offering_the_one_before(folder):
         manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
-    except FileError as error:
-        raise FileError(f"{error}{_way_out(folder)}") from None
     return Checkpoint(folder=folder, manifest=manifest)
 
 
@@ -116,10 +120,14 @@ def _has_manifest(folder: Path) -> bool:
         raise FileError(f"{_named(folder)} cannot be read: {error.strerror}") from None
 
 
-def _way_out(folder: Path) -> str:
-    """What to load instead of a checkpoint."""
-    before = [other for _, other in whole(folder.parent) if other.name < folder.name]
-    return f"; the checkpoint before it is {_named(before[-1])}" if before else ""
+@contextmanager
+def _offering_the_one_before(folder: Path) -> Iterator[None]:
+    """Inside, a checkpoint is read; where that cannot be done the sentence says what to load instead."""
+    try:
+        yield
+    except FileError as error:
+        before = [other for _, other in whole(folder.parent) if other.name < folder.name]
+        raise FileError(f"{error}{f'; the checkpoint before it is {_named(before[-1])}' if before else ''}") from None
 
 
 def folder_of(directory: Path, step: int) -> Path:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pipefit.texts import dtype_name, printable, shortened
 from pipefit.units import format_bytes
 
 _BLOCK = 8 << 20  # bytes written and hashed at a time
+_NAMES = {code: name for name, code in DTYPES.items()}
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None) -> Shard:
@@ -68,12 +70,23 @@ def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> di
     path = folder / shard.file
     source = printable(str(path))
     _check_bytes(path, shard, source)
-    try:
-        with safe_open(path, framework="pt") as file:
-            known = set(file.keys())
-            return {tensor.key: _tensor(file, known, tensor, source) for tensor in wanted}
-    except (SafetensorError, OSError) as error:
-        raise FileError(f"{source} is not a safetensors file: {printable(shortened(str(error)))}") from None
+    with _opened(path, source) as file:
+        _check_tensors(file, wanted, source)
+        return {tensor.key: file.get_tensor(tensor.key) for tensor in wanted}  # type: ignore[no-untyped-call]
+
+
+def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> None:
+    """Check that a shard has its size, and says that it holds the tensors `wanted`, whose bytes are not read.
+
+    Raises:
+        FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
+    """
+    path = folder / shard.file
+    source = printable(str(path))
+    with regular_file(path) as (_, nbytes):
+        _check_size(nbytes, shard, source)
+    with _opened(path, source) as file:
+        _check_tensors(file, wanted, source)
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
@@ -118,23 +131,40 @@ def _write(file: int, piece: memoryview) -> None:
 
 def _check_bytes(path: Path, shard: Shard, source: str) -> None:
     with regular_file(path) as (file, nbytes):
-        if nbytes != shard.nbytes:
-            raise FileError(
-                f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were saved "
-                f"({nbytes} and {shard.nbytes} bytes)"
-            )
+        _check_size(nbytes, shard, source)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
         raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
 
 
-def _tensor(file: safe_open, known: set[str], wanted: StoredTensor, source: str) -> Tensor:
-    if wanted.key not in known:
-        raise FileError(f"{source} is damaged: {printable(wanted.key)} is not in it")
-    found: Tensor = file.get_tensor(wanted.key)  # type: ignore[no-untyped-call]
-    if tuple(found.shape) != wanted.shape or str(found.dtype) != f"torch.{wanted.dtype}":
+def _check_size(nbytes: int, shard: Shard, source: str) -> None:
+    if nbytes != shard.nbytes:
         raise FileError(
-            f"{source} is damaged: {printable(wanted.key)} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
-            f"the manifest says torch.{wanted.dtype} and {wanted.shape}"
+            f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were saved "
+            f"({nbytes} and {shard.nbytes} bytes)"
         )
-    return found
+
+
+@contextmanager
+def _opened(path: Path, source: str) -> Iterator[safe_open]:
+    """The file as the library reads it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{source} is not a safetensors file: {printable(shortened(str(error)))}") from None
+
+
+def _check_tensors(file: safe_open, wanted: Sequence[StoredTensor], source: str) -> None:
+    """Check that the header has these tensors, of their dtypes and shapes."""
+    known = set(file.keys())  # type: ignore[no-untyped-call]
+    for tensor in wanted:
+        if tensor.key not in known:
+            raise FileError(f"{source} is damaged: {printable(tensor.key)} is not in it")
+        found = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
+        dtype, shape = _NAMES.get(found.get_dtype(), found.get_dtype()), tuple(found.get_shape())
+        if (dtype, shape) != (tensor.dtype, tensor.shape):
+            raise FileError(
+                f"{source} is damaged: {printable(tensor.key)} has dtype torch.{dtype} and shape {shape}, and the "
+                f"manifest says torch.{tensor.dtype} and {tensor.shape}"
+            )

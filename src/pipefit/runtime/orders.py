@@ -93,6 +93,7 @@ def _resumed(path: Path, plan: Plan, steps: int, seed: int | None) -> Checkpoint
     """The checkpoint in `path`, from which a training of `steps` steps in all can go on."""
     checkpoint = find(path)
     check_task(checkpoint, plan.profile)
+    checkpoint.check_headers()  # before anything starts; workers read the bytes, and hold them to their hashes
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
     if manifest.step >= steps:
         raise UsageError(f"{named} has {manifest.step} steps, and {steps} are wanted in all: give more (--steps)")
