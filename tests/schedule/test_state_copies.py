@@ -134,7 +134,15 @@ UPDATE = Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), wha
             [move("parameters", 0, 2), move("parameters", 1, 3)],
             "parameters of layers 1 to 2 to host: the parameters of layer 1 are moved already",
         ),
-        ([move("gradients", 1, 3), UPDATE], "gradients of layers 1 to 2 to host: the plan says `stage 0: update"),
+        *(
+            ([move(kind, 1, 3), UPDATE], f"{kind} of layers 1 to 2 to host: the plan says `stage 0: update")
+            for kind in ("gradients", "parameters")
+        ),
+        ([move("optimizer", 1, 3), UPDATE], "to host: the optimizer state of layer 1 is moved already"),
+        (
+            [move("parameters", 0, 1), replace(UPDATE, subject=State(start=0, stop=3, kind="optimizer"))],
+            "parameters of layers 0 to 0 to host: the plan says `stage 0: update",
+        ),
         (
             [Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE), move("gradients", 1, 3)],
             "recompute layers 0 to 2: a state that is moved begins or ends at layer 1, within this run",
@@ -145,6 +153,13 @@ def test_what_contradicts_itself_is_refused(decisions: list[Decision], message: 
     """The decision is named, and what it contradicts."""
     with pytest.raises(UsageError, match=message):
         lower(one_stage(*decisions))
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters"])
+def test_layers_beside_those_that_the_host_updates_move(kind: StateKind) -> None:
+    """Before the first of them, or behind the last."""
+    lower(one_stage(move(kind, 2, 3), UPDATE))
+    lower(one_stage(move(kind, 0, 1), replace(UPDATE, subject=State(start=1, stop=3, kind="optimizer"))))
 
 
 @pytest.mark.parametrize("gradient_bytes", [0, 4])
