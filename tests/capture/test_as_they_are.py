@@ -96,7 +96,7 @@ def test_the_cache_is_no_part_of_training() -> None:
         model = PRETRAINED["gpt2"].build()
         model.config.use_cache = use_cache
         task = Task(model, batch=lambda size: (language(size), None), loss=None)
-        codes.append([layer.module.generated_code for layer in capture(task, *sample(task, SIZE)).layers])
+        codes.append([layer.module.pipefit_code.text for layer in capture(task, *sample(task, SIZE)).layers])
         assert model.config.use_cache is use_cache
     assert codes[0] == codes[1]
 

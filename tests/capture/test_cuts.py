@@ -195,7 +195,7 @@ class Attention(nn.Module):
 def test_what_is_computed_from_parts_is_computed_once() -> None:
     """Parts are taken again from what they are parts of; products of them are not made again in another layer."""
     found = cut(Attention(), torch.randn(2, 3, WIDTH), granularity="layers")
-    code = "".join(layer.module.generated_code for layer in found.layers)
+    code = "".join(layer.module.pipefit_code.text for layer in found.layers)
     assert [code.count(f"aten.{name}.") for name in ("linear", "matmul", "softmax")] == [2, 2, 1]
     assert [layer.name for layer in found.layers] == ["joint", "matmul", "out"]
 

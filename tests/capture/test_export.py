@@ -139,7 +139,7 @@ def test_equal_blocks_have_equal_code() -> None:
     """The generated code of like layers is the same text, so that a profile measures one of them."""
     found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))
     codes = [
-        [layer.module.generated_code for layer in found.layers[start:stop]] for start, stop in pairwise(edges(found))
+        [layer.module.pipefit_code.text for layer in found.layers[start:stop]] for start, stop in pairwise(edges(found))
     ]
     assert codes[2] == codes[3]
 

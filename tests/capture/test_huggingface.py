@@ -59,7 +59,7 @@ def test_attention_can_be_set() -> None:
 
 def code_of(task: Task) -> str:
     """What all layers do, in order."""
-    return "".join(layer.module.generated_code for layer in capture(task, *sample(task, 2)).layers)
+    return "".join(layer.module.pipefit_code.text for layer in capture(task, *sample(task, 2)).layers)
 
 
 def test_weights_given_are_kept() -> None:

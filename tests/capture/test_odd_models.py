@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from named import Named
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.profiler import profile
@@ -132,6 +133,8 @@ def make() -> Callable[[str], Task]:
                 return replace(base, module=Model(nn.utils.weight_norm(nn.Linear(8, 8))))  # type: ignore[no-untyped-call]
             case "lists of parameters":
                 return replace(base, module=Model(Listed()))
+            case "names that layers use":
+                return replace(base, module=Model(Named()))
             case "distribution":
                 return replace(base, module=Policy())
             case "complex parameter":
@@ -151,6 +154,7 @@ def make() -> Callable[[str], Task]:
     [
         "old weight norm",
         "lists of parameters",
+        "names that layers use",
         "distribution",
         "complex parameter",
         "complex values between layers",

@@ -41,7 +41,8 @@ def told(chain: Chain) -> list[Any]:
     for layer in chain.layers:
         module = layer.module
         assert isinstance(module, GraphLayer)
-        found += [layer.name, sorted(layer.originals.items()), type(module), module.generated_code, module.operations]
+        code = module.pipefit_code
+        found += [layer.name, sorted(layer.originals.items()), type(module), code.text, code.operations]
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             found.append((name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
     return found

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from named import Named
 from pipefit.capture import Task, capture
+from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.random_state import seed_torch
 from pipefit.errors import UsageError
 from pipefit.sharding import (
@@ -74,6 +76,26 @@ def test_tied_layers_share_one_part() -> None:
     """A parameter that two layers have is one parameter on a rank too."""
     rank = whole().rank(Alone(rank=0, size=2))
     assert rank.layers[0].module.get_parameter("weight") is rank.layers[4].module.get_parameter("weight")
+
+
+@pytest.mark.parametrize("model", [Named, lambda: nn.Sequential(nn.Linear(8, 8), Named(), nn.Linear(8, 8))])
+def test_parts_of_a_model_may_have_any_names(model: Callable[[], nn.Module]) -> None:
+    """A rank has all of them beside what is its own, and computes what the module does."""
+    torch.manual_seed(0)
+    module, x = model().double(), torch.randn(4, 8).double()
+    chain = capture(Task(module, batch=lambda size: (x[:size], x[:size]), loss=F.mse_loss), x, x)
+    stage = shard_stage(chain.layers, 2, (x,), chain=chain, targets=(x,), is_first=True, prices=CHEAP)
+    expected = float(F.mse_loss(module(x), x).detach())
+    for loss in in_lockstep(2, lambda group: float(stage.rank(group)((x,), (x,))[0].detach())):
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_a_layer_has_beside_a_model_s_own_is_named_apart() -> None:
+    """So that no part of a model has its name."""
+    (layer, *_), every = whole().rank(Alone(rank=0, size=2)).layers, nn.Module()
+    assert isinstance(layer.module, GraphLayer)
+    own = {*dir(layer.module)} - {*dir(every)} - {name for name, _ in layer.module.named_parameters()}
+    assert own == {"pipefit_code", "pipefit_group"}
 
 
 def test_every_rank_has_the_values_between_stages_whole() -> None:

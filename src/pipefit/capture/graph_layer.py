@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,53 +27,70 @@ Entered = list[AbstractContextManager[Any]]
 _PERMUTE, _LAID_OUT = torch.ops.aten.permute.default, "laid_out"  # of values between layers; a name of no operator
 
 
+class Code(NamedTuple):
+    """What a layer does: generated text, and the function that it defines.
+
+    `operations` is the text without what lays values out between layers, which may depend on the number of samples.
+    """
+
+    text: str
+    operations: str
+    run: Callable[..., Values]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> Code:
+        """The code of a graph."""
+        code, plain = graph.python_code("self"), _without_layouts(graph)
+        operations = code if plain is graph else plain.python_code("self")
+        return _code(code.src, operations.src, code.globals)
+
+    def rewritten(self, text: str, operations: str) -> Code:
+        """Other code that calls the same functions; `operations` are those of the new text."""
+        return _code(text, operations, self.run.__globals__)
+
+    @property
+    def functions(self) -> Mapping[str, object]:
+        """What it calls by names."""
+        return {name: value for name, value in self.run.__globals__.items() if name not in ("forward", "__builtins__")}
+
+
+def _code(text: str, operations: str, names: Mapping[str, Any]) -> Code:
+    own = dict(names)
+    exec(_compiled(text), own)  # noqa: S102 -- the text is torch.fx's own
+    return Code(text, operations, own["forward"])
+
+
 class GraphLayer(nn.Module):
     """A piece of a traced model; takes and returns a tensor, or a tuple of several.
 
-    `operations` is its code without what lays values out between layers, which may depend on the number of samples.
+    Its parameters, buffers and modules have the names that the model gives them, which may be any. So whatever else it
+    has beside what every module has is named `pipefit_...`.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
-        code, plain = graph.python_code("self"), _without_layouts(graph)
-        operations = code if plain is graph else plain.python_code("self")
-        self._write(code.src, operations.src, code.globals)
-
-    def rewrite(self, code: str, operations: str) -> None:
-        """Do what other code says, which calls the same functions; `operations` are those of the new code."""
-        self._write(code, operations, self._run.__globals__)
-
-    def _write(self, code: str, operations: str, names: Mapping[str, Any]) -> None:
-        self.generated_code, self.operations = code, operations
-        own = dict(names)
-        exec(_compiled(code), own)  # noqa: S102 -- the text is torch.fx's own
-        self._run: Callable[..., Values] = own["forward"]
-
-    @property
-    def wholes(self) -> list[nn.Module]:
-        """The modules that the code calls as they are."""
-        inside = (part for _, part in self.named_modules() if type(part) not in (nn.Module, type(self)))
-        found = list[nn.Module]()
-        for part in inside:
-            if not any(part in set(around.modules()) for around in found):
-                found.append(part)
-        return found
-
-    @property
-    def functions(self) -> Mapping[str, object]:
-        """What the code calls by names."""
-        return {name: value for name, value in self._run.__globals__.items() if name not in ("forward", "__builtins__")}
+        self.pipefit_code = Code.of(graph)
 
     def forward(self, values: Tensor | Values) -> Tensor | Values:
         """The layer's outputs, a tensor when there is one."""
         values = (values,) if isinstance(values, Tensor) else values
         entered: Entered = []
         try:
-            outputs = self._run(self, entered, values[0].device, *values)
+            outputs = self.pipefit_code.run(self, entered, values[0].device, *values)
         finally:
             while entered:
                 leave(entered)
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+def wholes(layer: GraphLayer) -> list[nn.Module]:
+    """The modules that the code of a layer calls as they are."""
+    inside = (part for _, part in layer.named_modules() if type(part) not in (nn.Module, type(layer)))
+    found = list[nn.Module]()
+    for part in inside:
+        if not any(part in set(around.modules()) for around in found):
+            found.append(part)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

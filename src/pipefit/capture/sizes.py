@@ -73,9 +73,8 @@ class Sketch(NamedTuple):
         """The sketch of a chain; None of one by hand."""
         if not chain.traced:
             return None
-        return Sketch(
-            tuple(_described(chain)), tuple((module.generated_code, module.operations) for module in _modules(chain))
-        )
+        codes = (module.pipefit_code for module in _modules(chain))
+        return Sketch(tuple(_described(chain)), tuple((code.text, code.operations) for code in codes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Family:
     def write(self, chain: Chain, samples: int) -> None:
         """Make a copy of the family's chain, which has layers of its own, one for so many samples."""
         for module, (code, operations) in zip(_modules(chain), self._at(samples), strict=True):
-            module.rewrite(code, operations)
+            module.pipefit_code = module.pipefit_code.rewritten(code, operations)
 
     def has(self, chain: Chain, samples: int) -> bool:
         """Whether a chain that was traced with so many samples is what `write` makes."""
@@ -139,7 +138,8 @@ def _described_layer(layer: ChainLayer) -> Iterator[object]:
     yield [(name, layout(buffer)) for name, buffer in module.named_buffers(remove_duplicate=False)]
     yield module.training
     if isinstance(module, GraphLayer):
-        yield type(module).__name__, {name: _called(function) for name, function in module.functions.items()}
+        functions = module.pipefit_code.functions
+        yield type(module).__name__, {name: _called(function) for name, function in functions.items()}
     else:
         yield type(module)
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.graph_layer import GraphLayer, wholes
 from pipefit.capture.settings import layout, module_settings
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError, in_one_line
@@ -106,8 +106,9 @@ def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
     """What a layer does, without the numbers in its traced operations; and those."""
     module, sizes = layer.module, list[str]()
     if isinstance(module, GraphLayer):
-        wholes = tuple(_plain(module_settings(part, _described)) for part in module.wholes)
-        what: object = (type(module).__qualname__, _without_numbers(module.operations, sizes), *wholes)
+        inside = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
+        operations = _without_numbers(module.pipefit_code.operations, sizes)
+        what: object = (type(module).__qualname__, operations, *inside)
     else:
         what = _plain(module_settings(module, _described))
     return repr((layer.name, _plain(layer.autocast), what)), sizes

@@ -71,7 +71,8 @@ class Shortening:
         if not self.length or not isinstance(module, GraphLayer):
             return module
         made = copy.copy(module)
-        made._run = _recompiled(module.generated_code, module._run, self._number)
+        code = module.pipefit_code
+        made.pipefit_code = code._replace(run=_recompiled(code.text, code.run, self._number))
         return made
 
     def _number(self, number: int) -> int:

@@ -1,7 +1,7 @@
 """The layers of a rank: the steps of each as generated code, over the rank's own parameters and buffers.
 
 The code is the same on every rank; what differs are the parameters, and the rank's end of its group, which the layers
-hold as `group`. Names in a layer's state dict are those of the whole layer.
+hold as `pipefit_group`. Names in a layer's state dict are those of the whole layer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Writer:
     def _name(self, node: fx.Node) -> str:
         tensor = self.stage.tensor(node)
         if id(tensor) not in self.names:
-            name = f"constant{len(self.constants)}"
+            name = f"pipefit_constant{len(self.constants)}"
             self.names[id(tensor)], self.constants[name] = name, node
         return self.names[id(tensor)]
 
@@ -100,7 +100,7 @@ class _Writer:
         if isinstance(leaf, torch.device):
             return self.contexts.device
         if isinstance(leaf, str) and leaf == GROUP:
-            self.group = self.group or self.graph.get_attr("group")
+            self.group = self.group or self.graph.get_attr("pipefit_group")
             return self.group
         return leaf
 
@@ -127,7 +127,7 @@ class RankTensors:
     def layer(self, layer: ChainLayer, code: LayerCode, group: Collectives) -> ChainLayer:
         """The rank's layer in the place of a whole one."""
         module = layer_class(type(layer.module).__name__)(code.graph)
-        module.group = group  # type: ignore[assignment]
+        module.pipefit_group = group  # type: ignore[assignment]
         kept = layer.module.state_dict(keep_vars=True)
         for name, tensor in tensors_of(layer.module):
             register(module, name, self.part(tensor, name), persistent=name in kept)
