@@ -8,6 +8,8 @@ from functools import cache, partial
 from random import Random
 
 import pytest
+import torch
+from torch import Tensor
 
 from divided import MODELS, divided, grid_plan
 from movable import movable
@@ -102,6 +104,19 @@ def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
     others = tuple(replace(m, forms="0a" if m.tensor > 1 else "") for m in plan.profile.measurements)
     with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
         certify(divided("dropped"), replace(plan, profile=replace(plan.profile, measurements=others)))
+
+
+def test_samples_of_real_data_may_be_taken() -> None:
+    """A batch function indexes a tensor that it holds: the bytes are those of a batch that is made up."""
+    made = divided("still")
+    data = made.batch(24)
+
+    def taken(size: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(data[0]), (size,))
+        return data[0][chosen], data[1][chosen]
+
+    plan = grid_plan(profiled("still", (12, 6), (2,)), [0, 3, 6], [(1, 2), (2, 1)])
+    assert certify(replace(made, batch=taken), plan).peak_bytes == certify(made, plan).peak_bytes
 
 
 def test_a_stage_without_parameters_may_have_shards() -> None:

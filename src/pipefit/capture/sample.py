@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
 from pipefit.capture.records import opened
+from pipefit.capture.stand_ins import real
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import kind_of
@@ -24,13 +25,14 @@ def in_mode(module: nn.Module, training: bool) -> nn.Module:
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
-    """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone.
+    """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone,
+    and a fake mode too, in which samples of real data could not be taken.
 
     Raises:
         UsageError: the task's batch function fails, or returns something else than a pair, or tensors that wait for a
             gradient.
     """
-    with torch.random.fork_rng(devices=[]):
+    with real(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         batch = _made(task, size)
     if isinstance(batch, Mapping) and task.loss is not None:

@@ -38,8 +38,12 @@ def standing_in(values: tuple[Tensor, ...]) -> AbstractContextManager[object]:
 
 def left_real(tensor: Tensor) -> AbstractContextManager[object]:
     """Inside, a real tensor can be copied where a fake mode is on, and the copy is real; fake ones stay with theirs."""
-    outside = not isinstance(tensor, FakeTensor) and active_fake_mode() is not None
-    return _disable_current_modes() if outside else nullcontext()
+    return nullcontext() if isinstance(tensor, FakeTensor) else real()
+
+
+def real() -> AbstractContextManager[object]:
+    """Inside, tensors are real ones where a fake mode is on."""
+    return nullcontext() if active_fake_mode() is None else _disable_current_modes()
 
 
 class _StandIns(TorchFunctionMode):

@@ -127,9 +127,7 @@ class Chains:
 
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain of a trace. One that is kept stays as it is, and a copy is returned."""
-        if like is None:
-            with _disable_current_modes():
-                like = sample(self.task, samples)
+        like = sample(self.task, samples) if like is None else like
         made = self._quickly(fake, like) or fake_chain(self.task, fake, like)
         if not (self._sizes and made.traced):
             return made
