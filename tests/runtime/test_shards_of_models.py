@@ -1,10 +1,14 @@
-"""Models of the zoo and of Hugging Face in stages of tensor shards and replicas: the numbers of plain training."""
+"""Models of the zoo and of Hugging Face in stages of tensor shards and replicas: the numbers of plain training.
+
+Statistics of samples are each replica's own, so that models with batch norm have shards alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -14,23 +18,33 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from divided import grid_plan
-from huggingface_models import TINY
+from huggingface_models import SMALL as WIDTHS
+from huggingface_models import TEXT, TINY
+from movable import movable, random_place
 from pipefit.capture import Task, capture
 from pipefit.capture.chain import Chain
 from pipefit.capture.endings import the_loss
 from pipefit.capture.exporting import arguments
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.errors import UsageError
+from pipefit.grids import SHARDINGS
+from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, certify
 from pipefit.sharding.tracing import blocks_begin
+from pipefit.simulator import simulate
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
+from sampled import sampled
 from sharded import InDouble
 
 SIZE, BATCH, STEPS = 4, 8, 3
 TOLERANCE, SMALL = 1e-9, 1e-3  # the bias of keys has no gradient but rounding
 FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
 GPT = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "dropout": 0.0}
+RESNET: dict[str, Any] = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 10}
+EXPERTS: dict[str, Any] = {**WIDTHS, **TEXT, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4}
 ORDINARY: dict[str, Callable[[], Task]] = {
     "gpt": lambda: build("gpt", **GPT, vocabulary=26, tied=True),
     "mlp": lambda: build("mlp", inputs=16, widths=(32, 64, 32, 16)),
@@ -44,6 +58,14 @@ GALLERY: dict[str, Callable[[], Task]] = {
     "hf:llama": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256}),
     "hf:llama, heads of keys": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256} | FOUR),
 }
+BESIDE: dict[str, Callable[[], Task]] = {  # models of few or of no products that ranks divide
+    "gpt-stdlib": lambda: build("gpt-stdlib", **GPT),
+    "amoebanet": lambda: build("amoebanet", layers=3, filters=16, num_classes=10, image_size=64),
+    "hf:resnet": lambda: replace(hf("resnet", **RESNET), batch=images),
+    "hf:mixtral": lambda: hf("mixtral", **EXPERTS, sequence=8),
+}
+FEW = (("gpt", 1), ("mlp", 2))
+EVERY = {**ORDINARY, **GALLERY, **BESIDE}
 SEQUENCES = (
     "gpt",
     "bert",
@@ -58,9 +80,14 @@ PLANS += [(name, seed) for name in (*ORDINARY, *GALLERY) for seed in range(3) if
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def images(size: int) -> tuple[Any, None]:
+    """Small images with labels."""
+    return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(10, (size,))}, None
+
+
 def in_double(name: str) -> Task:
     """The task of that name in double precision, with an optimizer that keeps small differences small."""
-    base = {**ORDINARY, **GALLERY}[name]()
+    base = EVERY[name]()
 
     def batch(size: int) -> Any:
         return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, base.batch(size))
@@ -112,12 +139,50 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max()) / max(float(other.double().abs().max()), SMALL)
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS]
-)
-def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
+def all_that_may_be(plan: Plan, rng: Random) -> Plan:
+    """The plan whose replicas divide something, and of whose stages layers run again, and tensors and state move to
+    hosts or to other devices, or are updated there; as far as the simulator carries it out.
+    """
+    for number, stage in enumerate(plan.stages):
+        for shard in rng.sample(SHARDINGS[1:], 3) if stage.grid.data > 1 and rng.random() < 0.7 else ():
+            grid = replace(stage.grid, shard=shard, buckets=rng.choice((1, 2)))
+            stages = tuple(replace(s, grid=grid) if s is stage else s for s in plan.stages)
+            if is_possible(tried := replace(plan, stages=stages)):
+                plan = tried
+                break
+        for one in freeing(plan, number, rng):
+            tried = replace(plan, decisions=(*plan.decisions, one))
+            plan = tried if is_possible(tried) else plan
+    return plan
+
+
+def freeing(plan: Plan, number: int, rng: Random) -> Iterator[Decision]:
+    """Decisions of every kind about a stage, each of some of its layers."""
+    stage, host = plan.stages[number], parse_place("host")
+    start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
+    yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, ahead=rng.choice((0, 1)))
+    if tensors := movable(plan, number):
+        some = tuple(rng.sample(tensors, rng.randint(1, min(4, len(tensors)))))
+        place = random_place(plan, number, rng)
+        yield Decision(stage=number, subject=SavedTensors(tensors=some), what=What.OFFLOAD, place=place)
+    for what, kind in ((What.UPDATE, "optimizer"), (What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters")):
+        start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
+        yield Decision(stage=number, subject=State(start=start, stop=stop, kind=kind), what=what, place=host)
+
+
+def is_possible(plan: Plan) -> bool:
+    """Whether the simulator carries the plan out."""
+    try:
+        simulate(plan)
+    except UsageError:
+        return False
+    return True
+
+
+def assert_trained_as_on_one_device(name: str, seed: int, *, freed: bool = False) -> None:
     """Losses and all parameters after three steps, for stages of random grids, some with sequence parallelism;
-    statistics of samples without replicas, which take their own.
+    statistics of samples without replicas, which take their own. If memory is `freed`, in all ways at once, and bytes
+    are those of the dry run.
     """
     if name.startswith("hf:"):
         pytest.importorskip("transformers")
@@ -131,12 +196,34 @@ def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: 
         found = profile(task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)), sequences=name in SEQUENCES)
         plan = grid_plan(found, edges, degrees, microbatches=BATCH // SIZE, rng=Random(seed))
         plan = along_positions(plan, Random(seed + 1)) if name in SEQUENCES else plan
+        plan = all_that_may_be(plan, Random(seed + 2)) if freed else plan
         trainer = Trainer(task, plan, numbers=False)
         optimizer = task.optimizer([p for p in plain.parameters() if p.requires_grad])
         for step in range(STEPS):
             torch.manual_seed(step)
             batch = task.batch(BATCH)
             assert trainer.step(batch) == pytest.approx(plain_step(plain, optimizer, task, batch), rel=1e-6)
+        assert not freed or trainer.trace.peak_bytes == certify(task, plan).peak_bytes
     ours, theirs = trainer.state_dict(), dict(plain.state_dict())
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in theirs.items() if far(ours[name], tensor) > TOLERANCE] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS]
+)
+def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
+    """Of models of the zoo and of Hugging Face."""
+    assert_trained_as_on_one_device(name, seed)
+
+
+@pytest.mark.parametrize(("name", "seed"), sampled(product(EVERY, range(3)), often=FEW))
+def test_they_do_with_everything_that_frees_memory(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that divide state, layers that run again, tensors and state away, on hosts and on other devices.
+
+    Of all experts at once, only transformers' own grouped product can be had in double precision.
+    """
+    if name == "hf:mixtral":
+        pytest.importorskip("transformers")
+        monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+    assert_trained_as_on_one_device(name, seed, freed=True)
