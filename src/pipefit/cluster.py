@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
@@ -52,9 +52,11 @@ class Tier(NamedTuple):
     latency_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster(Shown):
     """Devices, hosts and links. Device and host numbers are positions in the tuples.
+
+    Budgets and routes are remembered, as thousands of devices are asked for them again and again.
 
     Raises:
         UsageError: no devices, or a device or link names a host or member that is not there.
@@ -77,9 +79,8 @@ class Cluster(Shown):
                 raise UsageError(
                     f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts"
                 )
-        for link in self.links:
-            for member in link.members:
-                self.check(member, "a link")
+        for member in dict.fromkeys(chain.from_iterable(link.members for link in self.links)):
+            self.check(member, "a link")
 
     @staticmethod
     @cache
@@ -114,17 +115,21 @@ class Cluster(Shown):
         host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10)
         return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is remembered."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def target(self) -> Literal["cpu", "cuda"]:
         """Whose kernels run on the devices: emulated ones compute on the CPU."""
         return "cuda" if self.backend == "cuda" else "cpu"
 
-    @property
+    @cached_property
     def budgets(self) -> tuple[int, ...]:
         """What tensors may take of every device, in bytes: its memory less its reserve, and at least one byte."""
         return tuple(map(self._budget, self.devices))
 
-    @property
+    @cached_property
     def reserves(self) -> tuple[int, ...]:
         """What every device leaves to what its process takes besides tensors, in bytes.
 
@@ -202,18 +207,22 @@ class Cluster(Shown):
         Raises:
             UsageError: the cluster has no such member; says how many of that kind it has.
         """
-        numbers = self._numbers(member.kind)
+        numbers = self._numbers[member.kind]
         if member.number is not None and member.number not in numbers:
             there = f"{len(numbers)} {member.kind.value}s"
             if member.kind is MemberKind.DISK and numbers:
                 there += f", of hosts {list(numbers)}"
             raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there}")
 
-    def _numbers(self, kind: MemberKind) -> Sequence[int]:
-        """The numbers of all members of a kind; a disk has the number of its host."""
-        if kind is MemberKind.DEVICE:
-            return range(len(self.devices))
-        return [n for n, host in enumerate(self.hosts) if kind is MemberKind.HOST or host.disk_bytes]
+    @cached_property
+    def _numbers(self) -> dict[MemberKind, Sequence[int]]:
+        """The numbers of all members of every kind; a disk has the number of its host."""
+        hosts = range(len(self.hosts))
+        return {
+            MemberKind.DEVICE: range(len(self.devices)),
+            MemberKind.HOST: hosts,
+            MemberKind.DISK: [number for number in hosts if self.hosts[number].disk_bytes],
+        }
 
     def route(self, source: Member, target: Member) -> Route:
         """The fastest link that joins the two members; without one, by way of the hosts.
@@ -221,7 +230,44 @@ class Cluster(Shown):
         Raises:
             UsageError: nothing joins them.
         """
-        return _route(self.links, tuple(device.host for device in self.devices), source, target)
+        if (source, target) not in self._routes:
+            self._routes[source, target] = self._route(source, target)
+        return self._routes[source, target]
+
+    @cached_property
+    def _routes(self) -> dict[tuple[Member, Member], Route]:
+        """Those that were asked for."""
+        return {}
+
+    @cached_property
+    def _links_of(self) -> dict[Member, dict[int, Link]]:
+        """The links of every member, by their numbers."""
+        found = dict[Member, dict[int, Link]]()
+        for number, link in enumerate(self.links):
+            for member in link.members:
+                found.setdefault(member, {})[number] = link
+        return found
+
+    def _route(self, source: Member, target: Member) -> Route:
+        own, others = (self._links_of.get(member, {}) for member in (source, target))
+        direct = [(number, link) for number, link in own.items() if number in others]
+        if direct:
+            number, link = max(direct, key=lambda item: item[1].copy_rate)
+            return Route(link.copy_rate, link.latency_seconds, _wires(number, link, source, target))
+        path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
+        if len(path) < 3:
+            raise UsageError(
+                f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
+            )
+        hops = [self.route(a, b) for a, b in pairwise(path)]
+        wires = tuple(dict.fromkeys(wire for hop in hops for wire in hop.wires))
+        return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
+
+    def _near(self, member: Member) -> Member:
+        """The host by which a member is reached: a device's own."""
+        assert member.number is not None
+        number = self.devices[member.number].host if member.kind is MemberKind.DEVICE else member.number
+        return Member.host(number)
 
     def seconds(self, transfers: Iterable[tuple[Member, Member, int]]) -> float:
         """Seconds until transfers from one member to another, of so many bytes, have all ended on wires that were free.
@@ -301,28 +347,6 @@ def _short(nbytes: int) -> str:
         if nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
     return f"{nbytes}B"
-
-
-@cache
-def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: Member, target: Member) -> Route:
-    direct = [(number, link) for number, link in enumerate(links) if source in link.members and target in link.members]
-    if direct:
-        number, link = max(direct, key=lambda item: item[1].copy_rate)
-        return Route(link.copy_rate, link.latency_seconds, _wires(number, link, source, target))
-    path = list(dict.fromkeys([source, _near(hosts, source), _near(hosts, target), target]))
-    if len(path) < 3:
-        raise UsageError(
-            f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
-        )
-    hops = [_route(links, hosts, a, b) for a, b in pairwise(path)]
-    wires = tuple(dict.fromkeys(wire for hop in hops for wire in hop.wires))
-    return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
-
-
-def _near(hosts: tuple[int, ...], member: Member) -> Member:
-    """The host by which a member is reached: a device's own."""
-    assert member.number is not None
-    return Member.host(hosts[member.number]) if member.kind is MemberKind.DEVICE else Member.host(member.number)
 
 
 def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:

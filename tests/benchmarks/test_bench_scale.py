@@ -9,8 +9,10 @@ from random import Random
 import pytest
 
 import bench_scale
-from bench_scale import Row, called
+from bench_scale import Row, called, differing
 from made_up import plain, profile
+from pipefit import zoo
+from pipefit.profiler import profile as profiled
 
 
 def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -21,6 +23,19 @@ def test_a_row_has_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (row.layers, row.devices) == (4, 2)
     assert row.seconds > 0 <= row.gap < 10
     assert 0.01 < row.gib < 100
-    monkeypatch.setattr(bench_scale, "measured", lambda sizes: [row for _ in sizes])
+    monkeypatch.setattr(bench_scale, "measured", lambda sizes, **_: [row for _ in sizes])
     bench_scale.main(["4x2", "--json", str(tmp_path / "scale.json")])
     assert [Row(**one) for one in json.loads((tmp_path / "scale.json").read_text())["rows"]] == [row]
+
+
+def test_layers_that_differ_are_of_as_many_kinds() -> None:
+    """Each has work and a peak of its own, at every size, and what it keeps is that of before."""
+    same = profiled(zoo.build("gpt", layers=4, hidden=8, heads=1, sequence=4), microbatch_size=[1, 2], target="cuda")
+    assert len(same.measurements[0].kinds) < len(same.layers)
+    for before, after in zip(same.measurements, differing(same).measurements, strict=True):
+        assert len(after.kinds) == len(after.layers)
+        assert [one.saved for one in after.costs] == [one.saved for one in before.costs]
+        both = zip(before.costs, after.costs, strict=True)
+        parts = {b.forward.flops / a.forward.flops for a, b in both if a.forward.flops}
+        assert len(parts) > 4
+        assert all(0.4 < part < 1.6 for part in parts)

@@ -143,7 +143,7 @@ def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a limit of work comes before the proof, the plan of whole replicas, which needs none, is a candidate."""
-    monkeypatch.setattr("pipefit.planner.hybrid.search._WORK", 0)
+    monkeypatch.setattr("pipefit.planner.hybrid.search.WORK", 0)
     rng = Random(seed)
     profile = sized(rng.choice((plain, hostile, skewed))(rng, rng.randrange(2, 5)), 4, 2, 1)
     how, cluster = Training(batch_size=12, microbatches=3), devices(*[AMPLE] * 4)

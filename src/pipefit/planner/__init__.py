@@ -327,6 +327,6 @@ def _chosen(space: Space) -> Answer:
 
     @uncollected()
     def others() -> tuple[Alternative, ...]:
-        return alternatives(trials, best) if space.count > 1 else ()
+        return alternatives(trials, best) if best is not None and space.count > 1 else ()
 
     return Answer(made, others)

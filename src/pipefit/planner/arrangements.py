@@ -28,23 +28,22 @@ from pipefit.errors import UsageError
 from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
-from pipefit.planner.hybrid import least_seconds
+from pipefit.planner.hybrid import Least
 from pipefit.planner.joint import Search, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, mixed, with_hosts
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
-from pipefit.planner.spaces import Space, by_distance
+from pipefit.planner.spaces import Space, by_distance, chosen_from, left_out
 from pipefit.planner.trial import Arrangement, Trial, leaves_no_room
 from pipefit.profiles import ModelProfile
-from pipefit.provenance import Objective
 from pipefit.simulator.assembled import assembled
-from pipefit.texts import counted
 
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions, of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
 _ROOM = 0.01  # the part of a step that a plan has to gain that leaves a GPU hardly any room
 _EACH = 10  # actions for each microbatch of a stage
+_COSTLY = 20_000_000  # ranges of blocks as stages, of which no bound is computed
 _BOUND = 0.15  # new actions that take as long as a bound does for a range of blocks as one stage
 
 
@@ -57,7 +56,8 @@ class Trials:
         question = space.question
         self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
         self._bounds: list[float] = []  # of all that were looked at
-        self._least: dict[int, float] = {}  # seconds that plans of any degrees take, of every size that was looked at
+        self._least: dict[int, Least] = {}  # what plans of any degrees take, of every size that was looked at
+        self._replicas: dict[tuple[int, Degree], Question] = {}  # of one replica, of any schedule and number of stages
         self.mixed: list[Mixed] = []  # that fit
         self._spent = 0.0  # new actions, or what takes as long
         self._unseen: list[int] = []  # sizes for which it was too small
@@ -68,8 +68,9 @@ class Trials:
         """The microbatch sizes that were looked at, and can be had."""
         return tuple(sorted(size for size, made in self._profiles.items() if isinstance(made, ModelProfile)))
 
-    def best(self) -> Trial:
-        """The fastest plan of all arrangements; where none fits, the one that is the closest to it.
+    def best(self) -> Trial | None:
+        """The fastest plan of all arrangements; where none fits, the one that is the closest to it. None where the
+        question is too large for a search, and plans of any degrees are known.
 
         Raises:
             UsageError: no arrangement can be carried out; as one of them says.
@@ -83,30 +84,33 @@ class Trials:
                 self._look_at(self._widest(size))
             for arrangement in self._others():
                 self._look_at(arrangement)
+        if not self._known and self._keeps and any(_is_costly(self.question(one)) for one in self._like_mixed):
+            return None
         if not self._known and not any(map(self.tried, self._like_mixed)):
             self._try(self._roomiest)
         return self._roomier(self._longest(sorted(self._known.values(), key=lambda trial: trial.order)))
 
-    def told(self, trial: Trial) -> tuple[Question, Found]:
+    def told(self, trial: Trial | None) -> tuple[Question, Found]:
         """The best plan of all, which is that of the best trial unless stages of different degrees are faster; with
         the bound of all arrangements, and sentences about them.
         """
-        question, found, other = trial.question, trial.search.told(trial.searched), self._best_mixed
+        question, found = self._told(trial, self._best_mixed)
+        bounds = [*self._bounds, *map(self._least_of, self._least)]
+        if trial is not None and not self._bounds:
+            bounds = [trial.search.bound]
+        return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
+
+    def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
+        """That of the best trial, or the best of any degrees."""
+        if trial is None:
+            assert other is not None, "a question is given up for what is known"
+            return other.question, other.found(len(self.mixed))
+        question, found = trial.question, trial.search.told(trial.searched)
         if not self._is_beaten(trial, trial.seconds, other):
             question, found = self._together(trial, found)
         if other is not None and self._is_beaten(trial, max(found.value, trial.seconds), other):
-            question = other.question
-            found = Found(
-                other.split,
-                Objective.STEP,
-                other.seconds,
-                found.evaluated,
-                proven=False,
-                decisions=other.decisions if question.options.recompute == "never" else None,
-                remarks=found.remarks,
-            )
-        bounds = [*self._bounds, *self._least.values()] if self._bounds else [trial.search.bound]
-        return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
+            return other.question, other.found(found.evaluated, found.remarks)
+        return question, found
 
     def _is_beaten(self, trial: Trial, seconds: float, other: Mixed | None) -> bool:
         """Whether another plan is preferred to that of a trial, which takes so many seconds."""
@@ -127,16 +131,16 @@ class Trials:
             if self.degrees(size) == (SINGLE,):
                 return
             question = self.space.question_of(size, self._profile(size))
-            least = self._least[size] = least_seconds(question)
+            self._least[size] = Least.of(question)
             at_most = self._fastest * (1 + _ROOM)
-            looks = least < at_most and exact_in_time(question)
+            looks = self._least_of(size) < at_most and exact_in_time(question)
             self.mixed += filter(None, [mixed(question, at_most) if looks else None])
 
     def _mix_with_hosts(self, size: int) -> None:
         """Find the fastest plan of a size in which hosts take what replicas divide, if all is not kept anyway, and no
         plan is known that takes about as few seconds as any of this size.
         """
-        if not self._keeps and self._least[size] * (1 + _ROOM) < self._fastest:
+        if not self._keeps and self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
             self.mixed += filter(None, [with_hosts(question, self._fastest) if exact_in_time(question) else None])
 
@@ -146,13 +150,17 @@ class Trials:
         Raises:
             UsageError: its size cannot be profiled, or it does not go with what was asked for.
         """
-        asked, size = self.space.question, arrangement.microbatch_size
-        microbatches = asked.training.batch_size // size
-        how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
-        shard = asked.options.shard if arrangement.degree.data > 1 else None
-        options = replace(asked.options, stages=arrangement.stages, shard=shard, **arrangement.degree.pins)
-        found = replace(asked, profile=self._profile(size), training=how, options=options)
-        return found if arrangement.degree == SINGLE else representative(found, arrangement.degree)
+        asked, degree = self.space.question, arrangement.degree
+        shard = asked.options.shard if degree.data > 1 else None
+        options = replace(asked.options, stages=arrangement.stages, shard=shard, **degree.pins)
+        if degree == SINGLE:
+            return replace(self.whole_question(arrangement), options=options)
+        key = arrangement.microbatch_size, degree
+        if key not in self._replicas:
+            self._replicas[key] = representative(self.whole_question(arrangement), degree)
+        one = self._replicas[key]
+        how = replace(one.training, schedule=arrangement.schedule)
+        return replace(one, training=how, options=replace(one.options, stages=arrangement.stages))
 
     def tried(self, arrangement: Arrangement) -> Trial | None:
         """What is known of an arrangement, or a short search finds; None if it cannot be carried out."""
@@ -170,6 +178,8 @@ class Trials:
             UsageError: it cannot be carried out.
         """
         question = self.question(arrangement)
+        if bound is None and _is_costly(question):
+            bound = simple_bound(question)
         search = Search(question, bound)
         searched = search.best(_SHORT * question.options.effort)
         apart = self._apart(arrangement, searched)
@@ -251,9 +261,13 @@ class Trials:
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
         """Whether there are devices for an arrangement, and enough of them for all work to be the fastest."""
-        devices = len(self.space.question.cluster.devices)
         used, least = arrangement.stages * arrangement.degree.devices, self._least.get(arrangement.microbatch_size)
-        return used <= devices and (least is None or self._may_win(least * devices / used))
+        there = used <= len(self.space.question.cluster.devices)
+        return there and (least is None or self._may_win(least.seconds(used)))
+
+    def _least_of(self, size: int) -> float:
+        """What no plan of a size takes less than."""
+        return self._least[size].seconds(len(self.space.question.cluster.devices))
 
     def _look_at(self, arrangement: Arrangement) -> None:
         """Search an arrangement shortly, if it may be the fastest and can be carried out."""
@@ -276,7 +290,7 @@ class Trials:
         if self._spent_on_trying or not self._may_win(simple):
             return simple
         cost = _BOUND * arrangement.stages * question.blocks**2
-        if self._keeps and cost > self._budget:
+        if (self._keeps and cost > self._budget) or _is_costly(question):
             return simple
         self._spent += cost
         return step_bound(question)
@@ -371,30 +385,12 @@ class Trials:
     @property
     def _remarks(self) -> Iterator[str]:
         """What was chosen from, and for what there was no time."""
-        space = self.space
-        if space.count == 1:
-            return
-        degrees = [degree for size in self.sizes for degree in self.degrees(size)]
-        replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
-        on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
-        on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
-        known = f"{len(self._known)} of these arrangements {'was' if len(self._known) == 1 else 'were'}"
-        yield (
-            f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(self.sizes, 'sample')} "
-            f"and schedule {' or '.join(space.schedules)}; {known} searched."
-        )
-        short = self._untried + self._tried_shortly
-        if short or self._unseen:
-            sizes = f"microbatches of {_listed(self._unseen, 'sample')}" if self._unseen else ""
-            others = f"{counted(short, 'other arrangement')} that may be faster" if short else ""
-            left = " and ".join(filter(None, (sizes, others)))
-            yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
+        if self.space.count > 1:
+            degrees = [degree for size in self.sizes for degree in self.degrees(size)]
+            yield chosen_from(self.space, self.sizes, degrees, len(self._known))
+            yield from left_out(self._unseen, self._untried + self._tried_shortly)
 
 
-def _listed(numbers: Sequence[int], noun: str) -> str:
-    """`1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`; `1 to 8 stages` where there are many."""
-    last = counted(numbers[-1], noun)
-    if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]} to {last}"
-    others = ", ".join(map(str, numbers[:-1]))
-    return f"{others} or {last}" if others else last
+def _is_costly(question: Question) -> bool:
+    """Whether a bound that knows of memory takes many seconds."""
+    return question.stages * question.blocks**2 > _COSTLY

@@ -102,9 +102,14 @@ def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Po
 
 def in_flight(training: Training, stage: int, stages: int) -> int:
     """The microbatches that a stage holds at once."""
-    if training.endless:
-        return stages - stage
-    return position_of(training.schedule, stage, stages, training.microbatches).in_flight
+    return stages - stage if training.endless else _held(training.schedule, stages - stage, training.microbatches)
+
+
+@cache
+def _held(schedule: str, left: int, microbatches: int) -> int:
+    """The forwards before the first backward of a stage with so many stages from itself on."""
+    order = schedule_named(schedule)(0, left, 1, microbatches)
+    return next(number for number, compute in enumerate(order) if compute.kind is Kind.BACKWARD)
 
 
 def lines(at: Position, work: Work) -> tuple[Floats, Floats]:

@@ -22,9 +22,10 @@ from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.hybrid.trimming import trimmed
 from pipefit.planner.nearby import Timed, nearby
-from pipefit.planner.question import Question, Split
+from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.simulations import Simulations
 from pipefit.planner.swapping import Swapped, swapped
+from pipefit.provenance import Objective
 
 _CLOSE = 0.02  # the part of a step by which estimates may be too long
 _FAR = 0.05  # the part of a step by which the first plan may be slower than one that is known
@@ -48,6 +49,13 @@ class Mixed(NamedTuple):
     def is_whole(self) -> bool:
         """Whether no replicas divide anything, and everything is kept."""
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
+
+    def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> Found:
+        """The plan, as planners say it, after so many were simulated."""
+        decisions = self.decisions if self.question.options.recompute == "never" else None
+        return Found(
+            self.split, Objective.STEP, self.seconds, evaluated, proven=False, decisions=decisions, remarks=remarks
+        )
 
 
 def with_hosts(question: Question, at_most: float) -> Mixed | None:

@@ -23,7 +23,7 @@ from pipefit.errors import UsageError
 from pipefit.planner.degrees import Degree
 from pipefit.planner.parameters import parameters
 from pipefit.planner.question import Planner, Question, Split
-from pipefit.planner.replicas import in_replicas
+from pipefit.planner.replicas import answers
 from pipefit.planner.simulations import Simulations
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
@@ -60,9 +60,8 @@ def alike(question: Question) -> Iterator[Split]:
     for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
         stages = question.options.stages or min(question.blocks, devices // degree.devices)
         options = replace(question.options, stages=stages, **degree.pins)
-        for planner in _PLANNERS:
-            with suppress(UsageError):
-                yield in_replicas(planner)(replace(question, options=options)).split
+        with suppress(UsageError):
+            yield from (found.split for found in answers(replace(question, options=options), *_PLANNERS))
 
 
 def beside(split: Split) -> Iterator[Split]:

@@ -9,7 +9,7 @@ lend each other nothing. They divide what was asked for, and each is planned as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -90,14 +90,20 @@ def expanded(question: Question, found: Found, degree: Degree) -> Found:
 
 def in_replicas(planner: Planner) -> Planner:
     """A planner of single devices, for stages of the degree that the options ask for."""
+    return lambda question: next(answers(question, planner))
 
-    def plans(question: Question) -> Found:
-        degree = question.degrees[0]
-        if degree.devices == 1:
-            return planner(question)
-        return expanded(question, planner(representative(question, degree)), degree)
 
-    return plans
+def answers(question: Question, *planners: Planner) -> Iterator[Found]:
+    """The answers of planners of single devices, for stages of the degree that the options ask for.
+
+    Raises:
+        UsageError: there is no such stage, or a planner cannot answer.
+    """
+    degree = question.degrees[0]
+    asked = question if degree.devices == 1 else representative(question, degree)
+    for planner in planners:
+        found = planner(asked)
+        yield found if degree.devices == 1 else expanded(question, found, degree)
 
 
 def seconds_together(question: Question, split: Split, degree: Degree) -> float:
@@ -127,9 +133,9 @@ def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
             if one.kind is not MemberKind.DEVICE or one.number in numbers
         ]
 
-    links = [(link, tuple(kept(link))) for link in cluster.links]
+    links, there = [(link, tuple(kept(link))) for link in cluster.links], cluster.reserving(cluster.reserves).devices
     return replace(
         cluster,
-        devices=tuple(cluster.reserving(cluster.reserves).devices[device] for device in devices),
+        devices=tuple(there[device] for device in devices),
         links=tuple(replace(link, members=members) for link, members in links if len(members) > 1),
     )

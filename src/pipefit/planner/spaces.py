@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
@@ -16,6 +16,7 @@ from pipefit.planner.degrees import Degree, check_pins, divisors
 from pipefit.planner.question import Options, Question
 from pipefit.planner.techniques import Means
 from pipefit.profiles import ModelProfile
+from pipefit.texts import counted
 from pipefit.training import Training, Versions
 from pipefit.validation import whole
 
@@ -261,3 +262,33 @@ def counts_of(most: int) -> tuple[int, ...]:
     """The numbers of stages that are looked at: all of few, and eighths of many."""
     parts = min(most, _COUNTS)
     return tuple(dict.fromkeys(ceil(most * part / parts) for part in range(1, parts + 1)))
+
+
+def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], searched: int) -> str:
+    """What an answer was chosen from, of which so many arrangements were searched."""
+    replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
+    on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
+    on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
+    known = f"{searched} of these arrangements {'was' if searched == 1 else 'were'}"
+    return (
+        f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(sizes, 'sample')} "
+        f"and schedule {' or '.join(space.schedules)}; {known} searched."
+    )
+
+
+def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
+    """For which sizes, and how many other arrangements, there was no time, if for any."""
+    if arrangements or sizes:
+        of = f"microbatches of {_listed(sizes, 'sample')}" if sizes else ""
+        others = f"{counted(arrangements, 'other arrangement')} that may be faster" if arrangements else ""
+        left = " and ".join(filter(None, (of, others)))
+        yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
+
+
+def _listed(numbers: Sequence[int], noun: str) -> str:
+    """`1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`; `1 to 8 stages` where there are many."""
+    last = counted(numbers[-1], noun)
+    if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {last}"
+    others = ", ".join(map(str, numbers[:-1]))
+    return f"{others} or {last}" if others else last

@@ -1,23 +1,23 @@
 """Stages on grids of devices: the exact search over where the model is cut and the degree of every stage."""
 
+from pipefit.planner.hybrid.fitting import fastest
+from pipefit.planner.hybrid.least import Least
 from pipefit.planner.hybrid.search import (
     Hybrid,
     Search,
     budget_level,
     candidates,
-    fastest,
     leanest,
-    least_seconds,
     lowest_peak,
 )
 
 __all__ = [
     "Hybrid",
+    "Least",
     "Search",
     "budget_level",
     "candidates",
     "fastest",
     "leanest",
-    "least_seconds",
     "lowest_peak",
 ]

@@ -168,10 +168,10 @@ class Programme:
 def _reached(rest: Floats, take: Take) -> tuple[Indices | slice, Indices | slice]:
     """The states before and after a stage takes devices, of those that stages behind it can have left."""
     there = np.isfinite(rest.min(axis=0))[take.before]
-    return _run(take.before[there]), _run(take.after[there])
+    return in_a_row(take.before[there]), in_a_row(take.after[there])
 
 
-def _run(states: Indices) -> Indices | slice:
+def in_a_row(states: Indices) -> Indices | slice:
     """States in a row as a slice, which is no copy."""
     if len(states) and states[-1] - states[0] == len(states) - 1 and (np.diff(states) == 1).all():
         return slice(int(states[0]), int(states[-1]) + 1)

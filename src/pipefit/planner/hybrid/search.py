@@ -34,8 +34,7 @@ from pipefit.texts import counted
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
 _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
-_WORK = 1_000_000  # candidate stages that are compared again with what was read of others
-_TIMES = 6  # that plans are looked for which turn out to fit
+WORK = 1_000_000  # candidate stages that are compared again with what was read of others
 
 
 class Hybrid(NamedTuple):
@@ -75,7 +74,7 @@ def leanest(question: Question) -> Hybrid:
     """
     every, best = searches(question, question.shards), list[Hybrid]()
     levels = [min(one.lowest()) for one in every]
-    for _ in range(1 + _WORK // candidates(question, question.shards)):
+    for _ in range(1 + WORK // candidates(question, question.shards)):
         level, number = min((level, number) for number, level in enumerate(levels))
         found = every[number].fastest(level, most=1)[0]
         best.append(found._replace(value=every[number].value(found)))
@@ -93,32 +92,6 @@ def lowest_peak(question: Question, at_most: float = _INFINITE) -> float:
     Infinity if that is above `at_most`, which is known sooner.
     """
     return min(min(one.lowest(at_most)) for one in searches(question, question.shards))
-
-
-def fastest(
-    question: Question, most: int, shards: Sequence[Sharding], at_most: float = _INFINITE, *, again: bool = False
-) -> list[Hybrid]:
-    """Plans that fit, whose replicas divide one of `shards`: for up to `most` numbers of stages the one of the fewest
-    estimated seconds, if these are no more than `at_most`; the fastest first. Stages may keep their inputs alone if
-    they may run `again`.
-
-    Where state is divided, those that a few searches find.
-    """
-    level, found = budget_level(question), list[Hybrid]()
-    for search in searches(question, shards, again=again):
-        found += _fitting(search, level, at_most, most)
-    return sorted(found, key=lambda one: one.value)[:most]
-
-
-def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
-    """Up to `most` plans that take no longer than `at_most` seconds and whose stages stay within a level."""
-    search.expects = True
-    for _ in range(1 + min(_TIMES, _WORK // search.candidates)):
-        tried = search.fastest(level, at_most, most)
-        fit = [one for one in tried if search.value(one) <= level]
-        if fit[:1] == tried[:1]:
-            return fit
-    return fit
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
@@ -139,20 +112,12 @@ def budget_level(question: Question) -> float:
     return float(question.cluster.budgets[0]) if question.equal_budgets else 1.0
 
 
-def least_seconds(question: Question) -> float:
-    """What no step takes less than, of any plan on any grids: all work as if it could be divided over all devices.
+class Times(NamedTuple):
+    """Seconds of stages: of all microbatches and the end of a step, of a microbatch, and of its longer pass."""
 
-    Of a stage on k devices that takes c seconds for each of M microbatches, these spend M k c; and every block is
-    counted at the degree, and on the kind of device, at which that is the least.
-    """
-    kinds = {device.kind.key: device.kind for device in question.cluster.devices}
-    costs = []
-    for degree in question.degrees:
-        for kind in kinds.values():
-            times = DegreeTables(question, degree).seconds(kind)
-            costs.append(degree.devices * np.diagonal(times.forward + times.backward, offset=1))
-    least = np.minimum.reduce(costs).sum()
-    return float(question.training.microbatches * least / len(question.cluster.devices))
+    step: Floats
+    each: Floats
+    longer: Floats
 
 
 class Search:
@@ -174,7 +139,7 @@ class Search:
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # other stages to be as far above their bounds as those that were read
         self._reader = Reader(question)
-        self._times: dict[tuple[Degree, int, Way], tuple[Floats, Floats]] = {}
+        self._times: dict[tuple[Degree, int, Way], Times] = {}
 
     def ways(self, degree: Degree) -> list[Way]:
         """How a stage of this degree may save memory."""
@@ -248,7 +213,7 @@ class Search:
             one, known[number] = found.stages[number], nbytes
             tables = self.tables[one.choice.degree]
             tables.take(left[number], one.way, one.start, one.stop, nbytes, expects=self.expects)
-        return max((nbytes or 0) / self._unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True))
+        return max((nbytes or 0) / self.unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True))
 
     @property
     def evaluated(self) -> int:
@@ -275,7 +240,7 @@ class Search:
 
     # ---------------------------------------------------------------- costs
 
-    def _unit(self, choice: Choice) -> int:
+    def unit(self, choice: Choice) -> int:
         """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
@@ -285,7 +250,7 @@ class Search:
         """
         ways = self.ways(choice.degree) if way is None else (way,)
         peaks: Floats = np.minimum.reduce([self.tables[choice.degree].peaks(left, one) for one in ways])
-        return peaks / self._unit(choice)
+        return peaks / self.unit(choice)
 
     def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
         """The seconds of a stage, if its peak is within the level, and if they are no more than `most`: those of the
@@ -293,15 +258,15 @@ class Search:
         """
         found = list[tuple[Floats, Floats]]()
         for way in self.ways(choice.degree):
-            head, add = self.seconds(choice, way)
+            head, add, _ = self.seconds(choice, way)
             found.append((np.where((self.shares(left, choice, way) <= level) & (head <= most), head, _INFINITE), add))
         best, each = found[0]
         for head, add in found[1:]:
             best, each = np.minimum(head, best), np.where(head < best, add, each)
         return Cost(best, each)
 
-    def seconds(self, choice: Choice, way: Way | None = None) -> tuple[Floats, Floats]:
-        """The seconds of all microbatches and the end of a step, and those of a microbatch."""
+    def seconds(self, choice: Choice, way: Way | None = None) -> Times:
+        """The seconds of stages that are this choice, in the first of its ways unless one is given."""
         way = way or self.ways(choice.degree)[0]
         key = choice.degree, choice.take.lowest, way
         if key not in self._times:
@@ -312,7 +277,8 @@ class Search:
             passes = (tables.seconds(kind, Ring.of(cluster, shards), again=way.again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
             each, end = tables.divided_seconds(times[0] + times[1], times[2], Ring.of(cluster, replicas), way.shard)
-            self._times[key] = self.question.training.microbatches * each + end, each
+            step = self.question.training.microbatches * each + end
+            self._times[key] = Times(step, each, np.maximum(times[0], times[1]))
         return self._times[key]
 
     def each(self, choice: Choice) -> Floats:

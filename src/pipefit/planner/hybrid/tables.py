@@ -7,6 +7,7 @@ blocks from i to j - 1; infinity where a stage of this degree cannot hold them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.layer_costs import Value
-from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.closed_forms.bands import Band, Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree
@@ -49,7 +50,7 @@ class DegreeTables:
         self.measurement = question.measured(degree)
         self._peaks: dict[tuple[tuple[Surroundings, ...], Way], Floats] = {}
         self._read: dict[tuple[tuple[Surroundings, ...], Way], dict[tuple[int, int], float]] = {}
-        self._least: dict[Sharding, tuple[Band, ...]] = {}
+        self._least: dict[tuple[Sharding, int], tuple[Band, ...]] = {}
         self._bars: dict[Way, Floats] = {}
         self._expected: dict[Way, float] = {}  # how many times their bounds peaks are
 
@@ -66,29 +67,61 @@ class DegreeTables:
 
     def _peaks_divided(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
         """The peaks of replicas that divide state. They are made anew each time, as all of them would be many bytes."""
-        if way.shard not in self._least:
-            data = self.degree.data
-            self._least[way.shard] = least(self._band, self.measurement, self.question.edges, data, way.shard)
-        rows = np.maximum.reduce([stage_peak(band, met) for band in self._least[way.shard]]).astype(float)
+        bands = self._bands(way, self.question.blocks)
+        rows = np.maximum.reduce([stage_peak(band, met) for band in bands]).astype(float)
         found = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
         for (start, stop), nbytes in self._read.get((met, way), {}).items():
             found[start, stop] = nbytes
         return found
 
+    def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
+        """Bands of ranges of so many blocks and more; the peaks of none of them are above those of replicas that save
+        memory so.
+        """
+        width = min(self.question.blocks, 1 << (width - 1).bit_length())
+        band = self._ranges.band(width)
+        if way.shard == "none":
+            return (band,)
+        if (way.shard, width) not in self._least:
+            data = self.degree.data
+            self._least[way.shard, width] = least(band, self.measurement, self.question.edges, data, way.shard)
+        return self._least[way.shard, width]
+
+    def room(self, counts: Sequence[int], way: Way, width: int, nbytes: float) -> Ints:
+        """The most stages from itself to the last one, of these rising numbers, up to which a stage needs no more than
+        so many bytes: row i and column w are the w + 1 blocks from i on; 0 for none.
+        """
+        bands, found, known = self._bands(way, width), np.zeros((self.question.blocks, width), np.int64), 0
+        valid = bands[0].valid[:width].T & np.isfinite(banded(self._barred(way), width))
+        for left in counts:
+            met = self._met(left, way)
+            rows = np.maximum.reduce([stage_peak(band, met)[:width] for band in bands]) * self._expected.get(way, 1.0)
+            for (start, stop), read in self._read.get((met, way), {}).items():
+                if stop - start <= width:
+                    rows[stop - start - 1, start] = read
+            found, known = np.where(valid & (nbytes >= rows.T) & (found == known), left, found), left
+        return found
+
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
         """The peak of the fullest replica of a stage of these blocks, if that has been read; else it is a bound."""
         if way.shard == "none":
-            return float(self.peaks(stages_left, way)[start, stop])
+            return self._peak(stages_left, way, start, stop)
         return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
 
     def take(self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False) -> None:
         """Take the peak of the fullest replica of a stage of these blocks into the tables. If it `expects` that, all
         others are as far above their bounds.
         """
-        bound = float(self.peaks(stages_left, way)[start, stop])
+        bound = self._peak(stages_left, way, start, stop)
         self._read.setdefault((self._met(stages_left, way), way), {})[start, stop] = nbytes
         if expects and bound < nbytes < np.inf:
             self._expected[way] = self._expected.get(way, 1.0) * nbytes / bound
+
+    def _peak(self, stages_left: int, way: Way, start: int, stop: int) -> float:
+        """The peak of a stage of these blocks, or what it is expected to be where replicas divide state."""
+        met, row, column = self._met(stages_left, way), slice(stop - start - 1, stop - start), slice(start, start + 1)
+        peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
+        return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
 
     def _met(self, stages_left: int, way: Way) -> tuple[Surroundings, ...]:
         how, again = self.question.training, "always" if way.again else self.question.options.recompute
@@ -98,14 +131,16 @@ class DegreeTables:
         """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
         together around a ring, and a second forward before the backward if it runs `again`.
         """
+        forward, backward, update = map(ranges, self.before(kind, ring))
+        again = again or self.question.options.recompute != "never"
+        return Passes(forward, backward + forward * again, update)
+
+    def before(self, kind: DeviceKind, ring: Ring | None = None) -> Passes:
+        """The same of the blocks before each edge, the loss with the last block."""
         of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, ring)
         edges = np.array(self.question.edges)
         edges[-1] += 1
-        forward, backward, update = (
-            ranges(np.concatenate(([0.0], np.cumsum(times)))[edges]) for times in zip(*of_layers, strict=True)
-        )
-        again = again or self.question.options.recompute != "never"
-        return Passes(forward, backward + forward * again, update)
+        return Passes(*(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True)))
 
     def divided_seconds(self, each: Floats, update: Floats, ring: Ring, shard: Sharding) -> tuple[Floats, Floats]:
         """The seconds of a microbatch and of the end of a step, of replicas around a ring that divide state: sums for
@@ -181,6 +216,14 @@ class DegreeTables:
             if shared.gradient_bytes:
                 found[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
         return found
+
+
+def banded(square: Floats, width: int) -> Floats:
+    """Of a table over ranges, those of up to so many blocks: row i and column w are the w + 1 blocks from i on."""
+    blocks = len(square)
+    starts, stops = np.arange(blocks)[:, None], np.arange(blocks)[:, None] + 1 + np.arange(width)
+    found: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)
+    return found
 
 
 def sum_seconds(ring: Ring, nbytes: Floats) -> Floats:

@@ -38,6 +38,12 @@ class States:
         self._numbers = {tuple(one): number for number, one in enumerate(self._asked.tolist())}
 
     @property
+    def used(self) -> Indices:
+        """How many devices are asked for in every state."""
+        found: Indices = self._asked.sum(axis=1)
+        return found
+
+    @property
     def count(self) -> int:
         """The number of states; 0 is that in which nothing is asked for."""
         return len(self._asked)

@@ -1,0 +1,153 @@
+"""The search of long questions, on small ones: what it finds is what it says, fits, and is near the best there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise, product
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, devices, plain, skewed
+from pipefit.cost.time import layer_seconds
+from pipefit.errors import UsageError
+from pipefit.planner import arrangements, plan
+from pipefit.planner.hybrid import Hybrid, Least, fastest, fitting
+from pipefit.planner.question import Question
+from pipefit.plans import Plan
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized, written
+
+SCHEDULES = "1f1b", "eager-1f1b", "gpipe", "torchgpipe"
+SLICES = 4, 2, 1
+
+
+def question(seed: int, *, schedule: str | None = None, tight: bool = False) -> Question:
+    """Up to five different layers, which do not share a parameter, on up to five devices, some of other sizes."""
+    rng = Random(seed)
+    profile = sized(rng.choice((plain, skewed))(rng, rng.randrange(2, 6)), *SLICES)
+    count = rng.randrange(2, 6)
+    how = Training(batch_size=4 * 5, microbatches=5, schedule=schedule or rng.choice(SCHEDULES))
+    budgets = [AMPLE] * count
+    if tight:
+        loose = plan(profile, devices(*budgets), how, data=1, planner="time", stages=1)
+        assert loose.prediction
+        peak = max(loose.prediction.peak_bytes)
+        budgets = [int(peak * share) for share in (rng.choice((0.5, 0.7, 0.9)),) * count]
+        budgets[0] = int(budgets[0] * rng.choice((1, 1, 1.3)))
+    return Question(profile=profile, cluster=devices(*budgets), training=how)
+
+
+def every_plan(asked: Question) -> Iterator[Plan]:
+    """All cuts and degrees on the devices in their order."""
+    blocks, most, how = asked.blocks, len(asked.cluster.devices), asked.training
+    for stages in range(1, min(blocks, most) + 1):
+        for cuts, degrees in product(combinations(range(1, blocks), stages - 1), product((1, 2, 4), repeat=stages)):
+            if sum(degrees) <= most:
+                yield written(asked.profile, asked.cluster, how, (0, *cuts, blocks), degrees)
+
+
+def line(made: Plan) -> float:
+    """The highest line of a plan's stages whose seconds are those of layers, by the sums of all microbatches."""
+    kind, how, passes = made.cluster.devices[0].kind, made.training, list[tuple[float, float, float]]()
+    for number, stage in enumerate(made.stages):
+        of = layer_seconds(made.profile.at(how.microbatch_size // stage.grid.data), kind, how.dtype)
+        own = of[stage.start : stage.stop] + (of[-1:] if number == len(made.stages) - 1 else ())
+        sums = [sum(times) for times in zip(*own, strict=True)]
+        passes.append((sums[0], sums[1], sums[2]))
+    count, found, whole = how.microbatches, 0.0, sum(f + b for f, b, _ in passes)
+    for number, (f, b, update) in enumerate(passes):
+        left = len(passes) - number
+        held = {"1f1b": left, "eager-1f1b": 2 * left - 1}.get(how.schedule, count)
+        held = min(held, count)
+        before = sum(f + b for f, b, _ in passes[:number])
+        apart = whole + (count - held) * (f + b) + (held - 1) * max(f, b)
+        found = max(found, before + count * (f + b) + update, apart)
+    return found
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All questions are long."""
+    monkeypatch.setattr(fitting, "_LONG", 0)
+
+
+def made_of(asked: Question, found: Hybrid) -> Plan:
+    degrees = [one.choice.degree.data for one in found.stages]
+    return written(asked.profile, asked.cluster, asked.training, found.split.edges, degrees)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("long")
+def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
+    """Its seconds are the highest of its lines, and the best of all plans is at most a tenth faster by them."""
+    asked = question(seed)
+    found = fastest(asked, 8, ("none",))[0]
+    sums = max(len(one.choice.take.before) for one in found.stages)  # it knows all states
+    assert sums
+    best = min(line(made) for made in every_plan(asked))
+    made = made_of(asked, found)
+    assert found.value >= line(made) * (1 - 1e-9)  # sums of gradients come on top
+    if all(stage.grid.data == 1 for stage in made.stages):
+        assert found.value == pytest.approx(line(made), rel=1e-9)
+    assert line(made) <= 1.1 * best
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("long")
+def test_what_is_found_fits(seed: int) -> None:
+    """On devices of two sizes that a stage may be too large for; where something fits at all, something is found."""
+    asked = question(seed, tight=True)
+    found = fastest(asked, 8, ("none",))
+    for one in found:
+        edges, how = [asked.edges[block] for block in one.split.edges], asked.training
+        stages = [one.split.grid(number) for number in range(len(one.stages))]
+        made = written(asked.profile, asked.cluster, how, edges, [len(grid.devices) for grid in stages])
+        peaks = Simulation(made).peak_bytes
+        firsts = [0, *accumulate(len(grid.devices) for grid in stages)]
+        for (first, _), grid in zip(pairwise(firsts), stages, strict=True):
+            assert peaks[first] <= min(asked.cluster.budgets[device] for device in grid.devices)
+    assert found or not any(map(fits, every_plan(asked)))
+
+
+def fits(made: Plan) -> bool:
+    try:
+        peaks = Simulation(made).peak_bytes
+    except UsageError:
+        return False
+    return all(peak <= budget for peak, budget in zip(peaks, made.cluster.budgets, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:
+    """Of any degrees; and it is what a plan of one stage on all devices takes but for its end, if that is the best."""
+    asked = question(seed, schedule=schedule)
+    least, most = Least.of(asked), len(asked.cluster.devices)
+    for made in every_plan(asked):
+        used = sum(len(stage.devices) for stage in made.stages)
+        assert least.seconds(most) <= least.seconds(used) <= Simulation(made).step_seconds[-1] * (1 + 1e-9)
+
+
+def test_devices_that_wait_for_the_first_microbatch_count() -> None:
+    """Of equal work in M microbatches on G devices in stages of one: all of it by 1 - (1 - 1 / M)^G."""
+    least = Least(work=3.0, widest=1, microbatches=4, endless=False)
+    assert least.seconds(1) == pytest.approx(12.0)
+    assert least.seconds(3) == pytest.approx(3 / (1 - 0.75**3))
+    assert least._replace(widest=3).seconds(3) == pytest.approx(4.0)
+    assert least._replace(widest=2).seconds(3) == pytest.approx(1.5 / (1 - 0.75 * 0.875))
+    assert least._replace(endless=True).seconds(3) == pytest.approx(4.0)
+
+
+def test_a_plan_of_a_long_question_is_near_that_of_the_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight different layers on four devices: it fits, is within its bound, and hardly slower."""
+    profile, on = sized(plain(Random(7), 8), *SLICES), devices(*[AMPLE] * 4)
+    other = plan(profile, on, batch_size=16)
+    monkeypatch.setattr(fitting, "_LONG", 0)
+    monkeypatch.setattr(arrangements, "_COSTLY", 0)
+    made = plan(profile, on, batch_size=16)
+    assert made.prediction and made.provenance and made.provenance.bound and other.prediction
+    assert Simulation(made).step_seconds[-1] == made.prediction.step_seconds == made.provenance.value
+    assert made.provenance.bound <= min(made.prediction.step_seconds, other.prediction.step_seconds)
+    assert made.prediction.step_seconds <= 1.02 * other.prediction.step_seconds
