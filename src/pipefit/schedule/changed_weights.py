@@ -6,26 +6,24 @@ the next forward reads and the next update starts from. So they are one tensor, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 
 
-def check_changed_weights(plan: Plan) -> None:
-    """Check that no parameter that a forward changes has a copy elsewhere.
+def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
+    """Check that no parameter that a forward of these ranks changes has a copy elsewhere.
 
     Raises:
         UsageError: one has; says where, and what to do.
     """
-    for number, stage in enumerate(plan.stages):
-        measured = plan.measured(number)
-        if not any(kind.changed_parameters for kind in measured.kinds):
-            continue
-        costs = measured.costs[stage.start : stage.stop]
-        for layer, cost in enumerate(costs, start=stage.start):
-            for parameter in cost.changed_parameters:
+    of_ranks = plan.ranks
+    for number in sorted(stage for rank in ranks for stage in of_ranks[rank]):
+        stage, measured = plan.stages[number], plan.measured(number)
+        for layer, kind in enumerate(measured.layers[stage.start : stage.stop], start=stage.start):
+            for parameter in measured.kinds[kind].changed_parameters:
                 for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable):
                     raise UsageError(
                         f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its forward, "

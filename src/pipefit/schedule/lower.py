@@ -249,7 +249,7 @@ def _synchronous(
     of `rank_programs`.
     """
     _check_shared(plan)
-    check_changed_weights(plan)
+    check_changed_weights(plan, ranks)
     own, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches, ranks), bundles_of(plan)
     orders = dict(zip(ranks, recomputed(own, plan, sums=update), strict=True))
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
@@ -283,7 +283,7 @@ def _endless(
     """
     check_slices(plan, None)
     check_endless(plan)
-    check_changed_weights(plan)
+    check_changed_weights(plan, ranks)
     if microbatches:
         check_in_turn(plan, entered)
     steps = -(-entered // plan.training.microbatches) if steps is None else steps

@@ -20,20 +20,18 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, FORWARDS, MESSAGES, Action, Kind
+from pipefit.actions import COLLECTIVE, FORWARDS, MESSAGES, Kind
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
-from pipefit.program import UncheckedProgram, in_a_row
-from pipefit.schedule import distinct_steps, rank_programs
+from pipefit.program import UncheckedProgram
+from pipefit.schedule import distinct_steps
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
 from pipefit.simulator.alike import Alike, alike
-from pipefit.simulator.levels import at_rest, highest
-from pipefit.simulator.lowered import Lowered, is_alone
-from pipefit.simulator.readings import Reading, reading
+from pipefit.simulator.lowered import Held, Lowered, as_alone, is_alone
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
@@ -80,10 +78,6 @@ class _Read(NamedTuple):
 
     parts: dict[int, Part]
     actions: int
-
-
-_NOTHING: tuple[Action, ...] = ()
-_Told = dict[Hashable, tuple[Reading, int]]  # readings, with peaks
 
 
 class Parts:
@@ -160,69 +154,69 @@ class Parts:
             UsageError: a decision cannot be carried out.
         """
         place, device = plan.stages[rank], plan.stages[rank].devices[0]
-        stage = self._costs_of(plan, rank, device)
+        stages = {rank: self._costs_of(plan, rank, device)}
         summed = tuple((number, members) for number, members in plan.summed.items() if rank in members)
         key = rank, len(plan.stages), place.start, place.stop, plan.decisions, summed, steps
         if key not in self._lowered:
-            self._lowered[key] = Lowered(plan, rank, steps, stage)
+            self._lowered[key] = Lowered(as_alone(plan), rank, rank, steps, stages)
         lowered = self._lowered[key]
+
+        def held() -> Held:
+            try:
+                return lowered.held
+            except UsageError:  # which speaks of another device
+                return Lowered(plan, rank, device, steps, stages).held
+
+        part = self._part(plan, device, lowered, steps, stages, held)
+        return _Read({device: part}, sum(lowered.counts))
+
+    def _read_all(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
+        """The same of any rank.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        told = dict[Hashable, Held]()  # what ledgers of the rank's devices have told
+
+        def read(device: int) -> tuple[Part, int]:
+            stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
+            lowered = Lowered(plan, rank, device, steps, stages)
+
+            def held() -> Held:
+                key = _alike(lowered.programs, device, stages)
+                if key not in told:
+                    told[key] = lowered.held
+                return told[key]
+
+            return self._part(plan, device, lowered, steps, stages, held), sum(lowered.counts)
+
+        found = {device: read(device) for device in dict.fromkeys(stands)}
+        return _Read({device: part for device, (part, _) in found.items()}, sum(found[device][1] for device in stands))
+
+    def _part(
+        self,
+        plan: Plan,
+        device: int,
+        lowered: Lowered,
+        steps: int,
+        stages: Mapping[int, StageCost],
+        held: Callable[[], Held],
+    ) -> Part:
+        """What a device does, whose actions have been lowered, perhaps as those of another one."""
         program = replace(lowered.programs[-1], placement=plan.placement)
-        nbytes = moved_bytes(program, {rank: stage.rest})
+        nbytes = moved_bytes(program, {number: stage.rest for number, stage in stages.items()})
 
         def memory() -> _Memory:
-            try:
-                peak_bytes, placed = lowered.held
-            except UsageError:  # which speaks of another device
-                return self._read_all(plan, rank, steps, [device]).parts[device].memory()
+            peak_bytes, placed = held()
             return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
 
-        timed = lowered.timed(DeviceReader(device, program, plan.cluster, {rank: stage}, nbytes))
+        timed = lowered.timed(DeviceReader(device, program, plan.cluster, stages, nbytes))
         counts = lowered.counts
-        part = Part(
+        return Part(
             timed=timed,
             counts=tuple(counts[min(step, len(counts) - 1)] for step in range(steps)),
             forwards=lowered.passes(FORWARDS),
             backwards=lowered.passes(frozenset({Kind.BACKWARD})),
-            memory=_Unread(memory),
-        )
-        return _Read({device: part}, sum(counts))
-
-    def _read_all(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
-        """The same of any rank."""
-        devices, told = list(dict.fromkeys(stands)), _Told()
-        programs = rank_programs(plan, rank, steps, devices)
-        actions = sum(len(program.actions[device]) for program in programs for device in stands)
-        return _Read({device: self._part(plan, rank, device, programs, steps, told) for device in devices}, actions)
-
-    def _part(
-        self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int, told: _Told
-    ) -> Part:
-        """What a device does; `told` is what ledgers of the rank's devices have told."""
-        last = programs[-1]
-        stages = {n: self._costs_of(plan, n, device) for n in plan.ranks[rank]}
-        every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
-        actions = in_a_row(every, device) if last.endless else last.actions[device]
-        nbytes = moved_bytes(last, {number: stage.rest for number, stage in stages.items()})
-
-        def memory() -> _Memory:
-            key = _alike(programs, device, stages)
-            if key not in told:
-                read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
-                changes = ((n, position, one) for n, effects in enumerate(read.effects) for position, one in effects)
-                rest = at_rest((one.rest for one in stages.values()), 0, read.away)
-                told[key] = read, highest(rest, changes)
-            read, peak_bytes = told[key]
-            placed = read.placed
-            if last.endless:
-                placed = [a for program in programs for a in program.actions[device] if a.place is not None]
-            return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
-
-        whole = replace(last, actions=tuple(actions if n == device else _NOTHING for n in range(len(last.actions))))
-        return Part(
-            timed=DeviceReader(device, whole, plan.cluster, stages, nbytes).read(actions),
-            counts=tuple(len(program.actions[device]) for program in every),
-            forwards=_positions(last.actions[device], FORWARDS),
-            backwards=_positions(last.actions[device], frozenset({Kind.BACKWARD})),
             memory=_Unread(memory),
         )
 
@@ -328,7 +322,3 @@ class Assembled:
         """Where passes of the last step are among the actions of all steps."""
         before = self.times.starts(self._stands[device])[-2]
         return ((before + position, microbatch) for position, microbatch in passes)
-
-
-def _positions(actions: Sequence[Action], kinds: frozenset[Kind]) -> Passes:
-    return tuple((n, action.microbatch) for n, action in enumerate(actions) if action.kind in kinds and not action.wait)

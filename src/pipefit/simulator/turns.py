@@ -34,13 +34,16 @@ def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
     """The plan with as few microbatches in a step as show the turns of a rank in so many steps; None if it has no more,
     or does not do the same for each.
 
-    With n stages behind it, a rank goes backward for the first time behind its forward n, and then in every turn. Under
-    PipeDream it frees its first weights as microbatch n goes backward (`cost.versions`), behind forward 2n.
+    With n stages behind it, a rank goes backward for the first time behind its forward n, or 2n under eager 1F1B, and
+    then in every turn. Under PipeDream it frees its first weights as microbatch n goes backward (`cost.versions`),
+    behind forward 2n.
     """
     how, behind = plan.training, len(plan.stages) - 1 - rank
-    filling = {"1f1b": behind + 1, "pipedream": 2 * behind + 1}.get(how.schedule, how.microbatches)
-    few = filling + _ALIKE + _TAIL
+    filling = {"1f1b": behind + 1, "eager-1f1b": 2 * behind + 1, "pipedream": 2 * behind + 1}
+    few = filling.get(how.schedule, how.microbatches) + _ALIKE + _TAIL
     if few >= how.microbatches or (how.endless and steps > 1) or period(plan) > 1:
+        return None
+    if len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients:  # each microbatch has its sums
         return None
     return replace(plan, training=replace(how, batch_size=few * how.microbatch_size, microbatches=few))
 
