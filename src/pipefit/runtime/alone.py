@@ -17,12 +17,13 @@ from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.profiles import Target
-from pipefit.runtime.assembly import Site, assemble
+from pipefit.runtime.assembly import assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.no_peers import NoPeers
 from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.replicas import Source, Sources
+from pipefit.runtime.site import Site
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
-from pipefit.cost.shares import Share, share_of
+from pipefit.cost.shares import Share
 from pipefit.cost.states import Layers, StateMoves, state_moves
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import host_update_seconds
@@ -21,44 +21,17 @@ from pipefit.grids import Stage
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
 from pipefit.plans import Plan
-from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.buffers import move
 from pipefit.runtime.elementwise import check_elementwise
-from pipefit.runtime.lending import Lending
 from pipefit.runtime.moving import Mover
-from pipefit.runtime.replicas import Source, Sources
+from pipefit.runtime.replicas import Source
 from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.site import Site
+from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.states import StateMover
-from pipefit.runtime.transport import Transport
 from pipefit.runtime.updates import own_parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What all devices of a run have in common: what stages are built from, and what connects and observes them.
-
-    `sources` has the chains of the stages, `lending` says who lends memory for what is moved away. `absent` are the
-    trained parameters of layers that a dry run leaves out, and `shares` those of stages and devices that own other
-    layers in it than by the plan.
-    """
-
-    task: Task
-    sources: Sources
-    plan: Plan
-    program: Program
-    transport: Transport
-    clock: Callable[[], float]
-    seed: int
-    on_action: Callable[[int], None] | None = None
-    lending: Lending = field(default_factory=Lending)
-    absent: int = 0
-    shares: Mapping[tuple[int, int], Share] = field(default_factory=dict)
-
-    def share(self, stage: int, device: int) -> Share | None:
-        """What a device owns of a stage; None where nothing is divided."""
-        return self.shares.get((stage, device)) or share_of(self.plan, stage, device)
 
 
 def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
@@ -174,40 +147,39 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
     runners = {}
     for stage, storages in described.items():
-        place, chain = plan.stages[stage], sources[stage].chain.measured(plan.measured(stage))
-        layers = chain.layers[place.start : place.stop]
-        shards = sources[stage].shards
-        criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
-        move([*(layer.module for layer in layers), *criterion], device)
-        if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
-            check_elementwise(site.task, layers, shards, device)
+        layers = range(storages.start, storages.stop)
+        usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
+        _put(usual, site.task, device)
         runners[stage] = StageRunner(
             site.task,
-            layers,
+            usual,
             storages,
-            loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
             shared=own[stage],
-            shards=shards,
             microbatches=plan.training.microbatches,
             agreement=agreement,
-            rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
-            replica=place.grid.replica_of(number),
-            share=(share := site.share(stage, number)),
+            rooms=list(map(storages.room_bytes, layers)) if plan.training.endless else None,
+            replica=plan.stages[stage].grid.replica_of(number),
+            share=share,
             states=_state_mover(moves.of_stage(stage), plan, storages, share, mover),
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,
         )
-    return DeviceRunner(
-        plan,
-        site.program,
-        runners,
-        number=number,
-        transport=site.transport,
-        mover=mover,
-        lent_bytes=site.lending.lent_by(number),
-        meter=meter,
-        clock=site.clock,
-        on_action=site.on_action,
-        stopwatch=Stopwatch(device, site.clock) if device.type == "cuda" else None,
-    )
+    stopwatch = Stopwatch(device, site.clock) if device.type == "cuda" else None
+    return DeviceRunner(site, runners, number=number, mover=mover, meter=meter, stopwatch=stopwatch)
+
+
+def _usual(plan: Plan, source: Source, stage: int) -> Specialized:
+    """The layers of a stage, and the loss, for microbatches of the plan's size."""
+    place, chain = plan.stages[stage], source.chain.measured(plan.measured(stage))
+    loss = replace(chain, layers=()).loss  # it keeps no other stage's layers alive
+    return Specialized(chain.layers[place.start : place.stop], loss, source.shards)
+
+
+def _put(usual: Specialized, task: Task, device: torch.device) -> None:
+    """Move the layers of a stage to `device`, where the optimizer is tried on the shards of a rank."""
+    layers, _, shards = usual
+    criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
+    move([*(layer.module for layer in layers), *criterion], device)
+    if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
+        check_elementwise(task, layers, shards, device)

@@ -32,7 +32,7 @@ from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.profiles import Target
 from pipefit.program import Program
-from pipefit.runtime.assembly import Site, assemble
+from pipefit.runtime.assembly import assemble
 from pipefit.runtime.company import Company, casts
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.endless_folding import Effects, fewer, labels
@@ -50,6 +50,7 @@ from pipefit.runtime.replicas import Source, Sources, Wanted, check_as_profiled
 from pipefit.runtime.representatives import Kin, kin
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, form, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
+from pipefit.runtime.site import Site
 from pipefit.runtime.tensor_groups import without_peers
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run

@@ -43,7 +43,7 @@ def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorag
     """
     if stage.share is None or not stage.share.divides_gradients:
         return []
-    layers = range(*(action.layers or (stage.start, stage.stop)))
+    layers = range(*stage.layers_of(action))
     others = [layer for layer in layers if not stage.share.owns(layer)]
     parameters = [p for layer in others for p in stage.updates.parameters((layer, layer + 1))]
     found = [parameter.grad.untyped_storage() for parameter in parameters if parameter.grad is not None]
@@ -61,7 +61,7 @@ def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
 
 def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], list[Tensor]]) -> Exchanged:
     """The tensors of all layers of an action, with their owners where the stage has any."""
-    layers = range(*(action.layers or (stage.start, stage.stop)))
+    layers = range(*stage.layers_of(action))
     found = [(layer, tensor) for layer in layers for tensor in of_layer(layer)]
     owners = [] if stage.share is None else [stage.share.owner(layer) for layer, _ in found]
     return Exchanged([tensor for _, tensor in found], owners)

@@ -18,7 +18,6 @@ from pipefit.actions import COPIES, OF_ROWS, RECEIVES, SENDS, Action, Kind
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
-from pipefit.plans import Plan
 from pipefit.program import Program, shifted
 from pipefit.runtime.collectives import EXECUTED, Collectives, Resized
 from pipefit.runtime.exchange import Boundary, Exchange
@@ -27,10 +26,10 @@ from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instruct
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.out_of_memory import moment, ran_out
 from pipefit.runtime.record import Record
+from pipefit.runtime.site import Site
 from pipefit.runtime.specializations import Specialization
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
-from pipefit.runtime.transport import Transport
 from pipefit.runtime.weights import Weights, required
 from pipefit.trace import Category, DeviceTrace, Event, Stream
 
@@ -41,38 +40,30 @@ class DeviceRunner:
     """Device `number` of a plan, with its stages: executes its actions step by step, and records them.
 
     Args:
+        site: the plan, its program, and what it has in common with the other devices.
         stages: the stages of the plan that are on this device, by their numbers; of several replicas it is one.
-        transport: exchanges tensors with the other devices.
         mover: moves saved tensors away and back.
-        lent_bytes: of the device's memory are reserved for other devices.
         meter: counts the device's memory; None for no counting.
-        clock: seconds since the training began.
-        on_action: called with the number of each action as it begins, and with their count when all are done; for
-            supervision.
         stopwatch: of the GPU that computes; None where the host's clock tells what takes time.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        program: Program,
+        site: Site,
         stages: Mapping[int, StageRunner],
         *,
         number: int,
-        transport: Transport,
         mover: Mover,
-        lent_bytes: int,
         meter: MemoryMeter | None,
-        clock: Callable[[], float],
-        on_action: Callable[[int], None] | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
-        self.plan, self.program, self.stages = plan, program, dict(stages)
+        plan = site.plan
+        self.plan, self.program, self.stages = plan, site.program, dict(stages)
         self.number, self._grid = number, plan.stages[min(stages)].grid
-        self.transfers, self.mover = Transfers(transport), mover
+        self.transfers, self.mover = Transfers(site.transport), mover
         self._exchange = Exchange(plan, number, self.transfers)
         self._collectives = Collectives(plan, number, self.transfers)
-        self.meter, self.clock, self.on_action = meter, clock, on_action
+        self.meter, self.clock, self.on_action = meter, site.clock, site.on_action
         self.usual = Specialization.usual(plan, {n: stage.usual for n, stage in stages.items()})
         self.record = Record(stopwatch)
         self._before = 0  # microbatches of the steps before, under an endless schedule
@@ -85,7 +76,7 @@ class DeviceRunner:
         self._targets: Sequence[Microbatch] = ()
         try:
             if meter is not None:
-                meter.reserve(lent_bytes)
+                meter.reserve(site.lending.lent_by(number))
             for stage in stages.values():
                 self._tag([*stage.parameters, *stage.held], Category.PARAMETERS)
                 self._tag(stage.kept_losses, Category.BOUNDARY)
@@ -261,7 +252,7 @@ class DeviceRunner:
 
     def _forward(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
-        first, end = action.layers or (stage.start, stage.stop)
+        first, end = stage.layers_of(action)
         if first == stage.start:
             self._tag(flight.values, Category.ACTIVATIONS)
             self._tag(flight.targets, Category.ACTIVATIONS)
@@ -282,7 +273,7 @@ class DeviceRunner:
 
     def _recompute(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
-        first, end = action.layers or (stage.start, stage.stop)
+        first, end = stage.layers_of(action)
         if first in flight.pieces:
             self.mover.check_present(action, flight.luggage, range(0), flight.pieces[first].inputs)
         self.mover.check_weights(action, flight.luggage, range(first, end))
@@ -290,7 +281,7 @@ class DeviceRunner:
 
     def _backward(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
-        first, end = action.layers or (stage.start, stage.stop)
+        first, end = stage.layers_of(action)
         self.mover.check_present(action, flight.luggage, range(first, end))
         outgoing = stage.passes.backward(flight, first, end)
         if first == stage.start:
@@ -343,7 +334,7 @@ class DeviceRunner:
 
     def _stash(self, action: Action) -> None:
         weights, stage = self._versions(action), self.stages[action.stage]
-        kept = weights.stash(action.layers or (stage.start, stage.stop))
+        kept = weights.stash(stage.layers_of(action))
         self._tag(kept, Category.VERSIONS)
         self._tag([*weights.parameters, *stage.copies.tensors], Category.PARAMETERS)
 

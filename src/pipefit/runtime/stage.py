@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.actions import COMPUTE, Action, Kind
-from pipefit.capture.chain import ChainLayer
 from pipefit.capture.constants import constants
 from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
@@ -21,10 +20,9 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.draws import seed_update
-from pipefit.runtime.flight import Flight, Loss
+from pipefit.runtime.flight import Flight
 from pipefit.runtime.gathering import GatheredParameters
 from pipefit.runtime.passes import Passes
-from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
@@ -39,11 +37,9 @@ class StageRunner:
 
     Args:
         task: its optimizer is used.
-        layers: this stage's, already on `device`.
+        usual: its layers, already on `device`, and the loss, which is used on the last stage only.
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
-        loss: computes the loss from the last layer's values and the targets; used on the last stage only.
         shared: this stage's copies of shared parameters, by their numbers in the profile.
-        shards: what the layers have of every tensor, where they are those of a rank of a tensor group.
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
         rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
@@ -58,12 +54,10 @@ class StageRunner:
     def __init__(
         self,
         task: Task,
-        layers: Sequence[ChainLayer],
+        usual: Specialized,
         storages: StageStorages,
         *,
-        loss: Loss,
         shared: dict[int, nn.Parameter],
-        shards: RankShards | None = None,
         microbatches: int,
         agreement: Agreement | None,
         rooms: Sequence[int] | None = None,
@@ -74,16 +68,16 @@ class StageRunner:
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        self.layers, self.storages, self.shared = tuple(layers), storages, shared
-        self.shards, self.usual = shards, Specialized(self.layers, loss, shards)
+        self.usual, self.storages, self.shared = usual, storages, shared
+        self.layers, self.shards = usual.layers, usual.shards
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.device, self.seed, self.agreement = device, seed, agreement
         self.batch_number = 0  # training batches so far; random draws depend on it
-        self.parameters = [p for layer in layers for p in layer.module.parameters()]
-        own = own_parameters(layers)
+        self.parameters = [p for layer in self.layers for p in layer.module.parameters()]
+        own = own_parameters(self.layers)
         elsewhere = {} if states is None else states.copies(own, self.start)
         self.replica, self.share = replica, share
-        self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
+        self.updates = Updates(task, self.layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         dtype = getattr(torch, storages.measurement.loss_dtype)
         self.losses = torch.zeros(microbatches, dtype=dtype, device=device) if self.last else None
@@ -102,6 +96,10 @@ class StageRunner:
             device=device,
             graph_dropped=graph_dropped,
         )
+
+    def layers_of(self, action: Action) -> tuple[int, int]:
+        """The edges of the layers that an action names, which are all of the stage if it names none."""
+        return action.layers or (self.start, self.stop)
 
     @property
     def held(self) -> list[Tensor]:
@@ -144,7 +142,7 @@ class StageRunner:
         Raises:
             UsageError: microbatches in flight need the weights that it would change, or what it needs is not here.
         """
-        layers = action.layers or (self.start, self.stop)
+        layers = self.layers_of(action)
         if self.weights is not None:
             self.weights.check_update(layers)
         if action.place is not None:
@@ -164,7 +162,7 @@ class StageRunner:
         Raises:
             UsageError: some are away.
         """
-        layers = action.layers or (self.start, self.stop)
+        layers = self.layers_of(action)
         if self.states is not None and action.place is None:
             version = None if flight is None else flight.version
             newest = self.weights is None or self.weights.needs_newest(action, version)
@@ -174,7 +172,7 @@ class StageRunner:
 
     def gather(self, action: Action) -> list[torch.UntypedStorage]:
         """An UNSHARD, the join of one, or a RESHARD, of the memory of parameters; the storages that were resized."""
-        return self.gathered.carry_out(action, action.layers or (self.start, self.stop))
+        return self.gathered.carry_out(action, self.layers_of(action))
 
     def move(self, action: Action) -> None:
         """An OFFLOAD or RELOAD of the stage's state, or the join of one."""

@@ -33,7 +33,7 @@ from pipefit.errors import UsageError
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.runtime.assembly import Site, assemble
+from pipefit.runtime.assembly import assemble
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
@@ -52,6 +52,7 @@ from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
 from pipefit.runtime.results import Result, tell
 from pipefit.runtime.saver import OnSave, Saved
+from pipefit.runtime.site import Site
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
