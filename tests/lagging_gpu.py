@@ -17,10 +17,10 @@ from threading import RLock
 
 import torch
 
-from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.copying import Slot
 from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.lending import Lending
 from pipefit.runtime.memory import HostMemory
 from pipefit.schedule.arenas import Arena, arenas_of
@@ -194,10 +194,10 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self.rng, self.gpus, self.homes = Random(seed), list[LaggingGpu](), list[Slot]()
 
-    def lending(self, plan: Plan, program: Program, **_: object) -> Lending:
+    def lending(self, hardware: Hardware, program: Program) -> Lending:
         """Stands for `Lending.within`."""
-        arenas = arenas_of(plan, program)
-        memory = _Homes(plan.cluster, arenas)
+        arenas = arenas_of(hardware.plan, program)
+        memory = _Homes(hardware.plan.cluster, arenas)
         memory.homes = self.homes
         return Lending(arenas, self._copier, memory)
 

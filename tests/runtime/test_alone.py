@@ -16,7 +16,7 @@ from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
-from pipefit.runtime.hardware import local_device, meter_of
+from pipefit.runtime.hardware import Hardware
 from random_cases import plan_for, random_case
 from sampled import sampled, seeds
 from tiny import plan_of, task_of
@@ -33,8 +33,9 @@ def in_company(task: Task, plan: Plan) -> list[int]:
 def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) -> int:
     lone = lone or LoneStages(task, plan.training.microbatch_size)
     number = plan.stages[stage].device
-    device = local_device(plan.cluster, number)
-    meter = meter_of(plan.cluster, number, device, Kernels(torch.get_num_threads()))
+    hardware = Hardware(plan)
+    device = hardware.device(number)
+    meter = hardware.meter(number, device, Kernels(torch.get_num_threads()))
     assert meter is not None
     return lone.train(plan, stage, device=device, meter=meter)
 

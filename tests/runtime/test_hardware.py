@@ -18,9 +18,8 @@ from pipefit.fake.target import FakeTarget
 from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.runtime import certify, joining
-from pipefit.runtime.hardware import allowed_bytes, backend_of, check_hosts, check_streams
+from pipefit.runtime.hardware import Hardware, check_hosts, check_streams
 from pipefit.runtime.host_buffers import HostBuffers
-from pipefit.runtime.joining import device_of
 from pipefit.runtime.transport import Network
 from pipefit.schedule import lower
 from tiny import plan_of, task_of
@@ -71,7 +70,7 @@ def found(plan: Plan, local: int | None = None, shown: int = 8) -> list[int]:
     for rank in range(len(plan.ranks)):
         with started(rank, len(plan.ranks), local, shown):
             check_hosts(plan, rank)
-            numbers.append(device_of(plan, rank).index)
+            numbers.append(Hardware(plan).device(plan.workers[rank]).index)
     return numbers
 
 
@@ -112,10 +111,10 @@ def test_all_devices_may_share_one_gpu() -> None:
     """Every worker is on the first GPU then, whatever the plan, and talks over gloo, which NCCL would refuse."""
     plan = on_hosts(0, 0, 1, order=(2, 0, 1))
     with started(0, 3, 3, shown=1), mock.patch.object(torch.cuda, "is_available", return_value=True):
-        assert [device_of(plan, rank, share_device=True).index for rank in range(3)] == [0, 0, 0]
-        assert [backend_of(plan, share_device=shared) for shared in (True, False)] == ["gloo", "nccl"]
+        assert [Hardware(plan, shared=True).device(number).index for number in plan.workers] == [0, 0, 0]
+        assert [Hardware(plan, shared).backend for shared in (True, False)] == ["gloo", "nccl"]
         with pytest.raises(UsageError, match="--share-device"):
-            device_of(plan, 0)
+            Hardware(plan).device(plan.workers[0])
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", HostBuffers), ("cpu", Network)])
@@ -123,7 +122,7 @@ def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> N
     """The network below takes tensors on the host; workers of the CPU share nothing, and talk as ever."""
     plan, made = on_hosts(0, 0, order=(0, 1)), mock.create_autospec(Network)
     with mock.patch.object(joining, "connect", return_value=made) as connected:
-        transport = joining.transport_of(plan, lower(plan), torch.device(device), 1.0, share_device=True)
+        transport = joining.transport_of(Hardware(plan, shared=True), lower(plan), torch.device(device), 1.0)
     assert isinstance(transport, kind) or (transport is made and kind is Network)
     assert connected.call_args.args[2] == torch.device("cpu")
 
@@ -145,4 +144,4 @@ def test_an_allocator_may_reserve_what_a_certificate_leaves_it(devices: int) -> 
         assert told is not None
         assert told.context_bytes
         beside = told.context_bytes + told.communicators * told.communicator_bytes
-        assert allowed_bytes(plan, lower(plan), number) == device.budget_bytes - beside
+        assert Hardware(plan).cap_bytes(lower(plan), number) == device.budget_bytes - beside

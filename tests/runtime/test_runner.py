@@ -18,7 +18,7 @@ from pipefit.errors import FileError, OutOfMemory, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.program import Program, parse_program
-from pipefit.runtime import Trainer, certify, trainer
+from pipefit.runtime import Trainer, certify, joining, trainer
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
 
@@ -212,7 +212,7 @@ def with_program(
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr("pipefit.runtime.programs.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
-    monkeypatch.setattr(trainer, "whole_run", lambda plan: program)
+    monkeypatch.setattr(joining, "whole_run", lambda plan: program)
     return trainer_of(task, split, microbatches=microbatches)
 
 

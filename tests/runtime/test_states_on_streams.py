@@ -25,10 +25,11 @@ from pipefit.actions import Action, Kind
 from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.program import Program
 from pipefit.runtime import Trainer
 from pipefit.runtime.agreement import Agreement, LossScale
+from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.lending import Lending, check_lending
 from pipefit.runtime.state import StageState
 from pipefit.runtime.updates import Updates
@@ -43,8 +44,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Trainers of plans with decisions copy as its GPUs do. In the end nobody has been too early anywhere."""
     made, plain = Machine(0), Lending.within
 
-    def within(plan: Plan, program: Any, **options: Any) -> Lending:
-        return made.lending(plan, program) if plan.decisions else plain(plan, program, **options)
+    def within(hardware: Hardware, program: Program) -> Lending:
+        return (made.lending if hardware.plan.decisions else plain)(hardware, program)
 
     monkeypatch.setattr(Lending, "within", within)
     yield made
@@ -249,7 +250,7 @@ def test_only_what_is_copied_has_slots() -> None:
     parameters alone.
     """
     plan = one_stage(away(0, 7, 9, What.UPDATE))
-    lent = Lending.within(plan, lower(plan)).arenas
+    lent = Lending.within(Hardware(plan), lower(plan)).arenas
     costs = plan.measurement.costs[7:9]
     assert sum(arena.nbytes for arena in lent) == sum(cost.gradient_bytes + cost.parameter_bytes for cost in costs)
 

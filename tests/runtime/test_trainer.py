@@ -22,6 +22,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import JsonLines, StepReport
+from pipefit.runtime.hardware import Hardware
 from pipefit.training import Training
 
 MICROBATCH = 4
@@ -269,11 +270,11 @@ def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
     """In one process, GPU number `n` runs the stages that the plan puts on device `n`, whatever their order."""
     asked: list[int] = []
 
-    def note(cluster: Cluster, number: int, **_: bool) -> torch.device:
+    def note(_: Hardware, number: int) -> torch.device:
         asked.append(number)
         return torch.device("cpu")
 
-    monkeypatch.setattr("pipefit.runtime.joining.local_device", note)
+    monkeypatch.setattr(Hardware, "device", note)
     task, plan = make()
     places = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, (2, 0, 1), strict=True))
     Trainer(task, replace(plan, stages=places))

@@ -28,7 +28,7 @@ from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.alone import LoneStages
-from pipefit.runtime.hardware import local_device, meter_of
+from pipefit.runtime.hardware import Hardware
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
@@ -111,8 +111,9 @@ def _cut(
 def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
     number = plan.stages[stage].device
     with threads_of(plan.profile.assumptions.threads):
-        device, kernels = local_device(plan.cluster, number), Kernels(torch.get_num_threads())
-        meter = meter_of(plan.cluster, number, device, kernels)
+        hardware, kernels = Hardware(plan), Kernels(torch.get_num_threads())
+        device = hardware.device(number)
+        meter = hardware.meter(number, device, kernels)
         if meter is None:
             raise UsageError(f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs")
         try:

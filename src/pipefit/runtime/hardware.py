@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,55 +20,87 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 
 
-def backend_of(plan: Plan, *, share_device: bool) -> str:
-    """The backend of `torch.distributed` for the workers of a plan, which NCCL is not for those that share a GPU.
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What this machine runs the devices of a plan on; `shared` where its first GPU is all of them."""
 
-    Raises:
-        UsageError: the plan is for GPUs, and this machine has none.
-    """
-    if plan.cluster.backend != "cuda":
-        return "gloo"
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"the plan is for {plan.cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
-            f"here, plan for emulated devices, such as emulated:{len(plan.stages)}x256MiB"
-        )
-    return "gloo" if share_device else "nccl"
+    plan: Plan
+    shared: bool = False
 
+    @property
+    def backend(self) -> str:
+        """The backend of `torch.distributed` for the plan's workers, which NCCL is not for those that share a GPU.
 
-def local_device(cluster: Cluster, number: int, *, share_device: bool = False) -> torch.device:
-    """Where this machine runs one of the cluster's devices: on its GPU for it, on one that all share, or on the CPU.
+        Raises:
+            UsageError: the plan is for GPUs, and this machine has none.
+        """
+        cluster = self.plan.cluster
+        if cluster.backend != "cuda":
+            return "gloo"
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"the plan is for {cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
+                f"here, plan for emulated devices, such as emulated:{len(self.plan.stages)}x256MiB"
+            )
+        return "gloo" if self.shared else "nccl"
 
-    Raises:
-        UsageError: it has no such GPU.
-    """
-    if cluster.backend != "cuda":
-        return torch.device("cpu")
-    device = gpu(cluster, number, share_device=share_device)
-    torch.cuda.set_device(device)
-    return device
+    def device(self, number: int) -> torch.device:
+        """Where it runs one of the plan's devices: on its GPU for it, on one that all share, or on the CPU.
 
+        Raises:
+            UsageError: it has no such GPU.
+        """
+        if self.plan.cluster.backend != "cuda":
+            return torch.device("cpu")
+        device = self.gpu(number)
+        torch.cuda.set_device(device)
+        return device
 
-def gpu(cluster: Cluster, number: int, *, share_device: bool = False) -> torch.device:
-    """This machine's GPU for one of the cluster's devices, which is the first for all where they share it.
+    def gpu(self, number: int) -> torch.device:
+        """Its GPU for one of the plan's devices, which is the first for all where they share it.
 
-    Its number is the device's, or, where workers run on several machines, the device's among those of its host. Where a
-    launcher shows every worker a single GPU, it is that one.
+        Its number is the device's, or, where workers run on several machines, the device's among those of its host.
+        Where a launcher shows every worker a single GPU, it is that one.
 
-    Raises:
-        UsageError: it has no such GPU.
-    """
-    if share_device:
-        return torch.device("cuda", 0)
-    there, shown = _number_here(cluster, number), torch.cuda.device_count()
-    if shown == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-        return torch.device("cuda", 0)  # as SLURM does; torchrun would tell how many workers see the same GPU
-    if there >= shown:
-        raise UsageError(
-            f"{cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of fewer "
-            "devices, or emulated ones, or let all share one GPU (--share-device)"
-        )
-    return torch.device("cuda", there)
+        Raises:
+            UsageError: it has no such GPU.
+        """
+        if self.shared:
+            return torch.device("cuda", 0)
+        there, shown = _number_here(self.plan.cluster, number), torch.cuda.device_count()
+        if shown == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            return torch.device("cuda", 0)  # as SLURM does; torchrun would tell how many workers see the same GPU
+        if there >= shown:
+            raise UsageError(
+                f"{self.plan.cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of "
+                "fewer devices, or emulated ones, or let all share one GPU (--share-device)"
+            )
+        return torch.device("cuda", there)
+
+    def cap_bytes(self, program: Program, number: int) -> int | None:
+        """What the allocator of a GPU may reserve for a device: its memory less what a process takes of it besides.
+
+        None where the GPU is all of them: its allocator has room for all.
+        """
+        if self.shared:
+            return None
+        device = self.plan.cluster.devices[number]
+        own = device.kind.overheads
+        count = communicators(self.plan, program, number)
+        return device.memory_bytes - own.context_bytes - count * own.communicator_bytes
+
+    def meter(
+        self, number: int, device: torch.device, kernels: Kernels, *, gpu_bytes: int | None = None
+    ) -> MemoryMeter | None:
+        """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free.
+
+        `gpu_bytes` are what the allocator of a GPU may reserve; None leaves that to the process.
+        """
+        if device.type == "cuda":
+            return CudaMeter(device, cap_bytes=gpu_bytes)
+        if self.plan.cluster.backend == "cpu":
+            return None
+        return Meter(number, cap_bytes=self.plan.cluster.devices[number].memory_bytes, kernels=kernels)
 
 
 def _number_here(cluster: Cluster, number: int) -> int:
@@ -114,24 +147,3 @@ def check_streams(devices: Iterable[torch.device]) -> None:
                 "backwards run on the default stream and would not wait for it: profile in another process, or train "
                 "on the default stream"
             )
-
-
-def meter_of(
-    cluster: Cluster, number: int, device: torch.device, kernels: Kernels, *, gpu_bytes: int | None = None
-) -> MemoryMeter | None:
-    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free.
-
-    `gpu_bytes` are what the allocator of a GPU may reserve; None leaves that to the process.
-    """
-    if device.type == "cuda":
-        return CudaMeter(device, cap_bytes=gpu_bytes)
-    if cluster.backend == "cpu":
-        return None
-    return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, kernels=kernels)
-
-
-def allowed_bytes(plan: Plan, program: Program, number: int) -> int:
-    """What the allocator of a GPU of the plan may reserve: its memory less what a process takes of it beside that."""
-    device = plan.cluster.devices[number]
-    own = device.kind.overheads
-    return device.memory_bytes - own.context_bytes - communicators(plan, program, number) * own.communicator_bytes

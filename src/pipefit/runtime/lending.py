@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from pipefit.runtime.cuda_copying import OnStream
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.runtime.cuda_memory import CudaMemory
 from pipefit.runtime.disk import check_folder, folder_of
-from pipefit.runtime.hardware import gpu
+from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.memory import HostMemory, Memory
 from pipefit.schedule.arenas import Arena, arenas_of, arenas_of_copies, lent_bytes
@@ -91,26 +90,25 @@ class Lending:
         return Lending(_checked(plan, program))
 
     @staticmethod
-    def within(plan: Plan, program: Program, *, share_device: bool = False) -> Lending:
+    def within(hardware: Hardware, program: Program) -> Lending:
         """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
+        plan = hardware.plan
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            return _on_gpus(plan, arenas, partial(gpu, plan.cluster, share_device=share_device))
+            return _on_gpus(plan, arenas, hardware.gpu)
         memory, alone = HostMemory(plan.cluster, arenas), len(plan.workers) == 1
         return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
 
     @staticmethod
-    def between(
-        plan: Plan, program: Program, device: int, here: torch.device, *, share_device: bool = False
-    ) -> Lending:
+    def between(hardware: Hardware, program: Program, device: int, here: torch.device) -> Lending:
         """The arenas of a run of one worker for each device, of which this one is for `device` and runs `here`.
 
         All must call it.
         """
+        plan = hardware.plan
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            others = partial(gpu, plan.cluster, share_device=share_device)
-            lending = _on_gpus(plan, arenas, lambda number: here if number == device else others(number))
+            lending = _on_gpus(plan, arenas, lambda number: here if number == device else hardware.gpu(number))
         else:
             lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
         return replace(lending, mapped=_exchanged(lending.memory, device, _shared(plan, arenas)))

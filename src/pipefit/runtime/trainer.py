@@ -39,11 +39,11 @@ from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.comparison import Comparisons
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.hardware import allowed_bytes, check_streams, meter_of
+from pipefit.runtime.hardware import Hardware, check_streams
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
-from pipefit.runtime.joining import device_of, groups_of, joins_workers, transport_of
-from pipefit.runtime.lending import Lending, lending_trace
+from pipefit.runtime.joining import connected, groups_of, joins_workers
+from pipefit.runtime.lending import lending_trace
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.programs import Programs
@@ -56,8 +56,7 @@ from pipefit.runtime.site import Site
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import InProcess, Transport
-from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone, whole_run
+from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone
 from pipefit.texts import counted
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, instance, number, seed_number, whole
@@ -118,22 +117,17 @@ class Trainer:
         self._entered = Entered()  # since the pipeline was empty, under an endless schedule
         self._untold: deque[Untold] = deque()
         self._kernels = Kernels(torch.get_num_threads())
-        self.distributed = joins_workers(plan, timeout_seconds, share_device=share_device)
+        hardware = Hardware(plan, share_device)
+        self.distributed = joins_workers(hardware, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = step_programs(plan)[-1]
-        transport: Transport = InProcess()
-        if self.distributed:  # before building, which may take longer on one worker than on another
-            here = device_of(plan, self.rank, share_device=share_device)
-            transport = transport_of(plan, program, here, timeout_seconds, share_device=share_device)
-            lending = Lending.between(plan, whole_run(plan), plan.workers[self.rank], here, share_device=share_device)
-        else:
-            lending = Lending.within(plan, whole_run(plan), share_device=share_device)
-        self._lending = lending  # what others have borrowed stays ours
+        worker = self.rank if self.distributed else None
+        transport, self._lending = connected(hardware, program, worker, timeout_seconds)
         self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, numbers)
         trained, chain = self._captured(seed, on_weights)
-        self.chain, workers, names = chain, plan.workers, Names.of(chain.layers)
+        self.chain, names = chain, Names.of(chain.layers)
         site = Site(
             task=task,
             sources=trained_sources(
@@ -145,19 +139,18 @@ class Trainer:
             clock=self._clock,
             seed=seed,
             on_action=on_action,
-            lending=lending,
+            lending=self._lending,  # what others have borrowed stays ours
         )
         self.runners = []
-        for rank in [self.rank] if self.distributed else range(len(workers)):
-            device, one = device_of(plan, rank, share_device=share_device), workers[rank]
-            allowed = allowed_bytes(plan, program, one) if cap and not share_device else None
-            meter = meter_of(plan.cluster, one, device, self._kernels, gpu_bytes=allowed)
+        for one in [plan.workers[self.rank]] if self.distributed else plan.workers:
+            device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if cap else None
+            meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
         self._specializations = {
             runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in self.runners
         }
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
-        count = len(workers) if self.distributed else 1
+        count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
             plan, self.runners, names, workers=count, rank=self.rank, on_save=on_save, on_failed_save=on_failed_save
         )

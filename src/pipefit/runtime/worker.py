@@ -40,7 +40,7 @@ from pipefit.errors import (
 )
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.hardware import backend_of
+from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.processes import Inherited, Passed
@@ -282,7 +282,7 @@ class _Rendezvous:
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
         os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, TOKEN: assignment.token}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
-        backend = backend_of(plan, share_device=assignment.orders.share_device)
+        backend = Hardware(plan, assignment.orders.share_device).backend
         self.wait("here")
         try:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
