@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipefit.cli.options import (
-    PRECISIONS,
     SCHEDULE_HELP,
+    Cast,
     ClusterName,
     Json,
     Model,
@@ -21,6 +21,7 @@ from pipefit.cli.options import (
     Recompute,
     Settings,
     Target,
+    Threads,
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
@@ -92,14 +93,8 @@ def command(
         Target | None,
         typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),
     ] = None,
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")] = 1,
+    precision: Cast = None,
+    threads: Threads = 1,
     certify: Annotated[
         bool,
         typer.Option("--certify/--no-certify", help="Check the answer, and that the next value fails, by dry runs."),

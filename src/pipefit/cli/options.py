@@ -13,6 +13,13 @@ Precision = Literal[
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
 PRECISIONS = ", ".join(get_args(Precision))
+Cast = Annotated[
+    Precision | None,
+    typer.Option(
+        metavar="DTYPE", help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}."
+    ),
+]
+Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Recomputed = Literal["never", "except_last", "except_one", "always"]
 Recompute = Annotated[

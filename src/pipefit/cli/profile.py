@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import PRECISIONS, Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.options import Cast, Json, Model, Output, Recompute, Settings, Target, Threads
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,14 +39,8 @@ def command(
         typer.Option(help="Where to profile; fake builds no model, the others measure time too."),
     ] = "fake",
     target: Annotated[Target, typer.Option(help="Kind of device whose kernels decide what autograd saves.")] = "cpu",
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")] = 1,
+    precision: Cast = None,
+    threads: Threads = 1,
     tensor: Annotated[
         list[int],
         typer.Option(
