@@ -17,7 +17,7 @@ def test_bert_on_a_v100_and_an_a100() -> None:
 
 @pytest.mark.gallery
 @pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.what)
-def test_training_throughput(case: Published) -> None:
+def test_estimates_are_within_a_quarter_of_published_throughput(case: Published) -> None:
     """Every row: BERT and GPT on a V100 and an A100, within a quarter of what was published."""
     assert abs(throughput(case).over) < WITHIN
 

@@ -274,7 +274,7 @@ def test_hugging_face_models_pass_with_dropout(name: str) -> None:
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "mixed-bfloat16"])
 @pytest.mark.parametrize("model", [forgetful.Dropping, forgetful.DrawingInVain])
-def test_dropout_passes(model: type[nn.Module], precision: Any) -> None:
+def test_a_chain_draws_the_dropout_of_its_module(model: type[nn.Module], precision: Any) -> None:
     """Draws are the same, in whatever precision, and also behind one that nobody uses."""
     assert named(numbers(task_of(model, precision=precision))) == []
 

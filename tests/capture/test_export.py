@@ -58,7 +58,7 @@ def test_children_of_containers_are_blocks() -> None:
     ]  # fmt: skip
 
 
-def test_granularities_nest() -> None:
+def test_layers_are_finer_than_halves_and_halves_than_blocks() -> None:
     """Halves are finer than blocks, layers finer than halves; the layers are the same for all of them."""
     tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "layers")]
     chains = [captured(task) for task in tasks]

@@ -109,7 +109,7 @@ def test_labels_may_stay_outside() -> None:
         ("gemma4_assistant", {}, "hidden_size_per_layer_input must be 0"),
     ],
 )
-def test_refusals_help(name: str, settings: dict[str, object], words: str) -> None:
+def test_a_refusal_of_a_name_or_setting_says_what_would_do(name: str, settings: dict[str, object], words: str) -> None:
     """An unknown name or setting is answered with the nearest one, a wrong value with what would do."""
     with pytest.raises(UsageError, match=words):
         hf(name, **settings)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_words_of_a_model_of_several() -> None:
     assert words // 2 < int(tokens.max()) < words
 
 
-def test_without_transformers() -> None:
+def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:
     """The missing extra is named, with the command that installs it."""
     with (
         mock.patch.dict(sys.modules, {"transformers": None}),

@@ -47,7 +47,7 @@ def test_private_interfaces_are_where_we_expect() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_models_train(target: Target, name: str) -> None:
+def test_a_model_trains_after_it_was_moved_to_a_fake_device(target: Target, name: str) -> None:
     """Forward, backward and step run, for a model built plainly and then moved, in single and half precision."""
     build, shape = MODELS[name]
     with FakeTarget(target) as fake:
@@ -70,7 +70,7 @@ def test_losses_without_shapes_in_torch_train() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_optimizers_step(target: Target, name: str) -> None:
+def test_state_of_every_optimizer_is_as_large_as_the_parameters(target: Target, name: str) -> None:
     """Every implementation of an optimizer steps; its state is on the device, as large as the parameters."""
     with FakeTarget(target) as fake:
         model = cnn().to(fake.device)

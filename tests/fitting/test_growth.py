@@ -272,7 +272,7 @@ def test_recomputing_fits_more() -> None:
     assert [fit.best.certified_bytes for fit in found] == [None, None]
 
 
-def test_nothing_fits() -> None:
+def test_where_nothing_fits_the_refusal_has_device_stage_and_bytes() -> None:
     """Where the first value is too large, or the last device too few, the refusal has device, stage and bytes."""
     small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2, planner="exact")
     with pytest.raises(InfeasibleError, match=r"^not even width=2 fits: device \d needs .* over its 128 B$"):

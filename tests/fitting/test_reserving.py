@@ -156,7 +156,7 @@ def test_a_dry_run_is_told() -> None:
     assert heard == ["a dry run of 1 process"]
 
 
-def test_planning_ends() -> None:
+def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
     """A planner that makes the same plan again and again is asked a few times, and its plan refused."""
     make = planned(1)
     made = make(gpus(1 << 32))

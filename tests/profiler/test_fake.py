@@ -150,7 +150,9 @@ def test_work_of_a_linear_layer() -> None:
         (torch.optim.RMSprop, 1, 4),
     ],
 )
-def test_optimizer_state(optimizer: Callable[..., torch.optim.Optimizer], states: int, rest: int) -> None:
+def test_optimizer_state_is_a_multiple_of_the_parameters(
+    optimizer: Callable[..., torch.optim.Optimizer], states: int, rest: int
+) -> None:
     """State is a multiple of the parameters, and with some optimizers a count a parameter; gradients are as large."""
     task = task_of(lambda: [nn.Linear(8, 4)], optimizer=optimizer)
     (cost,) = profile(task, microbatch_size=SIZE).measurements[0].kinds

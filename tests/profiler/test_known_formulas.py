@@ -83,7 +83,7 @@ def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], prec
 
 @pytest.mark.gallery
 @pytest.mark.parametrize(("name", "size"), zip(["gpt", "bert"], PUBLISHED, strict=True))
-def test_published_sizes(name: str, size: tuple[int, int, int, int]) -> None:
+def test_formulas_hold_at_the_sizes_of_the_accuracy_page(name: str, size: tuple[int, int, int, int]) -> None:
     """The same at the sizes of the table in docs/accuracy.md."""
     test_a_float16_block_with_score_matrices(name, size)
     test_a_float16_block_with_flash_attention(name, size)

@@ -20,7 +20,7 @@ from tiny import plan_of, task_of
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
 
-OFTEN = (  # which `test_cases_differ` holds to be of all kinds
+OFTEN = (  # which `test_the_cases_of_a_run_cover_every_kind_of_plan` holds to be of all kinds
     *("mlp-1", "mlp-2", "gpt-0", "bert-1", "bert-2", "vgg11-1"),
     *("strided-0", "skips-0", "time major-1", "encoder-0"),
 )
@@ -41,7 +41,7 @@ def test_dry_run_and_simulator_are_exact(name: str) -> None:
         assert account.dry_run_bytes == account.simulated_bytes == account.oracle_bytes, account.case
 
 
-def test_cases_differ() -> None:
+def test_the_cases_of_a_run_cover_every_kind_of_plan() -> None:
     """Those of every run cover all schedules, one to four devices with one or several stages, runs and whole stages
     that are recomputed, both kinds of attention, dropout on and off.
     """

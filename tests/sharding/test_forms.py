@@ -122,7 +122,9 @@ def test_a_split_seen_through_a_reshape_divides_the_same_elements(
         ([24], [4, 6], Split(0), Split(0)),
     ],
 )
-def test_known_reshapes(before: list[int], after: list[int], split: Split, found: Split | None) -> None:
+def test_reshapes_of_heads_and_fused_projections_keep_what_is_divided(
+    before: list[int], after: list[int], split: Split, found: Split | None
+) -> None:
     """What models do to heads and fused projections."""
     assert through_reshape(before, after, split, 2) == found
 

@@ -132,7 +132,7 @@ def test_average_pools_have_the_same_weights() -> None:
     assert kernels == [[2, 3], [2]]
 
 
-def test_it_learns() -> None:
+def test_the_loss_falls_by_a_third_on_fresh_batches() -> None:
     """A tiny one lowers its median loss on fresh batches by a third within 24 steps."""
     torch.manual_seed(0)
     task = build("amoebanet", **SMALL, lr=0.01)

@@ -28,7 +28,7 @@ def parameters(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("layers", "hidden", "vocabulary", "sequence"), [(1, 4, 1, 1), (3, 24, 31, 10), (2, 64, 7, 99)]
 )
-def test_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
+def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
     """V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     ends = vocabulary * hidden + sequence * hidden + 4 * hidden, hidden**2 + 3 * hidden, vocabulary * (hidden + 1)
@@ -77,7 +77,7 @@ def test_an_answer_stands_between_hidden_tokens(mask: bool) -> None:
     torch.testing.assert_close(task.loss(logits, places), (each[0] + each[1]) / 2)
 
 
-def test_readable_names() -> None:
+def test_layers_are_named_after_their_part_and_place() -> None:
     """The layers are the embedding, numbered blocks, the head's transform and the head."""
     assert [name for name, _ in chain_of().named_children()] == ["embedding", "block0", "block1", "transform", "head"]
 

@@ -27,7 +27,7 @@ def parameters(module: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("layers", "hidden", "vocabulary", "sequence"), [(1, 4, 1, 1), (3, 24, 31, 10), (2, 64, 7, 99)]
 )
-def test_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
+def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocabulary: int, sequence: int) -> None:
     """2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters in L + 3 layers."""
     chain = chain_of(layers=layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     block = 12 * hidden**2 + 13 * hidden
@@ -53,13 +53,13 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert chain.get_parameter("head.weight").std() < 0.05
 
 
-def test_intermediate_size() -> None:
+def test_intermediate_sets_the_width_of_the_feed_forward_pair() -> None:
     """`intermediate` sets the feed-forward width: 2 H + 1 parameters per unit and block."""
     wide, narrow = chain_of(intermediate=50), chain_of(intermediate=20)
     assert parameters(wide) - parameters(narrow) == 3 * 30 * (2 * 24 + 1)
 
 
-def test_readable_names() -> None:
+def test_layers_are_named_after_their_part_and_place() -> None:
     """The layers are the embedding, numbered blocks, the norm and the head."""
     assert [name for name, _ in chain_of().named_children()] == [
         "embedding",
@@ -132,7 +132,7 @@ def test_attention_drops_only_in_training(attention: str) -> None:
     assert torch.equal(attend(hidden), attend(hidden))
 
 
-def test_positions_matter() -> None:
+def test_a_token_has_another_embedding_at_another_place() -> None:
     """The same token at two places gets two embeddings."""
     embedded = chain_of().get_submodule("embedding")(torch.full((1, 10), 5))
     assert not torch.equal(embedded[0, 0], embedded[0, 1])

@@ -39,7 +39,7 @@ def test_published_parameter_counts(blocks: tuple[int, ...], count: int) -> None
     assert len(chain) == sum(blocks) + 7
 
 
-def test_resnet101() -> None:
+def test_resnet101_is_resnet_with_its_blocks() -> None:
     """`resnet101` is `resnet` with its blocks, settings and all; 40 layers."""
     assert parameters(described("resnet101")) == 44_549_160
     assert len(described("resnet101")) == 40
@@ -50,7 +50,7 @@ def test_resnet101() -> None:
 RESNETS = ("resnet", "resnet101")
 
 
-def test_readable_names() -> None:
+def test_layers_are_named_after_their_part_and_place() -> None:
     """The stem's four layers, blocks by group and place, and the end's three."""
     blocks = ["block1_1", "block1_2", "block2_1"]
     names = [name for name, _ in described(**SMALL).named_children()]

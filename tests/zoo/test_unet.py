@@ -38,12 +38,12 @@ def test_published_parameter_counts(convolutions: int, width: int, millions: flo
 
 
 @pytest.mark.parametrize(("depth", "convolutions"), [(1, 1), (2, 3), (5, 2)])
-def test_layer_count(depth: int, convolutions: int) -> None:
+def test_every_block_but_the_last_has_a_step_behind_it(depth: int, convolutions: int) -> None:
     """(2 D + 1) (B + 1) layers: blocks with a step behind each but the last, and the head."""
     assert len(described(depth=depth, convolutions=convolutions)) == (2 * depth + 1) * (convolutions + 1)
 
 
-def test_readable_names() -> None:
+def test_layers_are_named_after_their_part_and_place() -> None:
     """Layers are named after what they do, their level and their place."""
     down, up = ["encode1_1", "down1", "encode2_1", "down2"], ["up2", "decode2_1", "up1", "decode1_1"]
     assert [name for name, _ in chain_of(**SMALL).named_children()] == [*down, "bottom_1", *up, "head"]

@@ -27,7 +27,7 @@ def test_published_parameter_count() -> None:
     assert parameters(chain.get_submodule("fc1")) == 102_764_544
 
 
-def test_torchvision_order() -> None:
+def test_layers_are_torchvisions_in_its_order() -> None:
     """Thirty layers: 21 features, pool, flatten, 7 classifier, of torchvision's types in its order."""
     conv, relu, pool, linear, drop = nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.Linear, nn.Dropout
     one, two = [conv, relu, pool], [conv, relu, conv, relu, pool]
@@ -39,7 +39,7 @@ def test_torchvision_order() -> None:
     assert [type(layer) for layer in chain] == [*features, nn.AdaptiveAvgPool2d, nn.Flatten, *classifier]
 
 
-def test_readable_names() -> None:
+def test_layers_are_named_after_their_part_and_place() -> None:
     """Layers are named after their group and place."""
     names = [name for name, _ in chain_of().named_children()]
     assert names[:4] == ["conv1_1", "relu1_1", "pool1", "conv2_1"]
@@ -57,7 +57,7 @@ def test_dropout_and_inplace_are_settings() -> None:
 
 
 @pytest.mark.parametrize(("width", "classes"), [(1, 1), (2, 10), (8, 3)])
-def test_closed_form(width: int, classes: int) -> None:
+def test_parameters_are_those_of_the_closed_form(width: int, classes: int) -> None:
     """Convolutions of 3 x 3 over w, 2w, 4w, 4w, 8w, ... channels and the classifier's three products, plus biases."""
     convolutions = 9 * (3 * width + (2 + 8 + 16 + 32 + 3 * 64) * width**2) + 43 * width
     classifier = (8 * 49 * width + 1) * 64 * width + (64 * width + 1) * 64 * width + (64 * width + 1) * classes

@@ -132,7 +132,7 @@ def test_every_parameter_learns(case: str) -> None:
 
 @every_small
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(case: str, dtype: torch.dtype) -> None:
+def test_a_model_in_half_precision_has_a_loss_in_single(case: str, dtype: torch.dtype) -> None:
     """After `.to(dtype)`, inputs of that type too, gradients are of that type and the loss is float32."""
     torch.manual_seed(0)
     task = small(case)
@@ -245,7 +245,9 @@ def test_optimizer_and_rate_are_settings(name: str, optimizer: str, kind: type[t
         ("unet", torch.optim.SGD, 0.1),
     ],
 )
-def test_default_optimizers(name: str, kind: type[torch.optim.Optimizer], rate: float) -> None:
+def test_transformers_default_to_adamw_and_the_others_to_sgd(
+    name: str, kind: type[torch.optim.Optimizer], rate: float
+) -> None:
     """Transformers default to AdamW at 3e-4, the others to SGD at the rate that trains them."""
     made = zoo.build(name).optimizer([nn.Parameter(torch.zeros(2))])
     assert type(made) is kind
