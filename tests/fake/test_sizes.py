@@ -114,6 +114,22 @@ def test_two_traces_do_for_all_sizes() -> None:
     assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
 
 
+def test_a_chain_by_hand_is_made_once() -> None:
+    """It does not depend on the number of samples; each that is asked for has the form of its batch."""
+    task = build("mlp", widths=(8,), inputs=4)
+    assert traces(task, 3, 2, 5, 1) == [1]
+    assert traces(task, 8, 2, 5, 1) == [8]
+
+    def batch(size: int) -> tuple[Tensor | list[Tensor], Tensor]:
+        inputs = torch.randn(size, 4)
+        return [inputs] if size > 2 else inputs, torch.zeros(size, dtype=torch.int64)
+
+    odd, fake = replace(task, batch=batch), FakeTarget("cpu")
+    chains = Chains(odd, EVERY)
+    with fake:
+        assert [chains.of(samples, fake).layers[0].packing for samples in (1, 3, 2)] == ["bare", "list", "bare"]
+
+
 def test_lines_of_code_are_traced_where_they_are_told() -> None:
     """They take a quarter of a trace. One without is made again with them where a block could not be divided, and from
     then on at once.

@@ -86,6 +86,14 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
     assert rows["float32"].need_bytes == lowest_peak(1, 1)
 
 
+def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer microbatches are looked at, and the same precisions, with the same bytes."""
+    monkeypatch.setattr("pipefit.fitting.overview._MANY_LAYERS", 3)
+    found = pipefit.fit(TASK, "emulated:2x96KiB", microbatches=2, target="cuda")
+    assert found.precisions == seen(96).precisions and len(found.precisions) == 4
+    assert set(found.sizes) <= {1, 4, 16}
+
+
 def test_replicas_divide_more_state_from_row_to_row() -> None:
     """Plain data parallelism takes what one device does; each step of ZeRO takes less by the part that others hold."""
     found = seen(96)

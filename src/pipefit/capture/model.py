@@ -46,16 +46,14 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
             f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut; "
             "pass at least one tensor"
         )
-    wanted = None if targets is None else Tree.of("the targets", targets)
     whole = couples(task, module)
     if _is_chain(module):
-        layers, given = _by_hand(module, task.name, whole=whole), Tree.of("the inputs", inputs)
-        _check_inputs(task.name, inputs, given)
-        layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
         blocks = (Block(name=WHOLE, layers=1, undivided=WHY),) if whole else ()
-        found = Chain(task.name, layers, blocks=blocks, inputs=given, targets=wanted, criterion=task.loss)
+        layers, given = _by_hand(module, task.name, whole=whole), Tree.of("the inputs", inputs)
+        made = Chain(task.name, layers, blocks=blocks, inputs=given, criterion=task.loss)
+        found = with_batch(made, inputs, targets)
     else:
-        found = traced_chain(task, module, inputs, wanted, target, whole=whole)
+        found = traced_chain(task, module, inputs, _wanted(targets), target, whole=whole)
     _refuse_shared_hooks(found)
     if task.autocast is None:
         return found
@@ -90,6 +88,23 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     """
     named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
     return nn.Sequential(OrderedDict(named))
+
+
+def with_batch(chain: Chain, inputs: Any, targets: Any) -> Chain:
+    """A chain by hand for batches like these.
+
+    Raises:
+        UsageError: its first layer cannot take such inputs.
+    """
+    given = Tree.of("the inputs", inputs)
+    _check_inputs(chain.name, inputs, given)
+    first, *others = chain.layers
+    layers = (replace(first, packing=packing_of(inputs)), *others)
+    return replace(chain, layers=layers, inputs=given, targets=_wanted(targets))
+
+
+def _wanted(targets: Any) -> Tree | None:
+    return None if targets is None else Tree.of("the targets", targets)
 
 
 def _is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:

@@ -1,8 +1,8 @@
 """The chains of a task over fake tensors, for any number of samples, of which few are traced.
 
 A traced model is captured for the fewest and the most samples that are of interest, one beside the other, and the
-chains between are written from these two (`capture.sizes`), where that can be done. Every chain that is asked for has
-tensors of its own.
+chains between are written from these two (`capture.sizes`), where that can be done. A chain by hand is the same for any
+number of samples, and is made once. Every chain that is asked for has tensors of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.beside import beside
 from pipefit.capture.chain import Chain
+from pipefit.capture.model import with_batch
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.sizes import Family, Sketch
 from pipefit.capture.task import Task
@@ -50,10 +51,12 @@ class Chains:
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain for so many samples, of which `like` is a batch, over tensors of `fake`. Call it inside `fake`."""
-        if samples not in self._traced:
+        if samples not in self._traced and self._by_hand is None:
             self._begin(fake)
             if samples in (self._known[1:] if self._traced.keys() & self._known[:1] else self._known[1:-1]):
                 self.family(fake)
+        if self._by_hand is not None:
+            return with_batch(chain_again(self._by_hand, fake), *(like or sample(self.task, samples)))
         if samples in self._traced:
             return chain_again(self._traced[samples], fake)
         family = self._family
@@ -62,6 +65,11 @@ class Chains:
         made = chain_again(family.chain, fake)
         family.write(made, samples)
         return made
+
+    @property
+    def _by_hand(self) -> Chain | None:
+        """The chain, if it is one by hand and was made."""
+        return next((chain for chain in self._traced.values() if not chain.traced), None)
 
     def checked(self, sizes: Iterable[int], fake: FakeTarget) -> Callable[[], bool]:
         """Begin to trace the model with these numbers of samples: a function that tells whether the chains for them
@@ -112,10 +120,12 @@ class Chains:
     def _between(self, few: int, many: int, fake: FakeTarget) -> Family | None:
         """The family of two traces; None where there is none, or one of them fails."""
         try:
-            if few not in self._traced:
+            if few not in self._traced and self._by_hand is None:
                 self._trace(few, fake)
+            if self._by_hand is not None:
+                return None
             return Family.of(self._traced[few], few, self._most() if self._most else None, many)
-        except (UsageError, KeyError):  # whoever asks for this size is told; or it is a chain by hand
+        except UsageError:  # whoever asks for this size is told
             return None
 
     def _sketched(self, samples: int, target: Target) -> Sketch | None:
@@ -127,9 +137,9 @@ class Chains:
 
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain of a trace. One that is kept stays as it is, and a copy is returned."""
-        like = sample(self.task, samples) if like is None else like
+        like = like or sample(self.task, samples)
         made = self._quickly(fake, like) or fake_chain(self.task, fake, like)
-        if not (self._sizes and made.traced):
+        if not self._sizes:
             return made
         self._traced[samples] = made
         return chain_again(made, fake)

@@ -1,10 +1,10 @@
 """Does a model fit, on one screen: on 1, 2, 4 and 8 devices, kept, recomputed and moved, in every precision.
 
 Every number but those of `Replicated` is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
-Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds; so are precisions
-other than the task's left out there. Costs a profile for each size of microbatch and each precision, a fraction of a
-second for each plan that keeps everything, and a short search for each that does not. For one number exactly, such as
-the largest microbatch, `pipefit.fitting.certified` is the place.
+Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds. Costs a profile for
+each size of microbatch and each precision, a fraction of a second for each plan that keeps everything, and a short
+search for each that does not. For one number exactly, such as the largest microbatch, `pipefit.fitting.certified` is
+the place.
 """
 
 from __future__ import annotations
@@ -253,9 +253,9 @@ def _blocks(plan: Plan) -> Iterator[tuple[LayerCost, ...]]:
 
 
 def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
-    """The usual precisions but the task's own one, unless the model has very many layers."""
+    """The usual precisions but the task's own one."""
     chains = dict[object, Chains]()
-    for precision in (other for other in _PRECISIONS if other != own and not look.many):
+    for precision in (other for other in _PRECISIONS if other != own):
         cast = replace(task, precision=precision)
         types = cast.dtype, cast.autocast
         known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
