@@ -43,7 +43,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)
     _refuse_strange((inputs, targets), task.name)
-    return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
+    with real():
+        return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
 
 
 def _refuse_strange(batch: Sample, name: str) -> None:
