@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from every_plan import every_plan, simulated
+from pipefit import planner
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import State
@@ -107,6 +109,20 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     check_certified(found, ours)
     assert found.best.value > split.best.value and found.best.plan.decisions
     assert not any(isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions)
+
+
+def test_alternatives_are_those_of_the_answer_alone() -> None:
+    """They are looked for once, however many values are tried, and are those of its plan."""
+    demand = Demand(cluster=Cluster.emulated((2, 32 * KIB)), batch_size=4, **ALONE)
+    growth = setting("layers", trained, demand, range(2, 5))
+    with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
+        found = find(growth, certify=False)
+    assert len(found.tried) > 2 and looked.call_count == 1
+    again = growth.plan(growth.profiles(found.best.value), found.best.value).complete()
+    assert found.best.plan.alternatives == again.alternatives != ()
+    assert [one.plan.alternatives for one in found.tried if one.value != found.best.value] == [()] * (
+        len(found.tried) - 1
+    )
 
 
 @pytest.mark.parametrize("planner", ["exact", "joint"])

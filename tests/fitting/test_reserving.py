@@ -20,7 +20,7 @@ from pipefit.errors import InfeasibleError
 from pipefit.fitting import reserving
 from pipefit.fitting.on_the_way import Proposal
 from pipefit.fitting.reserving import plan_reserving as reserving_of_proposals
-from pipefit.planner import plan
+from pipefit.planner import Answer, plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -67,7 +67,7 @@ def plan_reserving(task: Task, cluster: Cluster, make: Callable[[Cluster], Plan]
 
     def propose(within: Cluster) -> Proposal:
         made = make(within)
-        return Proposal(made, lambda: made)
+        return Proposal(made, lambda: Answer(made))
 
     return reserving_of_proposals(task, cluster, propose)
 
@@ -150,9 +150,8 @@ def test_a_dry_run_is_told() -> None:
     """Of many devices it takes as long as the search, which is over then."""
     heard = list[str]()
     made = planned(1)(gpus(1 << 32))
-    reserving_of_proposals(
-        stack(), gpus(1 << 32), lambda _: Proposal(made, lambda: made), progress=lambda *told: heard.append(told[2])
-    )
+    proposal = Proposal(made, lambda: Answer(made))
+    reserving_of_proposals(stack(), gpus(1 << 32), lambda _: proposal, progress=lambda *told: heard.append(told[2]))
     assert heard == ["a dry run of 1 process"]
 
 
@@ -180,7 +179,8 @@ def test_what_is_settled_is_run_dry() -> None:
     """Where the model does otherwise than a proposal says, the plan that comes of it is, and it alone is told."""
     make = planned()
     first, second = make(gpus(1 << 30, 1 << 30)), make(gpus(1 << 31, 1 << 31))
+    proposal = Proposal(first, lambda: Answer(second))
     with mock.patch.object(reserving, "certify", wraps=certify) as dry:
-        found = reserving_of_proposals(stack(), gpus(1 << 31, 1 << 31), lambda _: Proposal(first, lambda: second))
+        found = reserving_of_proposals(stack(), gpus(1 << 31, 1 << 31), lambda _: proposal)
     assert [call.args[1] for call in dry.call_args_list] == [first, second]
     assert found.cluster == second.cluster

@@ -2,7 +2,7 @@
 
 A plan costs a profile over fake tensors and a search; a dry run costs every action of two steps. So the search
 uses plans, and only the two neighbours are run. Where a dry run contradicts its plan, the search goes on with the peaks
-of the dry run.
+of the dry run. Alternatives are looked for to the plan of the answer alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipefit.fits import Attempt, Fit
 from pipefit.fitting.attempts import attempt
 from pipefit.fitting.growth import Growth
 from pipefit.fitting.search import Edge, edge
+from pipefit.planner import Answer
 from pipefit.runtime import certify as dry_run
 
 Progress = Callable[[int, int, str], None]
@@ -52,6 +53,7 @@ class _Search:
     progress: Progress | None
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    fitting: tuple[int, Answer] | None = None  # the last that fits; earlier ones would hold all that was searched
 
     def holds(self, value: int) -> bool | None:
         """The statement at `value`; None where it is refused."""
@@ -62,7 +64,9 @@ class _Search:
             except UsageError as refusal:
                 self.refused[value] = str(refusal)
             else:
-                self.known[value] = attempt(value, self.growth.plan(profiles, value))
+                found = self.growth.plan(profiles, value)
+                self.known[value] = attempt(value, found.plan)
+                self.fitting = (value, found) if self.known[value].fits else self.fitting
         known = self.known.get(value)
         return None if known is None else known.fits == (self.growth.sense == "largest")
 
@@ -72,6 +76,13 @@ class _Search:
         planned = self.known[value]
         trace = dry_run(self.growth.task(value), planned.plan)
         self.known[value] = replace(planned, certified_bytes=trace.peak_bytes)
+
+    def complete(self, value: int) -> Attempt:
+        """The attempt, with a plan that has its alternatives."""
+        self._say("alternatives to", value)
+        if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit where its plan did
+            self.fitting = value, self.growth.plan(self.growth.profiles(value), value)
+        return replace(self.known[value], plan=self.fitting[1].complete())
 
     def _say(self, what: str, value: int) -> None:
         if self.progress is not None:
@@ -86,6 +97,7 @@ def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
     if best is None:
         assert beyond is not None  # something was tried
         raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")
+    search.known[best] = search.complete(best)
     return Fit(
         grown=growth.name,
         sense=growth.sense,

@@ -18,8 +18,7 @@ from pipefit.fits import Sense, named_value
 from pipefit.fitting.attempts import attempt
 from pipefit.fitting.on_the_way import Proposal, plan_on_the_way, sizes_asked
 from pipefit.places import Member, MemberKind
-from pipefit.planner import ON_GRIDS, Asked, Means
-from pipefit.plans import Plan
+from pipefit.planner import ON_GRIDS, Answer, Asked, Means
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Target
 from pipefit.schedule.whole_stages import Recompute
@@ -84,7 +83,7 @@ class Demand:
         known(microbatch_size or self.microbatch_size or 1)
         return known
 
-    def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Plan:
+    def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
         """The plan, whether or not it fits: without shards, or with the fewest with which it fits; with sequence
         parallelism where it can be had and lowers what the planner minimises.
         """
@@ -92,16 +91,16 @@ class Demand:
         make = partial(plan_on_the_way, known, within, **asked)
         chooses = self.planner in ON_GRIDS
         ranks = self.tensor or 1
-        plan = _divided(make, ranks, along=chooses and ranks > 1)
-        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, plan).fits:
+        found = _divided(make, ranks, along=chooses and ranks > 1)
+        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, found.plan).fits:
             ranks *= 2
             with suppress(UsageError):  # so many ranks cannot divide the layers
                 divided = _divided(make, ranks, along=True)
-                plan = divided if attempt(0, divided).fits else plan
-        return plan
+                found = divided if attempt(0, divided.plan).fits else found
+        return found
 
 
-def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Plan:
+def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
     """The plan with so many shards, which may divide positions too (`along`) if they can.
 
     Raises:
@@ -109,8 +108,8 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Plan:
     """
     if along:
         with suppress(UsageError):
-            return make(shards=(ranks,), along=True).settled()
-    return make(shards=(ranks,)).settled()
+            return make(shards=(ranks,), along=True).answer()
+    return make(shards=(ranks,)).answer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,7 @@ class Growth:
     values: range
     task: Callable[[int], Task]
     profiles: Callable[[int], OnDemand]
-    plan: Callable[[OnDemand, int], Plan]
+    plan: Callable[[OnDemand, int], Answer]
 
     def named(self, value: int) -> str:
         """`layers=12`, or `memory=13.50 GiB`."""

@@ -18,12 +18,16 @@ from pipefit.training import Training
 
 
 class Proposal(NamedTuple):
-    """A plan without its alternatives, and what it comes to: itself with them, or another one where the model does
-    otherwise than its profiles say.
+    """A plan without its alternatives, and what it comes to: itself, or another one where the model does otherwise than
+    its profiles say.
     """
 
     plan: Plan
-    settled: Callable[[], Plan]
+    answer: Callable[[], Answer]
+
+    def settled(self) -> Plan:
+        """What it comes to, with its alternatives."""
+        return self.answer().complete()
 
 
 def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
@@ -73,7 +77,4 @@ def plan_on_the_way(
     as_traced = known.checked(used if attempt(0, made).fits else None)
     (others,) = beside(found.others, forks=runs_dry)
 
-    def settled() -> Plan:
-        return (Answer(made, others) if as_traced() else make()).complete()
-
-    return Proposal(made, settled)
+    return Proposal(made, lambda: Answer(made, others) if as_traced() else make())
