@@ -29,9 +29,10 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TypeVar
 
+from pipefit.signals import ENDING
+
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _LENGTH = 8  # bytes in which the fork tells how long a result is
 
@@ -139,7 +140,7 @@ def _begin(parent: int) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
-    for number in _SIGNALS:
+    for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     _forks.set(None)
     logging.disable()

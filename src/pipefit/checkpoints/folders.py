@@ -7,7 +7,6 @@ removed, and links are not followed.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import weakref
@@ -158,10 +157,14 @@ class Hold:
     file system has no locks, everybody gets it.
 
     Raises:
-        FileError: another training is saving there, or the folder cannot be made.
+        FileError: another training is saving there, or the folder cannot be made; or this is Windows.
     """
 
     def __init__(self, directory: Path) -> None:
+        if not hasattr(os, "O_DIRECTORY"):
+            raise FileError(
+                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on Linux"
+            )
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -169,7 +172,7 @@ class Hold:
             raise FileError(f"{_named(directory)} cannot be made: {error.strerror}; save to another folder") from None
         self._give_up = weakref.finalize(self, _unlocked, self._folder)
         try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._folder)
         except BlockingIOError:
             self.release()
             raise FileError(f"another training is saving to {_named(directory)}: save to another folder") from None
@@ -181,8 +184,16 @@ class Hold:
         self._give_up()
 
 
+def _lock(folder: int) -> None:
+    import fcntl  # not on Windows, where checkpoints are read and none is saved
+
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _unlocked(folder: int) -> None:
     """Unlock explicitly, as processes that were forked meanwhile may have the folder open too."""
+    import fcntl
+
     with suppress(OSError):
         fcntl.flock(folder, fcntl.LOCK_UN)
     os.close(folder)

@@ -64,7 +64,7 @@ def _abilities(facts: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     gpus = len(facts["gpus"])
     yield "plan, simulate, show and compare", True
     yield "profile and certify on fake tensors, for cpu and cuda", has_torch
-    yield "train on emulated devices", facts["gloo"]
+    yield "train on emulated devices, by worker processes", facts["gloo"] and hasattr(os, "memfd_create")
     yield f"train on {gpus or 'CUDA'} GPUs" if gpus != 1 else "train on 1 GPU", gpus > 0 and facts["nccl"]
 
 

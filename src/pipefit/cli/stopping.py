@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from pipefit.signals import ENDING
+
 STOPPED = 130  # what shells say of a command that Ctrl-C ended
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _USUAL = (signal.SIG_DFL, signal.default_int_handler)
 _CLEAR = b"\r\x1b[2K\x1b[?25h"  # the line of a progress bar; and the cursor, which it hides
 
@@ -51,7 +52,7 @@ def _handled(
     exception.
     """
     ours = threading.current_thread() is threading.main_thread()
-    usual = {number: signal.getsignal(number) for number in _SIGNALS if ours and chosen(number)}
+    usual = {number: signal.getsignal(number) for number in ENDING if ours and chosen(number)}
     for number in usual:
         signal.signal(number, handler or (signal.default_int_handler if number == signal.SIGINT else _raise))
     try:
@@ -69,7 +70,7 @@ def _raise(number: int, frame: object) -> None:
 
 def _end(number: int, frame: object) -> None:
     """Say a word, and end. What has been printed is kept, unless a second signal comes before it is out."""
-    for other in _SIGNALS:
+    for other in ENDING:
         signal.signal(other, lambda *_: os._exit(128 + number))
     word = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode()
     with suppress(Exception):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 
-# A terminal, or a scheduler that ends a job, sends these to all processes of a group
-TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+from pipefit.signals import ENDING
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def interrupts_held() -> Iterator[None]:
 
     # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
     ours = threading.current_thread() is threading.main_thread()
-    usual = {number: handler for number in TO_ALL if ours and callable(handler := signal.getsignal(number))}
+    usual = {number: handler for number in ENDING if ours and callable(handler := signal.getsignal(number))}
     for number in usual:
         signal.signal(number, hold)
     try:

@@ -81,8 +81,14 @@ def launch(
     The arguments are those of `pipefit.runtime.restarts.train`.
 
     Raises:
+        UsageError: this is not Linux.
         PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(
+            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
+            "script of your own around it"
+        )
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved)
@@ -95,16 +101,6 @@ def launch(
     if supervisor.unsaved:
         raise NotSaved(supervisor.unsaved, supervisor.trace())
     return supervisor.trace()
-
-
-def _nameless() -> int:
-    """A file in memory, which ends with the last process that has it open."""
-    if not hasattr(os, "memfd_create"):
-        raise UsageError(
-            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
-            "script of your own around it"
-        )
-    return os.memfd_create("pipefit-meeting")
 
 
 def _obstacle(error: OSError) -> str:
@@ -170,7 +166,7 @@ class _Supervisor:
     def _start(self, task: bytes, rank: int) -> None:
         """Start one worker; `stop` will find it, whatever happens meanwhile."""
         if self.meeting is None:
-            self.meeting = _nameless()
+            self.meeting = os.memfd_create("pipefit-meeting")  # it ends with the last process that has it open
         meeting, context = Passed(self.meeting), forks()
         assignment = Assignment(
             task=task, plan=self.plan, rank=rank, orders=self.orders, meeting=meeting, token=self.token

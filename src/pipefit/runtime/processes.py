@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipefit.runtime.sockets_folder import make_sockets_folder
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
 
 _ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
@@ -100,6 +101,8 @@ class Passed:
     number: int
 
     def __reduce__(self) -> tuple[Callable[..., Passed], tuple[Any, ...]]:
+        from multiprocessing.reduction import DupFd  # not on Windows
+
         return _arrived, (DupFd(self.number),)
 
 
