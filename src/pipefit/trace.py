@@ -234,6 +234,11 @@ class Trace(Shown):
         )
 
     @property
+    def last_seconds(self) -> float | None:
+        """Seconds of the last step; None without a clock, or without steps."""
+        return self.step_seconds[-1] if self.has_clock and self.step_seconds else None
+
+    @property
     def has_clock(self) -> bool:
         """Whether times are seconds: those of a dry run are positions in the program."""
         return self.source != "dry run"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from pipefit.capture import Chain, Task
 from pipefit.capture.sample import sample
 from pipefit.fake.chain import chain_again, fake_chain
-from pipefit.fake.target import FakeTarget, Target
+from pipefit.fake.target import FakeTarget
+from pipefit.profiles import Target
 from saving import TARGETS
 
 

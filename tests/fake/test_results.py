@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.fake.results import QuickFakeMode
-from pipefit.fake.target import FakeTarget, Target
+from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
+from pipefit.profiles import Target
 from saving import MODELS, OPTIMIZERS, TARGETS, train
 
 aten = torch.ops.aten

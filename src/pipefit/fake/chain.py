@@ -14,7 +14,8 @@ from pipefit.capture.copying import copied
 from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
-from pipefit.fake.target import FakeTarget, Target
+from pipefit.fake.target import FakeTarget
+from pipefit.profiles import Target
 
 
 def fake_chain(

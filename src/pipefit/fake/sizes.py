@@ -22,7 +22,8 @@ from pipefit.capture.sizes import Family, Sketch
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.chain import chain_again, fake_chain
-from pipefit.fake.target import FakeTarget, Target
+from pipefit.fake.target import FakeTarget
+from pipefit.profiles import Target
 
 _MOST = 256  # samples of which a batch is made only to trace the model
 

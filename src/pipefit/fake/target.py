@@ -39,7 +39,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
 from pipefit.fake.results import Known, QuickFakeMode
 from pipefit.kernels import Kernel, KernelMemory
-
-Target = Literal["cpu", "cuda"]
+from pipefit.profiles import Target
 
 aten = torch.ops.aten
 

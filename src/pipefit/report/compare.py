@@ -97,8 +97,8 @@ def compare(predicted: Trace, measured: Trace) -> Comparison:
         predicted_source=predicted.source,
         measured_source=measured.source,
         devices=tuple(rows),
-        predicted_seconds=_seconds(predicted),
-        measured_seconds=_seconds(measured),
+        predicted_seconds=predicted.last_seconds,
+        measured_seconds=measured.last_seconds,
         predicted_estimated=predicted.estimated,
         measured_estimated=measured.estimated,
     )
@@ -139,10 +139,6 @@ def _time(comparison: Comparison) -> str:
 
 def _how(estimated: bool) -> str:
     return " by estimates" if estimated else ""
-
-
-def _seconds(trace: Trace) -> float | None:
-    return trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else None
 
 
 def _list(devices: dict[int, int]) -> str:

@@ -144,19 +144,15 @@ def difference_of_traces(before: Trace, after: Trace) -> Difference:
         asked=tuple(asked),
         changes=(),
         devices=tuple(_device(n, ours.get(n), theirs.get(n)) for n in sorted({*ours, *theirs})),
-        before_seconds=_seconds(before),
-        after_seconds=_seconds(after),
+        before_seconds=before.last_seconds,
+        after_seconds=after.last_seconds,
         before_busy=_busiest(before),
         after_busy=_busiest(after),
     )
 
 
-def _seconds(trace: Trace) -> float | None:
-    return trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else None
-
-
 def _busiest(trace: Trace) -> float | None:
-    return max(trace.utilisation(), default=None) if _seconds(trace) else None
+    return max(trace.utilisation(), default=None) if trace.last_seconds else None
 
 
 def _device(number: int, before: DeviceTrace | None, after: DeviceTrace | None) -> DeviceDifference:

@@ -8,7 +8,6 @@ question, ends the training. (torchrun's `--max-restarts`, but for the way to th
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pipefit.errors import NotSaved, PeerLost, PipefitError, PipefitWarning, Usa
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
-from pipefit.runtime.orders import OnNan, Orders, orders
+from pipefit.runtime.orders import OnNan, Orders, Path, orders
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import not_finite
 from pipefit.texts import printable
@@ -30,7 +29,6 @@ from pipefit.validation import LONGEST_SECONDS, number, whole
 
 _STARTS = 5  # of workers that lose each other before they have done a step
 Replan = Callable[[Plan], Plan]
-Path = str | os.PathLike[str]
 
 
 def train(

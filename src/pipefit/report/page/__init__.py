@@ -186,9 +186,8 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
         share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
         sizes = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.budget_bytes)}"
         yield "fullest device", share, f"device {fullest.device}: {sizes}"
-    if not trace.has_clock or not trace.step_seconds or not trace.step_seconds[-1]:
+    if not (seconds := trace.last_seconds):
         return
-    seconds = trace.step_seconds[-1]
     yield "a step takes", format_seconds(seconds), "estimated" if trace.estimated else trace.source
     if plan is not None:
         yield "samples per second", format_number(plan.training.batch_size / seconds), _of_batch(plan)
@@ -265,7 +264,7 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
         return
     names = [(_STRETCHES[what], what) for what in _STRETCHES if any(stretch.what == what for stretch in flows)]
     yield f'<div class="legend">{markup.legend(names)}</div><div class="wide">{topology(plan, flows)}</div>'
-    seconds = trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else 0.0
+    seconds = trace.last_seconds or 0.0
     rows = []
     for stretch, nbytes in sorted(flows.items(), key=lambda item: -item[1])[:_MOST_STRETCHES]:
         taken = plan.cluster.route(stretch.source, stretch.target).seconds(nbytes)
