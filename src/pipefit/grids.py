@@ -6,12 +6,11 @@ computes a slice of every microbatch, or as shards, each of which holds a part o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipefit.errors import UsageError
-from pipefit.texts import counted, numbered
+from pipefit.texts import counted
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -143,15 +142,6 @@ class Stage:
                 "plans with one device for each stage, as --data 1 --tensor 1 makes them"
             )
         return self.devices[0]
-
-
-def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
-    """A sentence for every way in which devices share stages, with the numbers of these."""
-    for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
-        found = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
-        *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
-        runs = f"{', '.join(before)} and {last}" if before else last
-        yield f"Stage{'s' if found[1:] else ''} {runs} {'have' if found[1:] else 'has'} {way}."
 
 
 def dividing(size: int, data: int, batch: int | None) -> str:

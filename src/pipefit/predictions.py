@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipefit.cluster import Cluster
 from pipefit.compactions import Compaction
 from pipefit.errors import UsageError
 from pipefit.trace import AllocatorPeaks
-from pipefit.units import format_bytes
 from pipefit.validation import check_types
 
 TIGHT = 0.95  # of a GPU: what is not counted, such as cuDNN's workspaces, may take the rest
@@ -60,33 +58,3 @@ def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
 def fullness(part: float, *, tight: bool) -> str:
     """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`."""
     return f"{100 * part:.1f} %" + (" over" if part > 1 else " tight" if tight else "")
-
-
-def reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
-    """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
-    left = {cluster.reserves[device] for device in devices}
-    if any(left):
-        sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
-        yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
-    if prediction is not None and cluster.backend == "cuda":
-        yield _taken(cluster, prediction)
-        if tight := [str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)]:
-            named = f"device{'s' * (len(tight) > 1)} {', '.join(tight)}"
-            yield f"Tight: what is not counted, such as cuDNN's workspaces, may not find room on {named}."
-
-
-def _taken(cluster: Cluster, prediction: Prediction) -> str:
-    """Which process takes most of what its device has; or that it is not known."""
-    known = {device: process for device, process in enumerate(prediction.processes) if process}
-    if not known:
-        return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
-    fullest = max(known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes)
-    return f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
-
-
-def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
-    """What the process of a device takes, of what it has."""
-    return (
-        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its {format_bytes(memory)} "
-        f"({100 * process.process_bytes / memory:.1f} %): {process}"
-    )

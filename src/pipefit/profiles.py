@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -25,7 +25,6 @@ from pipefit.tables import Shown
 from pipefit.tensor_shares import Shares
 from pipefit.texts import counted, first_to_last
 from pipefit.training import Precision
-from pipefit.units import format_bytes
 
 Target = Literal["cpu", "cuda"]
 
@@ -295,13 +294,6 @@ class ModelProfile(Shown):
             f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of "
             "microbatches"
         )
-
-
-def told_copies(stages: Sequence[int]) -> list[str]:
-    """What half-precision copies of weights take in each of the stages, as a line; none where there are no copies."""
-    sizes = ", ".join(map(format_bytes, stages))
-    each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
-    return [f"Half-precision copies of weights: {each}, once for all microbatches."] if any(stages) else []
 
 
 def _between(tensor: Collection[int]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.compactions import Compaction, table
+from pipefit.compactions import Compaction
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
 from pipefit.planner.accounts import accounts
 from pipefit.plans import Plan
+from pipefit.report.compactions import table
 from pipefit.simulator import Simulation
 from tight import cluster, keeping_layer
 

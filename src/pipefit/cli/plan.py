@@ -158,6 +158,7 @@ def command(
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, deliver, told
     from pipefit.cli.progress import progress
+    from pipefit.report.plan import describe_plan
 
     check_output(output, profile, cluster)
     if not _is_model(profile) and (settings or target or precision):
@@ -189,7 +190,7 @@ def command(
             shard=shard,
         )
     built = built_with(profile, settings) if _is_model(profile) else ""
-    deliver(made, output=output, as_json=as_json, describe=lambda: told(made.explanation, built))
+    deliver(made, output=output, as_json=as_json, describe=lambda: told(describe_plan(made), built))
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         on_stderr(
             "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "

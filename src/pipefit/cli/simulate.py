@@ -17,6 +17,7 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     from pipefit.cli.progress import progress
     from pipefit.files import load
     from pipefit.plans import Plan
+    from pipefit.report.plan import holds_for
     from pipefit.report.trace import describe_trace
     from pipefit.simulator import simulate
 
@@ -24,5 +25,5 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     document = load(plan, Plan)
     with progress("simulating"):
         trace = simulate(document, steps=steps)
-    told = [document.holds_for] if document.holds_for else []
+    told = filter(None, [holds_for(document)])
     deliver(trace, output=output, as_json=as_json, describe=lambda: [*describe_trace(trace), *told])

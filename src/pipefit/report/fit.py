@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
-from pipefit.grids import told_sharing
 from pipefit.predictions import fullness, is_tight
+from pipefit.report.plan import told_sharing
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes

@@ -17,6 +17,7 @@ from pipefit.report.compare import Comparison, describe_comparison
 from pipefit.report.difference import Difference, describe_difference
 from pipefit.report.fit import describe_fit
 from pipefit.report.overview import describe_overview
+from pipefit.report.plan import describe_plan
 from pipefit.report.post_mortem import describe_post_mortem
 from pipefit.report.profile import describe_measurement, describe_profile
 from pipefit.report.trace import describe_trace
@@ -50,7 +51,7 @@ _WORDS: dict[type, Callable[[Any], list[Block]]] = {
     Measurement: describe_measurement,
     ModelProfile: describe_profile,
     Overview: describe_overview,
-    Plan: lambda plan: list(plan.explanation),
+    Plan: describe_plan,
     PostMortem: describe_post_mortem,
     Trace: describe_trace,
     UncheckedProgram: describe_program,

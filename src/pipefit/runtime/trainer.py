@@ -160,7 +160,7 @@ class Trainer:
     def __repr__(self) -> str:
         """A line: of what plan, after how many steps, and of several workers which."""
         worker = f", worker {self.rank}" if self.distributed else ""
-        return f"<Trainer: {repr(self.plan)[7:-1]}, after {counted(self.steps_done, 'step')}{worker}>"
+        return f"<Trainer: {self.plan.headline}, after {counted(self.steps_done, 'step')}{worker}>"
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """A step on a pair (inputs, targets) on the host, or a dictionary of inputs; the mean loss, on every worker.

@@ -14,11 +14,11 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from pipefit.alternatives import priced
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.fits import Fit
 from pipefit.plans import Plan
 from pipefit.post_mortems import PostMortem
+from pipefit.report.alternatives import priced
 from pipefit.report.compare import Comparison, compare, describe_comparison
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
@@ -27,6 +27,7 @@ from pipefit.report.page.lesson import lesson
 from pipefit.report.page.scenes import KINDS, packed, scene
 from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
+from pipefit.report.plan import describe_plan, freed, head, predicted_seconds, sentences, stage_table
 from pipefit.report.post_mortem import categories, filled, largest, layers
 from pipefit.report.remedies import describe_remedies
 from pipefit.report.trace import describe_trace
@@ -87,7 +88,7 @@ def _post_mortem_page(found: PostMortem) -> str:
         _section("What would have fitted", html(describe_remedies(found))),
         _section("Over time", _drawing()),
         _section("What if", lesson(plan)),
-        _section("The plan in words", html(plan.explanation)),
+        _section("The plan in words", html(describe_plan(plan))),
     ]
     title = f"{plan.profile.model}: out of memory on device {found.device}"
     return _assembled(title, "".join(sections), [_scene(plan, run), _scene(plan, planned)])
@@ -155,14 +156,8 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
     yield _section("What is done about memory", *_decided(plan))
     yield _section("What if", lesson(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
-    yield _section("Plans that were not chosen", html(priced(plan.alternatives, _predicted_seconds(plan))))
-    stages, *told = plan.explanation[1 : len(plan.explanation) - bool(plan.alternatives)]
-    words = (block for block in told if isinstance(block, str))  # other tables stand above, and alternatives
-    yield _section("The plan in words", html([stages, *words]))
-
-
-def _predicted_seconds(plan: Plan) -> float:
-    return plan.prediction.step_seconds if plan.prediction else 0.0
+    yield _section("Plans that were not chosen", html(priced(plan.alternatives, predicted_seconds(plan))))
+    yield _section("The plan in words", html([stage_table(plan), *sentences(plan)]))
 
 
 def _uses(trace: Trace, category: int) -> bool:
@@ -175,7 +170,7 @@ def _head(plan: Plan | None, trace: Trace) -> str:
     room = "fits, tightly" if tight else "fits"
     verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
     title = plan.profile.model if plan else f"A {trace.source} trace"
-    where = html(plan.explanation[:1]) if plan else ""
+    where = html([head(plan)]) if plan else ""
     return markup.head(title, verdict, where, list(_facts(plan, trace)), fits=not over)
 
 
@@ -225,8 +220,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
 def _decided(plan: Plan) -> Iterator[str]:
     """Every decision with its reason, below what it does for its stage."""
-    told = [block for block in plan.explanation[2:] if isinstance(block, Table)]
-    yield html(told)
+    yield html(freed(plan))
     if not plan.decisions:
         yield "<p>Nothing is recomputed or moved away.</p>"
         return

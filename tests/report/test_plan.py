@@ -12,12 +12,13 @@ import pytest
 from made_up import alike, devices, profile, training, vgg_like
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage, told_sharing
+from pipefit.grids import Grid, Stage
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.profiles import Block
+from pipefit.report.plan import describe_plan, stage_table, told_sharing
 from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.trace import AllocatorPeaks, Stream, Trace
@@ -92,7 +93,7 @@ def test_many_stages_that_share_alike_are_said_as_a_run() -> None:
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
     """Layers by name, their count, the peak in bytes and as a part of the budget, with a bar of that length."""
     shown = made()
-    for stage, row in zip(shown.stages, shown.stage_table.rows, strict=True):
+    for stage, row in zip(shown.stages, stage_table(shown).rows, strict=True):
         peak = shown.prediction.peak_bytes[stage.device]
         assert row[2].startswith(f"layer{stage.start}") and row[2].endswith(f"layer{stage.stop - 1}")
         assert row[3] == str(stage.stop - stage.start)
@@ -114,9 +115,8 @@ def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
             replace(stage, start=start, stop=stop)
             for stage, (start, stop) in zip(taken.stages, ((0, cut), (cut, 30)), strict=False)
         )
-        table = replace(
-            taken, profile=replace(taken.profile, blocks=blocks), stages=stages, prediction=None, provenance=None
-        ).stage_table
+        profile = replace(taken.profile, blocks=blocks)
+        table = stage_table(replace(taken, profile=profile, stages=stages, prediction=None, provenance=None))
         assert table.columns[2] == heading
         assert [row[2] for row in table.rows] == named
         assert [row[3] for row in table.rows] == counts
@@ -125,7 +125,7 @@ def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
 def test_a_device_that_is_too_small_is_marked() -> None:
     """In its row, and in the sentence on what limits."""
     shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True)
-    assert any(row[7].endswith(" over") for row in shown.stage_table.rows)
+    assert any(row[7].endswith(" over") for row in stage_table(shown).rows)
     short = max(shown.prediction.peak_bytes) - 9000
     assert f"{format_bytes(short)} more than it has." in said(shown)
 
@@ -233,7 +233,7 @@ def test_where_the_peaks_hold_is_one_sentence() -> None:
     """Processor, instructions, torch and threads of the profile; nothing for kernels that were not measured."""
     shown = made()
     assumed = replace(shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3)
-    text = plain(replace(shown, profile=replace(shown.profile, assumptions=assumed)).explanation)
+    text = plain(describe_plan(replace(shown, profile=replace(shown.profile, assumptions=assumed))))
     (line,) = [line for line in text.splitlines() if "Some CPU" in line]
     assert line.startswith("Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere ")
     assert "elsewhere" not in said(shown)
@@ -261,11 +261,8 @@ def test_kernels_that_could_not_be_measured_are_named() -> None:
     unknown = [Kernel(operation=f"aten.{name}", peak_bytes=None, reason="too large") for name in ("mm", "sort", "cat")]
     for count, words in ((1, "aten.mm: too large."), (2, "aten.mm and 1 other: too large."), (3, " and 2 others: ")):
         memory = KernelMemory(kernels=(known, *unknown[:count]))
-        (line,) = [
-            line
-            for line in plain(replace(shown, profile=replace(shown.profile, kernels=memory)).explanation).splitlines()
-            if line.startswith("Peaks are without what kernels take inside ")
-        ]
+        text = plain(describe_plan(replace(shown, profile=replace(shown.profile, kernels=memory))))
+        (line,) = [one for one in text.splitlines() if one.startswith("Peaks are without what kernels take inside ")]
         assert words in line
     memory = KernelMemory(kernels=(known,))
     assert "without" not in said(replace(shown, profile=replace(shown.profile, kernels=memory)))

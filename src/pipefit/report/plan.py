@@ -1,0 +1,252 @@
+"""A plan in words: its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import comb
+
+from pipefit.cluster import Cluster
+from pipefit.decisions import What
+from pipefit.fingerprints import samples
+from pipefit.grids import Stage
+from pipefit.plans import Plan
+from pipefit.predictions import Prediction, fullness
+from pipefit.report.alternatives import paragraph
+from pipefit.report.compactions import table
+from pipefit.tables import Block, Table
+from pipefit.texts import counted, numbered
+from pipefit.trace import AllocatorPeaks
+from pipefit.units import format_bytes, format_number, format_seconds
+
+_BAR = 20  # characters
+_SIZES = "parameters", "peak", "of budget", "full", ""
+
+
+def describe_plan(plan: Plan) -> list[Block]:
+    """The question, a row for each stage, what frees memory, all else in sentences, and what may be wanted instead."""
+    told, step = "\n".join(sentences(plan)), predicted_seconds(plan)
+    return [head(plan), stage_table(plan), *freed(plan), told, *paragraph(plan.alternatives, step)]
+
+
+def head(plan: Plan) -> str:
+    """What was planned on what, and for which training."""
+    training = plan.training
+    return (
+        f"{plan.headline}\n"
+        f"{training.phrases[0]}, a batch of {training.batch_size} in {counted(training.microbatches, 'microbatch')} of "
+        f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
+    )
+
+
+def stage_table(plan: Plan) -> Table:
+    """A row for each stage: device, blocks, parameters, and the predicted peak as a part of the device's budget.
+
+    Where there are no blocks, or a stage ends inside one, all rows tell layers.
+    """
+    edges = frozenset(plan.profile.edges)
+    whole = bool(plan.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in plan.stages)
+    rows = tuple(_row(plan, number, stage, whole=whole) for number, stage in enumerate(plan.stages))
+    return Table(
+        ("stage", "device", "blocks" if whole else "layers", "count", *_SIZES),
+        rows,
+        spare=("", "count", "of budget"),
+    )
+
+
+def freed(plan: Plan) -> Iterator[Table]:
+    """What every compaction frees, and what it costs; no table where there is none."""
+    yield from table(plan.prediction.compactions, predicted_seconds(plan)) if plan.prediction else ()
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """How stages are shared, what limits, how the plan was found, how fast it is, and where that holds."""
+    yield from told_sharing(plan.stages)
+    yield _limit(plan)
+    yield from _copies([plan.measured(n).copy_bytes(s.start, s.stop) for n, s in enumerate(plan.stages)])
+    yield from _planner(plan)
+    yield from _time(plan)
+    yield from _caveats(plan)
+
+
+def predicted_seconds(plan: Plan) -> float:
+    """Seconds of a step; 0 without a prediction."""
+    return plan.prediction.step_seconds if plan.prediction else 0.0
+
+
+def holds_for(plan: Plan) -> str:
+    """The machine whose kernels were measured for the peaks, in a sentence; empty where no CPU's kernels were."""
+    made = plan.profile.assumptions
+    if not made.cpu:
+        return ""
+    threads = f"{made.threads} thread{'s' * (made.threads > 1)}"
+    return (
+        f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere "
+        "kernels may take more or less."
+    )
+
+
+def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
+    """A sentence for every way in which devices share stages, with the numbers of these."""
+    for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
+        found = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
+        *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
+        runs = f"{', '.join(before)} and {last}" if before else last
+        yield f"Stage{'s' if found[1:] else ''} {runs} {'have' if found[1:] else 'has'} {way}."
+
+
+def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
+    """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
+    names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
+    span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    parameters = sum(cost.parameter_bytes for cost in plan.measured(number).costs[stage.start : stage.stop])
+    fullest, full = _fullest(plan, stage), _fullness(plan, stage)
+    budget = plan.cluster.budgets[fullest]
+    peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
+    tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, fullest)
+    part = ("-", "") if full is None else (fullness(full, tight=tight), _bar(full))
+    named = str(number), numbered(stage.devices), span, str(len(names))
+    return (*named, format_bytes(parameters), peak, format_bytes(budget), *part)
+
+
+def _fullest(plan: Plan, stage: Stage) -> int:
+    """The device of a stage with the highest predicted peak for its budget; the smallest without a prediction."""
+    peaks = plan.prediction.peak_bytes if plan.prediction else (1,) * len(plan.cluster.budgets)
+    return max(stage.devices, key=lambda device: peaks[device] / plan.cluster.budgets[device])
+
+
+def _fullness(plan: Plan, stage: Stage) -> float | None:
+    """The predicted peak as a share of the budget of the stage's fullest device; None without a prediction."""
+    made, device = plan.prediction, _fullest(plan, stage)
+    return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
+
+
+def _bar(full: float) -> str:
+    filled = min(_BAR, round(full * _BAR))
+    return "#" * filled + "." * (_BAR - filled)
+
+
+def _limit(plan: Plan) -> str:
+    """The fullest device, and how much room it has or lacks."""
+    if plan.prediction is None:
+        return "This plan holds no predicted peaks: pipefit simulate shows them."
+    number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
+    device = _fullest(plan, stage)
+    budget, peak = plan.cluster.budgets[device], plan.prediction.peak_bytes[device]
+    room = (
+        f"which leaves it {format_bytes(budget - peak)} free"
+        if peak <= budget
+        else f"{format_bytes(peak - budget)} more than it has"
+    )
+    return f"Device {device} limits: stage {number} needs {format_bytes(peak)}, {room}."
+
+
+def _planner(plan: Plan) -> Iterator[str]:
+    """Which planner made the plan, and how good it is proven to be."""
+    made = plan.provenance
+    if made is None:
+        yield "This plan does not say which planner made it."
+        return
+    yield str(made)
+    if made.proves_lowest_peak and plan.is_sliced:
+        divided = "" if "shard" in made.options else ", whatever they divide"
+        yield f"This holds for every split of {plan.profile.parts}, with any number of replicas of each stage{divided}."
+    elif made.proves_lowest_peak:
+        parts = len(plan.profile.block_names)
+        splits = comb(parts - 1, len(plan.stages) - 1)
+        into = f"{counted(parts, plan.profile.part)} in {counted(len(plan.stages), 'stage')}"
+        yield f"This holds for all {splits:,} splits of {into}." if splits > 1 else f"It is the only split of {into}."
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    """Step time, throughput, and how long devices wait: what a simulated step leaves of their time."""
+    if plan.prediction is None or plan.prediction.step_seconds <= 0:
+        return
+    step, busy = plan.prediction.step_seconds, plan.prediction.utilisation
+    speed = f"A step takes {format_seconds(step)}: {format_number(plan.training.batch_size / step)} samples per second."
+    if not busy:
+        yield speed
+        return
+    used = {device for stage in plan.stages for device in stage.devices}
+    waiting = 1 - sum(busy[device] for device in used) / len(used)
+    yield f"{speed} Devices wait {100 * max(waiting, 0.0):.0f} % of it{_bubble(plan)}."
+
+
+def _bubble(plan: Plan) -> str:
+    """The ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): what stages of equal time without messages would wait.
+
+    It is defined for one stage on each device. Under recomputation it is not, as devices run forwards again while they
+    would wait.
+    """
+    stages, microbatches = len(plan.stages), plan.training.microbatches
+    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    if stages == 1 or len(plan.ranks) < stages or recomputes:
+        return ""
+    if plan.training.endless:
+        return f"; stages of equal time would not wait under {plan.training.schedule}, but for messages"
+    share = (stages - 1) / (microbatches + stages - 1)
+    return (
+        f"; the ideal bubble of {plan.training.schedule} with {stages} stages and "
+        f"{counted(microbatches, 'microbatch')} is {100 * share:.0f} %"
+    )
+
+
+def _seconds(plan: Plan) -> str:
+    """Whether seconds of layers were measured or estimated, and by what."""
+    if not plan.measurement.estimated:
+        moves = len(plan.workers) > 1 or any(decision.place is not None for decision in plan.decisions)
+        links = ", those of messages and copies are estimated by the links" if moves else ""
+        return f"Seconds of layers were measured on {plan.profile.assumptions.device}{links}."
+    used = {device for stage in plan.stages for device in stage.devices}
+    kinds = {plan.cluster.devices[device].kind.key: plan.cluster.devices[device].kind for device in sorted(used)}
+    by = "; ".join(f"{kind.name} by {kind.estimates(plan.training.dtype)}" for kind in kinds.values())
+    return f"Seconds are estimated, not measured: {by}."
+
+
+def _caveats(plan: Plan) -> Iterator[str]:
+    """What ranks divide, what processes take, where seconds come from, on what machine the peaks hold, and what kernels
+    they leave out.
+    """
+    shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
+    yield from (f"Of the model {one.sentence}." for one in shares if one is not None)
+    yield from _reserves(plan.cluster, plan.workers, plan.prediction)
+    if plan.prediction is not None:
+        yield from filter(None, (_seconds(plan), holds_for(plan)))
+        if gap := plan.profile.kernels.gap:
+            yield f"{gap[0].upper()}{gap[1:]}."
+
+
+def _copies(stages: Sequence[int]) -> list[str]:
+    """What half-precision copies of weights take in each of the stages, as a line; none where there are no copies."""
+    sizes = ", ".join(map(format_bytes, stages))
+    each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
+    return [f"Half-precision copies of weights: {each}, once for all microbatches."] if any(stages) else []
+
+
+def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
+    """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
+    left = {cluster.reserves[device] for device in devices}
+    if any(left):
+        sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
+        yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
+    if prediction is not None and cluster.backend == "cuda":
+        yield _taken(cluster, prediction)
+        if tight := [str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)]:
+            named = f"device{'s' * (len(tight) > 1)} {', '.join(tight)}"
+            yield f"Tight: what is not counted, such as cuDNN's workspaces, may not find room on {named}."
+
+
+def _taken(cluster: Cluster, prediction: Prediction) -> str:
+    """Which process takes most of what its device has; or that it is not known."""
+    known = {device: process for device, process in enumerate(prediction.processes) if process}
+    if not known:
+        return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
+    fullest = max(known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes)
+    return f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
+
+
+def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
+    """What the process of a device takes, of what it has."""
+    return (
+        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its {format_bytes(memory)} "
+        f"({100 * process.process_bytes / memory:.1f} %): {process}"
+    )
