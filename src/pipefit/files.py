@@ -16,7 +16,6 @@ import json
 import os
 import re
 import secrets
-import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from pipefit import readable
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal, adapter
@@ -32,9 +32,9 @@ from pipefit.post_mortems import PostMortem
 from pipefit.presets import is_preset
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
-from pipefit.texts import printable
+from pipefit.texts import kind_of, printable
 from pipefit.trace import Trace
-from pipefit.units import format_bytes, parse_rate
+from pipefit.units import parse_rate
 from pipefit.validation import instance, parsed, sentence
 from pipefit.writable import obstacle
 
@@ -153,15 +153,15 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
     Raises:
         FileError: its folder does not exist, or `path` is a folder or a device.
     """
-    target = Path(os.path.realpath(path))
+    source, target = _named(path), Path(os.path.realpath(path))
     try:
         taken = target.exists() and not target.is_file()
-    except OSError as error:  # such as a name that is too long
-        raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise FileError(f"{source} cannot be written: {_reason(error)}") from None
     if taken:
-        raise FileError(f"{_named(path)} cannot be written: it is not a file; name one such as result.json")
+        raise FileError(f"{source} cannot be written: it is not a file; name one such as result.json")
     if not target.parent.is_dir():
-        raise FileError(f"{_named(path)} cannot be written: its folder is missing; create {_named(target.parent)}")
+        raise FileError(f"{source} cannot be written: its folder is missing; create {_named(target.parent)}")
     return target
 
 
@@ -207,7 +207,7 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
     """
     source = _named(path)
     expected = None if type_ is None else name_of_kind(type_)
-    content = _read(path, source)
+    content = readable.content(path, source, LARGEST_BYTES, "documents have")
     _text(content, source)  # and thrown away: the pieces that are read are bytes
     text = JsonText(content)
     name = _check_header(text, source, expected)
@@ -238,29 +238,12 @@ def load_cluster(name_or_path: str) -> Cluster:
     suffix = Path(name_or_path).suffix.lower()
     if suffix == ".toml":
         source = _named(name_or_path)
-        return Cluster.parse(_text(_read(name_or_path, source, LARGEST_TOML_BYTES), source), source)
+        what = "a cluster in TOML, which JSON may exceed, has"
+        text = _text(readable.content(name_or_path, source, LARGEST_TOML_BYTES, what), source)
+        return Cluster.parse(text, source)
     if suffix == ".json" or os.sep in name_or_path:
         return load(name_or_path, Cluster)
     return Cluster.preset(name_or_path)
-
-
-def _read(path: str | os.PathLike[str], source: str, most: int = LARGEST_BYTES) -> bytes:
-    """The bytes of a file of reasonable size."""
-    try:
-        status = os.stat(path)
-        if stat.S_ISDIR(status.st_mode):
-            raise FileError(f"{source} is a folder; name a file in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise FileError(f"{source} is not a regular file; save its content to one first")
-        if status.st_size > most:
-            what = "documents have" if most == LARGEST_BYTES else "a cluster in TOML has"
-            other = "" if most == LARGEST_BYTES else ": save a larger one as JSON"
-            raise FileError(f"{source} has {format_bytes(status.st_size)}; {what} at most {format_bytes(most)}{other}")
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise FileError(f"there is no file {source}; check the name and the folder") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise FileError(f"{source} cannot be read: {_reason(error)}") from None
 
 
 def _text(content: bytes, source: str) -> str:
@@ -318,10 +301,18 @@ def name_of_kind(type_: type) -> str:
         if kind.document is type_:
             return name
     known = ", ".join(kind.document.__name__ for kind in _KINDS.values())
-    raise UsageError(f"a {type_.__name__} is not a document; documents are {known}")
+    what = f"a {type_.__name__}" if isinstance(type_, type) else kind_of(type_)
+    raise UsageError(f"{what} is not a document; documents are {known}")
 
 
 def _named(path: str | os.PathLike[str]) -> str:
+    """A path for a message.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"a file is named by a text or a path, not by {kind_of(path)}")
     return printable(os.fspath(path)) or "''"
 
 

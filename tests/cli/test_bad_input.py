@@ -34,6 +34,11 @@ def pairs(size):
     return torch.zeros(size, 2), torch.zeros(size, 2)
 def no_data(size): raise KeyError("no data")
 def works(): return task(pairs)
+def ends():
+    import torch
+    class Ends(torch.nn.Linear):
+        def forward(self, values): sys.exit(3)
+    return pipefit.Task(torch.nn.Sequential(Ends(2, 2)), batch=pairs, loss=torch.nn.functional.mse_loss)
 def ignores(): return task(lambda size: pairs(3))
 def empty(): return task(no_data)
 number = 3
@@ -68,8 +73,8 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster dgx1-v100 --recompute often", 2, ["--recompute", "except_last"]),
     ("plan profile.json --cluster dgx1-v100 --clip-norm 0", 2, ["positive norm"]),
     ("plan profile.json --cluster dgx1-v100 --clip-norm inf", 2, ["finite, positive norm", "not to inf"]),
-    (f"plan profile.json --cluster dgx1-v100 --batch-size {10**30}", 2, ["65536"]),
-    (f"plan profile.json --cluster dgx1-v100 --batch-size {2**70} --microbatches 4", 2, ["was profiled at"]),
+    (f"plan profile.json --cluster dgx1-v100 --batch-size {10**30}", 2, ["batch_size", "4294967296"]),
+    (f"plan profile.json --cluster dgx1-v100 --batch-size {2**32} --microbatches 4", 2, ["was profiled at"]),
     (f"plan profile.json --cluster emulated:2x{10**30}GiB", 2, ["is not a size"]),
     (f"plan profile.json --cluster dgx1-v100 --stages {10**30}", 2, ["too few"]),
     (f"profile zoo:mlp --microbatch-size {10**30}", 2, ["the batch function of mlp fails"]),
@@ -150,6 +155,12 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("compare plan.json trace.json", 6, ["is a plan; a trace is expected"]),
     ("compare trace.json other.json", 2, ["different devices"]),
     ("show none.json", 6, ["no file none.json"]),
+    (f"show {'a' * 300}", 6, ["cannot be read: File name too long"]),
+    (f"plan {'a' * 300}:make --cluster dgx1-v100", 2, ["there is no module"]),
+    (f"certify x:{'a' * 300} zoo:mlp", 6, ["cannot be read"]),
+    ("plan zoo:mlp --cluster dgx1-v100 --batch-size 9223372036854775807", 2, ["batch_size", "4294967296"]),
+    (f"plan zoo:gpt --cluster dgx1-v100 --set layers={'x' * 99}", 2, [f"1 or more, not '{'x' * 56}...\n"]),
+    ("profile mine:ends --microbatch-size 1", 1, ["unexpected SystemExit: 3", "--debug"]),
     ("show dgx1v100", 2, ["no file dgx1v100 and no cluster", "did you mean dgx1-v100?"]),
     ("export plan.json", 2, ["'--to'. Choose from: perfetto, memory-viz"]),
     ("show empty.json", 6, ["is empty"]),

@@ -267,6 +267,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(FileError, match="is not an index of a sharded model"):
             trainer.load_weights(tmp_path)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(FileError, match="is not a regular file"):
+        trainer.load_weights(tmp_path)
     for name in ("nowhere.safetensors", "x" * 300):
         with pytest.raises(FileError, match="there is no file"):
             trainer.load_weights(tmp_path / name)

@@ -71,7 +71,19 @@ def test_megatrons_llama_has_the_parameters_of_its_formula(here: Path) -> None:
         (GPT.replace("embeddings=16", "embeddings=32"), "as many positions as tokens"),
         (GPT + "--hidden-dropout 0", "one dropout"),
         (LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1"), "drops no hidden states"),
-        (GPT.replace("--num-layers 3", "--num-layers three"), "--num-layers must be a number, not 'three'"),
+        (
+            GPT.replace("--num-layers 3", "--num-layers three"),
+            "--num-layers must be a whole number, 1 or more, not 'three'",
+        ),
+        (GPT + "--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by must be a whole number, 1 or more"),
+        (GPT + "--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be a whole number, 1 or more"),
+        (GPT.replace("--num-layers 3", "--num-layers 2.5"), "--num-layers must be a whole number, 1 or more, not 2.5"),
+        (GPT + f"--vocab-size {'9' * 5000}", "--vocab-size must be a whole number, 1 or more, not inf"),
+        (LLAMA + "--hidden-size inf", "--hidden-size must be a whole number, 1 or more, not inf"),
+        (
+            GPT + "--hidden-dropout nan --attention-dropout nan",
+            "--hidden-dropout must be a number from 0 to 1, not nan",
+        ),
         (GPT + "--optimizer muon", "--optimizer muon has no counterpart here"),
         ("num-layers 3", "begins with 'num-layers'"),
         ("--num-layers '3", "No closing quotation"),
@@ -86,8 +98,10 @@ def test_what_is_no_decoder_of_ours_is_refused(text: str, words: str, here: Path
 
 def test_a_missing_file_and_a_missing_tool_are_sentences() -> None:
     """Neither ends in a traceback."""
-    with pytest.raises(FileError, match=r"nowhere\.args cannot be read"):
+    with pytest.raises(FileError, match=r"there is no file nowhere\.args"):
         megatron("nowhere.args")
+    with pytest.raises(FileError, match="/dev/zero is not a regular file"):
+        megatron("/dev/zero")
     with pytest.raises(UsageError, match="needs torchtitan with such a model"):
         CONFIGURATIONS["torchtitan"]("nothing.nothing_8b")
 

@@ -21,6 +21,7 @@ from pipefit.checkpoints.folders import find
 from pipefit.checkpoints.model_folders import INDEX, LARGEST_SHARD_BYTES, remove_model, write_model
 from pipefit.checkpoints.shards import write_tensors
 from pipefit.errors import FileError, UsageError
+from pipefit.readable import content
 from pipefit.texts import printable, shortened
 
 _LARGEST_INDEX = 64 << 20
@@ -105,11 +106,7 @@ def _index(path: Path) -> Mapping[str, str]:
     """Which tensor is in which file, by an index as Hugging Face writes it."""
     source = printable(str(path))
     try:
-        if path.stat().st_size > _LARGEST_INDEX:
-            raise FileError(f"{source} is too large for an index of tensors")
-        found = json.loads(path.read_bytes())["weight_map"]
-    except OSError as error:
-        raise FileError(f"{source} cannot be read: {error.strerror}") from None
+        found = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FileError(f"{source} is not an index of a sharded model: it has no weight_map") from None
     if not isinstance(found, dict) or not all(_is_file_name(file) for file in found.values()):

@@ -120,8 +120,8 @@ def _run(words: list[str], *, own: bool) -> int:
             return failure.unexpected(error)
         _close_stdout()
         return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
-    except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
-        return failure.unexpected(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
+        return failure.unexpected(error)  # SystemExit: a model's own code wants to end the program
 
 
 def _fill_streams() -> None:
@@ -188,7 +188,7 @@ class _Failure:
                 print(json.dumps({"error": sentence, "exit_code": code, **found}), flush=True)
         return code
 
-    def unexpected(self, error: Exception) -> int:
+    def unexpected(self, error: BaseException) -> int:
         """A sentence instead of a traceback, for what nobody foresaw."""
         what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
         return self.told(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from pipefit.errors import FileError
+from pipefit.readable import content
+from pipefit.texts import printable
 
 if TYPE_CHECKING:
     from pipefit.runtime.callbacks import StepReport
 
     Note = Callable[[StepReport, Mapping[str, float | None]], None]
+
+_LARGEST_BYTES = 1 << 30  # of a file whose lines are kept
 
 
 @contextmanager
@@ -35,7 +40,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
         yield lambda report, figures: None
         return
     last, before = perf_counter(), _lines_before(path, first)
-    with path.open("wb", buffering=0) as file:
+    with _opened(path) as file:
 
         def write(text: bytes, step: int) -> None:
             try:
@@ -61,6 +66,18 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
         yield note
 
 
+def _opened(path: Path) -> FileIO:
+    """The file, empty, and written without a buffer.
+
+    Raises:
+        FileError: the system does not let us.
+    """
+    try:
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        raise FileError(f"{printable(str(path))} cannot be written: {error.strerror}; choose another file") from None
+
+
 def in_json(loss: float) -> float | str:
     """A loss as JSON has it: one that is not finite has no number there."""
     return loss if isfinite(loss) else str(loss)
@@ -71,7 +88,7 @@ def _lines_before(path: Path, first: int) -> list[bytes]:
     if not first or not path.is_file():
         return []
     found = []
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             found += [line] if json.loads(line)["step"] < first else []
     return found

@@ -52,7 +52,7 @@ def check_order(plan: Path, model: str) -> None:
     Raises:
         UsageError: they are.
     """
-    if ":" in str(plan) and not plan.exists() and os.path.exists(model):
+    if ":" in str(plan) and not os.path.exists(plan) and os.path.exists(model):
         raise UsageError(f"{plan} is a model and {model} a file: the plan comes first, {model} {plan}")
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
+from pipefit.trace import MOST_STEPS
+
 Target = Literal["cpu", "cuda"]
 Precision = Literal[
     "float32", "bfloat16", "float16", "float64",
@@ -73,6 +75,10 @@ AfterDeath = Annotated[
 PredictedSteps = Annotated[
     int | None,
     typer.Option(
-        "--steps", metavar="N", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."
+        "--steps",
+        metavar="N",
+        min=1,
+        max=MOST_STEPS,
+        help="Training steps; unless given, as many as differ: mostly two.",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -200,7 +201,7 @@ def command(
 
 def _is_model(text: str) -> bool:
     """Whether the argument names a model, such as hf:gpt2, and not a file."""
-    return ":" in text and not Path(text).exists()
+    return ":" in text and not os.path.exists(text)
 
 
 def _cluster(name: str, reserve: str | None) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ def command(
     from pipefit.files import is_cluster, load, load_cluster
     from pipefit.presets import nearest
 
-    is_file = Path(file).exists() or Path(file).suffix.lower() == ".json"
+    is_file = os.path.exists(file) or Path(file).suffix.lower() == ".json"
     if not is_file and not is_cluster(file) and (guess := nearest(file)):
         raise UsageError(f"there is no file {shortened(file)} and no cluster of that name: {guess}")
     deliver(load_cluster(file) if is_cluster(file) else load(file), output=None, as_json=as_json)

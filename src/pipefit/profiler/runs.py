@@ -19,11 +19,13 @@ from pipefit.fingerprints import Fingerprint, differences
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
+from pipefit.readable import content
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
 from pipefit.validation import validated
 
+_LARGEST_BYTES = 64 << 20  # of a record
 RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by now, the stages of the next one
 
 
@@ -136,7 +138,7 @@ class Runs:
         self.training, self.recompute = training, recompute
         self.conditions = conditions(kind, profile, cluster, training, recompute)
         self.expected = 0
-        self.outcomes: dict[Stages, Outcome] = self._load() if self.path.exists() else {}
+        self.outcomes: dict[Stages, Outcome] = self._load() if os.path.exists(path) else {}
 
     def attempt(self, stages: Stages, run: Callable[[], Outcome]) -> None:
         """Makes the run and saves what came of it, unless it was made before."""
@@ -183,7 +185,7 @@ class Runs:
 
     def _load(self) -> dict[Stages, Outcome]:
         try:
-            found = json.loads(self.path.read_text())
+            found = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
             made = validated(Conditions, found["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, found["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pipefit.errors import FileError, UsageError
+from pipefit.readable import content
+from pipefit.texts import printable, shortened
 
 # What says nothing of the model: how it is divided, trained, saved, fed and logged, by the beginnings of names
 _SILENT = (
@@ -32,9 +33,11 @@ _SILENT = (
 _LLAMA = {"swiglu": True, "disable-bias-linear": True, "normalization": "RMSNorm", "position-embedding-type": "rope"}
 _GPT = {"swiglu": False, "disable-bias-linear": False, "normalization": "LayerNorm",
         "position-embedding-type": "learned_absolute"}  # fmt: skip
-_NUMBERS = {"hidden-dropout": 0.1, "attention-dropout": 0.1, "make-vocab-size-divisible-by": 128,
-            "tensor-model-parallel-size": 1}  # fmt: skip
+_SHARES = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
+_PADDED = {"make-vocab-size-divisible-by": 128, "tensor-model-parallel-size": 1}
+_COUNTS = *_PADDED, "ffn-hidden-size", "num-query-groups"
 _NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings", "vocab-size")
+_LARGEST_BYTES = 1 << 20  # of a file of arguments
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}  # Megatron's Adam decays weights as AdamW does
 _MORE = ("optimizer", "ffn-hidden-size", "group-query-attention", "num-query-groups", "rotary-base", "rotary-percent",
          "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "norm-epsilon")  # fmt: skip
@@ -48,11 +51,11 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
         UsageError: it lacks an argument, has one that is not known here, or describes no decoder that we have.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{file} cannot be read: {error}") from error
+        text = content(file, printable(file), _LARGEST_BYTES, "files of arguments have").decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
     found = _arguments(text, file)
-    known = {*_LLAMA, *_NUMBERS, *_NEEDED, *_MORE}
+    known = {*_LLAMA, *_SHARES, *_PADDED, *_NEEDED, *_MORE}
     for name in found:
         if name not in known and not name.startswith(_SILENT):
             raise UsageError(
@@ -60,7 +63,7 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
             )
     if missing := [name for name in _NEEDED if name not in found]:
         raise UsageError(f"{file} has no --{missing[0]}, which the shape of a model needs")
-    return _decoder({**_NUMBERS, **found}, file)
+    return _decoder({**_SHARES, **_PADDED, **found}, file)
 
 
 def _arguments(text: str, file: str) -> dict[str, Any]:
@@ -93,9 +96,12 @@ def _number(word: str) -> int | float | str:
 
 def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
     """GPT as in Megatron's defaults, or a Llama; nothing between them."""
-    for name in (*_NEEDED, *_NUMBERS, *(name for name in ("ffn-hidden-size", "num-query-groups") if name in found)):
-        if isinstance(found[name], str | bool) or found[name] < 0:
-            raise UsageError(f"{file}: --{name} must be a number, not {found[name]!r}")
+    for name in (*_NEEDED, *_COUNTS):
+        if name in found and (type(found[name]) is not int or found[name] < 1):
+            raise UsageError(f"{file}: --{name} must be a whole number, 1 or more, not {shortened(repr(found[name]))}")
+    for name in _SHARES:
+        if isinstance(found[name], str | bool) or not 0 <= found[name] <= 1:
+            raise UsageError(f"{file}: --{name} must be a number from 0 to 1, not {shortened(repr(found[name]))}")
     if found.get("use-rotary-position-embeddings"):
         found["position-embedding-type"] = "rope"
     chosen = {name: found.get(name, default) for name, default in _GPT.items()}

@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipefit.errors import UsageError
-from pipefit.texts import meant
+from pipefit.texts import meant, shortened
 
 Parameters = ParamSpec("Parameters")
 Described = TypeVar("Described")
@@ -121,7 +121,9 @@ def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, De
                 guess = f"{near} It" if near else "it"
                 raise UsageError(f"{factory.__name__} has no setting {name!r}: {guess} has {describe(factory)}")
             if not rules[name].accepts(value):
-                raise UsageError(f"{factory.__name__}: {name} must be {rules[name].words}, not {value!r}")
+                raise UsageError(
+                    f"{factory.__name__}: {name} must be {rules[name].words}, not {shortened(repr(value))}"
+                )
         return factory(*args, **settings)
 
     return describe_model
