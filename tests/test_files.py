@@ -32,7 +32,7 @@ from pipefit.program import Program, parse_program
 from pipefit.provenance import Objective, Provenance
 from pipefit.schedule import lower
 from pipefit.tensor_shares import Shares, Whole
-from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.work import Collective, Work
 from pipelines import make_cluster, make_plan, random_profile
 
@@ -462,6 +462,34 @@ def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: 
     (tmp_path / "trace.json").write_text(json.dumps(data))
     with pytest.raises(FileError, match=re.escape(said)):
         load(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda told: told["utilisation"].pop(),
+            "2 peaks tells the utilisation of as many devices, or of none, not of 1",
+        ),
+        (lambda told: told.update(processes=[None]), "2 peaks tells the processes of as many devices, or of none"),
+        (
+            lambda told: told.update(peak_bytes=[1, -5]),
+            "peak_bytes of a prediction are zero or more, not -5",
+        ),
+        (lambda told: told.update(step_seconds=-1.0), "step_seconds of a prediction are zero or more"),
+        (lambda told: told.update(utilisation=[0.5, -0.5]), "utilisation of a prediction are zero or more"),
+        (lambda told: told["processes"][0].update(reserved_bytes=-1), "reserved_bytes of an allocator is zero or more"),
+    ],
+)
+def test_a_prediction_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+    """As the plan is read: it is printed and drawn as what was found."""
+    peaks = AllocatorPeaks(settings="", requested_bytes=1, allocated_bytes=512, reserved_bytes=2 << 20)
+    known = Prediction(peak_bytes=(1, 1), step_seconds=1.0, utilisation=(0.5, 0.5), processes=(peaks, None))
+    data = json.loads(dumps(replace(PLAN, prediction=known)))
+    change(data["prediction"])
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(FileError, match=re.escape(said)):
+        load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("name", IDS)

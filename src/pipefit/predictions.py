@@ -23,7 +23,7 @@ class Prediction:
     device takes of a GPU, None for devices without tensors; empty where there was none.
 
     Raises:
-        UsageError: there are not as many processes as peaks.
+        UsageError: a negative peak or time, or not as many figures as peaks.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -36,11 +36,19 @@ class Prediction:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.processes and len(self.processes) != len(self.peak_bytes):
-            raise UsageError(
-                f"a prediction of {len(self.peak_bytes)} peaks tells the processes of as many devices, or of none, not "
-                f"of {len(self.processes)}"
-            )
+        for name, told in (("processes", self.processes), ("utilisation", self.utilisation)):
+            if told and len(told) != len(self.peak_bytes):
+                raise UsageError(
+                    f"a prediction of {len(self.peak_bytes)} peaks tells the {name} of as many devices, or of none, "
+                    f"not of {len(told)}"
+                )
+        for name, figures in (
+            ("peak_bytes", self.peak_bytes),
+            ("step_seconds", (self.step_seconds,)),
+            ("utilisation", self.utilisation),
+        ):
+            if wrong := [figure for figure in figures if not figure >= 0]:
+                raise UsageError(f"{name} of a prediction are zero or more, not {wrong[0]}")
 
     def is_tight(self, cluster: Cluster, device: int) -> bool:
         """Whether little is left of a GPU: for its process, or for tensors where that is not known."""

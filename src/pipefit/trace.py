@@ -7,7 +7,7 @@ The dry run has no clock: its times are positions in the program (`Trace.has_clo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import chain
 from typing import Literal
@@ -18,6 +18,7 @@ from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes
 
 Source = Literal["simulated", "dry run", "measured"]
+MOST_STEPS = 1000  # of a prediction, of which all actions and samples are kept
 LONGEST_SECONDS = 1e100  # sums and differences of such times are finite, however many there are
 
 
@@ -96,6 +97,9 @@ class AllocatorPeaks:
 
     `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` is how often cached memory had to be given back because
     the device had no more. If the memory does not suffice (`fits`), the figures are those of a device with enough.
+
+    Raises:
+        UsageError: a negative count or size.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -111,6 +115,11 @@ class AllocatorPeaks:
     context_bytes: int = 0
     communicators: int = 0
     communicator_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "settings"}
+        if wrong := next((name for name, figure in figures.items() if figure < 0), None):
+            raise UsageError(f"{wrong} of an allocator is zero or more, not {figures[wrong]}")
 
     @property
     def outside_bytes(self) -> int:

@@ -340,6 +340,24 @@ def test_kubernetes_gets_a_service_and_a_job() -> None:
     assert {mount["name"] for mount in worker["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize("name", ["it's $HOME.json", "$(date).json", "a$$b.json", "-x y.json"])
+def test_a_launch_file_names_the_plan_whatever_it_is_called(name: str) -> None:
+    """To the shell, and to Kubernetes, which makes one dollar of two before the shell sees it."""
+    yaml = pytest.importorskip("yaml")
+    assert shlex.split(slurm_script(planned(3), name))[-1] == name
+    _, job = yaml.safe_load_all(kubernetes_job(planned(3), name))
+    (worker,) = job["spec"]["template"]["spec"]["containers"]
+    assert shlex.split(worker["command"][2].replace("$$", "$"))[-1] == name
+
+
+@pytest.mark.parametrize("write", [slurm_script, kubernetes_job])
+@pytest.mark.parametrize("name", ["a\nb.json", "a\udcff.json", "a\tb.json"])
+def test_a_name_that_is_no_line_of_text_is_refused(name: str, write: Any) -> None:
+    """A launch file would name another file, or could not be written."""
+    with pytest.raises(UsageError, match="has a name that no line of a launch file can hold"):
+        write(planned(3), name)
+
+
 def levels(events: list[dict[str, Any]]) -> list[int]:
     """The bytes that are there after every event; no block overlaps another, and only what is there is freed."""
     there, found = dict[int, int](), list[int]()

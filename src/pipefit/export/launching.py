@@ -12,7 +12,7 @@ from collections import Counter
 
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.texts import counted
+from pipefit.texts import counted, printable
 
 _PORT = 29500
 
@@ -21,8 +21,9 @@ def slurm_script(plan: Plan, file: str) -> str:
     """A script for sbatch that trains the plan in `file`.
 
     Raises:
-        UsageError: hosts have different numbers of the plan's devices.
+        UsageError: hosts have different numbers of the plan's devices, or the file's name is no line of text.
     """
+    _check_name(file)
     hosts, each = _hosts(plan)
     gpus = f"#SBATCH --gpus-per-node={each}\n" if plan.cluster.backend == "cuda" else ""
     return (
@@ -43,13 +44,14 @@ def kubernetes_job(plan: Plan, file: str) -> str:
     """A headless Service and an indexed Job, in YAML, that train the plan in `file` of a mounted volume.
 
     Raises:
-        UsageError: hosts have different numbers of the plan's devices.
+        UsageError: hosts have different numbers of the plan's devices, or the file's name is no line of text.
     """
+    _check_name(file)
     hosts, each = _hosts(plan)
-    name = _name(plan)
+    name, named = _name(plan), shlex.quote(file).replace("$", "$$")  # Kubernetes makes one dollar of two
     command = (
         f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
-        f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {shlex.quote(file)}"
+        f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {named}"
     )
     limits = f"\n            limits: {{nvidia.com/gpu: '{each}'}}" if plan.cluster.backend == "cuda" else " {}"
     return f"""\
@@ -85,6 +87,16 @@ spec:
         - {{name: plans, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}
         - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
 """
+
+
+def _check_name(file: str) -> None:
+    """Check that a name can stand in a line of a file.
+
+    Raises:
+        UsageError: it has a new line, another control character, or bytes that are not UTF-8.
+    """
+    if not file.isprintable():
+        raise UsageError(f"{printable(file)} has a name that no line of a launch file can hold: rename it")
 
 
 def _hosts(plan: Plan) -> tuple[int, int]:
