@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -15,6 +17,13 @@ from tiny import task_of
 
 PLAN = make_plan(random_profile(6), (2, 4))
 TASK = task_of(lambda: [nn.Linear(8, 4)])
+
+
+def profiled(**changed: Any) -> object:
+    """The profile of the task with something else."""
+    return pipefit.profile(replace(TASK, **changed), microbatch_size=1)
+
+
 CLUSTER = Cluster.emulated((2, 1 << 30))
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: pipefit.plan(PLAN.profile, None, batch_size=4), "cluster must be a Cluster, not None"),
@@ -28,7 +37,47 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: pipefit.Trainer(TASK, "plan.json"), "plan must be a Plan"),
     (lambda: pipefit.lower("plan.json"), "plan must be a Plan"),
     (lambda: pipefit.load_cluster(4), "name_or_path must be a str, not 4"),
-]
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, planner=[]), "planner must be a str or None, not [] (list)"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, planner="jiont"), "there is no planner 'jiont': did you mean joint?"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, objective=[]), "objective must be 'throughput' or 'peak', not []"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, means=None), "means must be a Means, not None"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, batch_size=True), "batch_size must be an int or None, not True"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, batch_size=1 << 63), "batch_size must be a whole number from 1 to"),
+    (lambda: pipefit.plan(TASK, CLUSTER, batch_size=1 << 63), "batch_size must be a whole number from 1 to"),
+    (lambda: pipefit.plan(TASK, CLUSTER, microbatches="4"), "microbatches must be an int or None, not '4'"),
+    (lambda: pipefit.plan(TASK, CLUSTER, batch_size=4, progress=3), "progress must be a function or None, not 3 (int)"),
+    (lambda: pipefit.plan(TASK, CLUSTER, target="gpu"), "target must be 'cpu' or 'cuda' or None, not 'gpu'"),
+    (lambda: pipefit.plan_again("plan.json", CLUSTER), "old must be a Plan, not 'plan.json': pipefit.load reads one"),
+    (lambda: pipefit.plan_again(PLAN, "dgx1-v100"), "cluster must be a Cluster, not 'dgx1-v100'"),
+    (lambda: pipefit.fit(TASK, CLUSTER, microbatches={}), "microbatches must be an int or None, not {} (dict)"),
+    (lambda: pipefit.profile(TASK, microbatch_size=1, progress=3), "progress must be a Callable, not 3"),
+    (lambda: pipefit.simulate(PLAN, program=PLAN), "program must be a Program, not <Plan"),
+    (lambda: pipefit.simulate(PLAN, steps=10**9), "steps must be a whole number from 1 to 1000, not 1000000000"),
+    (lambda: pipefit.lower(PLAN, microbatches=0), "microbatches must be a whole number from 1 to"),
+    (lambda: pipefit.certify(TASK, PLAN, steps=10**9), "steps must be a whole number from 1 to 1000, not 1000000000"),
+    (lambda: pipefit.certify(TASK, PLAN, fold=0), "fold must be a bool, not 0 (int)"),
+    (lambda: pipefit.certify(TASK, PLAN, chains=3), "chains must be a Chains, not 3 (int)"),
+    (lambda: pipefit.certify_numbers(PLAN, TASK), "task must be a Task"),
+    (lambda: pipefit.certify_numbers(TASK, "plan.json"), "plan must be a Plan"),
+    (lambda: pipefit.train(str, "plan.json", steps=1), "plan must be a Plan"),
+    (lambda: pipefit.load(None), "a file is named by a text or a path, not by None"),
+    (lambda: pipefit.load("plan.json", 3), "a int is not a document"),
+    (lambda: pipefit.save(PLAN, b"plan.json"), "a file is named by a text or a path, not by a bytes"),
+    (lambda: pipefit.Training(batch_size=1 << 63, microbatches=1), "a batch of 9223372036854775808 samples is"),
+    (lambda: replace(TASK, precision="fp16"), "Task.precision must be 'float32' or "),
+    (lambda: replace(TASK, granularity="block"), "Task.granularity must be 'blocks' or 'halves' or 'layers', "),
+    (lambda: replace(TASK, groups={}), "Task.groups must be a function or None, not {} (dict)"),
+    (lambda: replace(TASK, scheduler="cosine"), "Task.scheduler must be a function or None, not 'cosine'"),
+    (lambda: replace(TASK, name=3), "Task.name must be a str, not 3 (int)"),
+    (lambda: profiled(optimizer=lambda groups: None), "the optimizer of tiny is a function that returns None"),
+    (lambda: profiled(groups=lambda name, parameter: None), "not None as for 0.weight"),
+    (lambda: profiled(groups=lambda name, parameter: {"params": []}), "not {'params': []} as for 0.weight"),
+    (lambda: pipefit.chain(3), "parts must be a Sequence, not 3 (int)"),
+    (lambda: pipefit.chain([3]), "part 0 of a chain must be a module, or a pair of a name and one, not a int"),
+    (lambda: pipefit.chain([("a", nn.ReLU()), ("a", nn.ReLU())]), "part 1 of a chain has the name 'a', which is"),
+    (lambda: pipefit.chain([("1", nn.ReLU()), nn.ReLU()]), "part 1 of a chain has the name '1', which is"),
+    (lambda: pipefit.chain([("a.b", nn.ReLU())]), "part 0 of a chain has a name that no module can have"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "words"), CALLS, ids=[words[:40] for _, words in CALLS])

@@ -7,7 +7,8 @@ A profile is planned without torch. For a task, profiles are made for the microb
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from pipefit.cluster import Cluster
 from pipefit.planner import Asked
@@ -15,12 +16,20 @@ from pipefit.planner import plan as plan_of_profile
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Training
-from pipefit.validation import instance
+from pipefit.validation import check_arguments, instance
 
 if TYPE_CHECKING:
     from pipefit.allocator import AllocatorSettings
     from pipefit.capture import Task
     from pipefit.profiler import Progress
+
+
+class _Own(TypedDict):
+    """Arguments that concern tasks alone."""
+
+    target: Target | None
+    certify: bool
+    progress: Callable[..., object] | None
 
 
 def plan(
@@ -53,6 +62,8 @@ def plan(
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
+    check_arguments(Asked, asked)
+    check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
     if isinstance(model, ModelProfile):
         return plan_of_profile(model, cluster, training, **asked)
     from pipefit.capture import Task

@@ -7,10 +7,11 @@ from math import inf
 from typing import Literal
 
 from pipefit.errors import UsageError
-from pipefit.texts import counted
+from pipefit.texts import counted, shortened
 from pipefit.validation import check_types
 
 ENDLESS = ("pipedream", "pipedream-2bw")  # schedules that leave microbatches in flight from step to step
+MOST_SAMPLES = 1 << 32  # of a batch; its divisors are looked for up to the root of it
 MOST_MICROBATCHES = 1 << 16  # a program lists the actions of each; with so many that takes seconds
 
 Versions = Literal["weights", "everything"]
@@ -35,7 +36,7 @@ class Training:
 
     Raises:
         UsageError: a number that is not positive, a batch that does not divide into its microbatches, too many
-            microbatches, or what needs all stages to stand still under a schedule without end.
+            samples or microbatches, or what needs all stages to stand still under a schedule without end.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -57,6 +58,11 @@ class Training:
             raise UsageError(
                 f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: "
                 "use larger ones"
+            )
+        if self.batch_size > MOST_SAMPLES:
+            raise UsageError(
+                f"a batch of {shortened(str(self.batch_size))} samples is more than the {MOST_SAMPLES} that a step can "
+                "have: use a smaller one"
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < inf:
             raise UsageError(

@@ -9,13 +9,12 @@ dataclass's `__post_init__` costs about a microsecond and imports nothing; `whol
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from math import isfinite
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal
@@ -34,9 +33,20 @@ def check_types(instance: Any) -> None:
     Raises:
         UsageError: one is not; names the field, its type and the value.
     """
-    for name, fits, meant in _fields(cast("Any", type(instance))):
+    for name, fits, meant in _annotated(cast("Any", type(instance))):
         if not fits(value := getattr(instance, name)):
             raise UsageError(f"{type(instance).__name__}.{name} must be {meant}, not {_repeated(value)}")
+
+
+def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
+    """Check that arguments, by their names, are of the types that a TypedDict has for them; others are let pass.
+
+    Raises:
+        UsageError: one is not; names it, its type and the value.
+    """
+    for name, fits, meant in _annotated(kind):
+        if name in given and not fits(given[name]):
+            raise UsageError(f"{name} must be {meant}, not {_repeated(given[name])}")
 
 
 def whole(name: str, value: int, least: int, most: int | None = None) -> int:
@@ -51,7 +61,7 @@ def whole(name: str, value: int, least: int, most: int | None = None) -> int:
     return value
 
 
-def instance(name: str, value: object, kind: type[Any], hint: str = "") -> Any:
+def instance(name: str, value: object, kind: Any, hint: str = "") -> Any:
     """`value`, a `kind`; `hint` says where one comes from.
 
     Raises:
@@ -142,10 +152,10 @@ _Fits = Callable[[Any], bool]
 
 
 @cache
-def _fields(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
-    """For every field of a dataclass its name, whether a value fits it, and what belongs there, in words."""
-    hints = get_type_hints(kind)
-    return tuple((field.name, _fits(hints[field.name]), _meant(hints[field.name])) for field in fields(kind))
+def _annotated(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
+    """For every annotation of a class its name, whether a value fits it, and what belongs there, in words."""
+    hints = get_type_hints(kind).items()
+    return tuple((name, _fits(hint), _meant(hint)) for name, hint in hints if get_origin(hint) is not ClassVar)
 
 
 def _fits(hint: Any) -> _Fits:
@@ -158,6 +168,8 @@ def _fits(hint: Any) -> _Fits:
         return lambda value: any(fits(value) for fits in choices)
     if origin is tuple:
         return _fits_tuple(parts)
+    if origin is Callable:
+        return callable
     if origin is dict:
         key, entry = map(_fits, parts)
         return lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(entry, value.values()))
@@ -211,6 +223,8 @@ def _meant(hint: Any) -> str:
         return " or ".join(map(_meant, parts))
     if origin is tuple:
         return f"a tuple of {_plural(parts)}"
+    if origin is Callable:
+        return "a function"
     if origin is dict:
         return f"a dictionary of {getattr(parts[1], '__name__', parts[1])} by {parts[0].__name__}"
     if hint is type(None):

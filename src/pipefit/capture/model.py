@@ -7,7 +7,6 @@ computed and nothing is allocated.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -28,6 +27,8 @@ from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
 from pipefit.errors import UsageError
 from pipefit.profiles import Block, Target
+from pipefit.texts import kind_of, shortened
+from pipefit.validation import instance
 
 
 def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "cpu") -> Chain:
@@ -84,10 +85,29 @@ def build_chain(task: Task, microbatch_size: int, *, seed: int = 0, target: Targ
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     """Modules, or (name, module) pairs, in the order they run, as a model for `Task`: each becomes a layer.
 
-    Each takes what the one before returned: a tensor, or a tuple or list of tensors as one argument.
+    Each takes what the one before returned: a tensor, or a tuple or list of tensors as one argument. A part without a
+    name has its number.
+
+    Raises:
+        UsageError: what is no module, or a name that no layer can have, or that two of them would have.
     """
-    named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
-    return nn.Sequential(OrderedDict(named))
+    found = nn.Sequential()
+    for number, part in enumerate(instance("parts", parts, Sequence)):
+        name, module = part if isinstance(part, tuple) and len(part) == 2 else (str(number), part)
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"part {number} of a chain must be a module, or a pair of a name and one, not {kind_of(part)}"
+            )
+        if not isinstance(name, str) or name in found._modules:
+            taken = "that of another part" if isinstance(name, str) else "no text"
+            raise UsageError(
+                f"part {number} of a chain has the name {shortened(repr(name))}, which is {taken}: rename it"
+            )
+        try:
+            found.add_module(name, module)
+        except KeyError as error:
+            raise UsageError(f"part {number} of a chain has a name that no module can have: {error.args[0]}") from None
+    return found
 
 
 def with_batch(chain: Chain, inputs: Any, targets: Any) -> Chain:

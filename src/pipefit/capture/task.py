@@ -15,6 +15,7 @@ from pipefit.capture.refused_modules import LAZY_REMEDY
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import kind_of
 from pipefit.training import Precision
+from pipefit.validation import check_types
 
 _CALLABLE = {
     "module": "an nn.Module or a function that builds one",
@@ -75,6 +76,7 @@ class Task:
         for name in ("module", "batch", "optimizer"):
             if not callable(getattr(self, name)):
                 raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {kind_of(getattr(self, name))}")
+        check_types(self)
         if self.loss is not None and not callable(self.loss):
             raise UsageError(
                 f"loss of a Task must be a function of (outputs, targets), or None where the module computes it, not "

@@ -29,7 +29,7 @@ from pipefit.errors import UsageError, in_one_line
 from pipefit.fake.target import FakeTarget
 from pipefit.fingerprints import Fingerprint, digest
 from pipefit.profiles import Measurement
-from pipefit.texts import dtype_name
+from pipefit.texts import dtype_name, kind_of
 from pipefit.training import Precision
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
@@ -231,12 +231,18 @@ def _optimizer(task: Task) -> torch.optim.Optimizer:
     """
     with FakeTarget("cpu"):
         try:
-            return task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
+            made = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
         except Exception as error:
             raise UsageError(
                 f"the optimizer of {task.name} cannot be made of a group with one parameter ({in_one_line(error)}): "
                 "give a function of parameter groups that takes any, such as its class"
             ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a torch.optim "
+            "optimizer of the parameter groups that it is given"
+        )
+    return made
 
 
 def _option(value: object) -> str:

@@ -14,7 +14,7 @@ from pipefit.planner import Answer, Asked, answered
 from pipefit.planner.spaces import by_distance, sizes_of
 from pipefit.plans import Plan
 from pipefit.profiler.on_demand import OnDemand
-from pipefit.training import Training
+from pipefit.training import MOST_SAMPLES, Training
 
 
 class Proposal(NamedTuple):
@@ -37,7 +37,7 @@ def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
         size = training.microbatch_size
     elif size is None:
         size = batch // count if batch and count else batch
-    return sizes_of(size) if isinstance(size, int) and size > 0 else (1,)
+    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)  # others are refused where all is checked
 
 
 def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypedDict
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -36,7 +37,7 @@ from pipefit.simulator import simulate
 from pipefit.texts import counted
 from pipefit.trace import Category
 from pipefit.training import Precision, Training
-from pipefit.validation import instance
+from pipefit.validation import check_arguments, instance
 
 _COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
 _MANY_LAYERS = 200  # of which a profile takes seconds
@@ -47,6 +48,15 @@ _MEANS: dict[How, Means] = {
     "recomputed": Means(host=False, peers=False, spill=False),
     "moved": Means(spill=False),
 }
+
+
+class _Asked(TypedDict):
+    """Arguments besides model and cluster."""
+
+    microbatches: int | None
+    schedule: str
+    target: Target | None
+    progress: Callable[..., object] | None
 
 
 def fit(
@@ -69,6 +79,9 @@ def fit(
             cannot be profiled.
     """
     instance("model", model, Task, "pipefit.Task says how a module is trained")
+    check_arguments(
+        _Asked, {"microbatches": microbatches, "schedule": schedule, "target": target, "progress": progress}
+    )
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')

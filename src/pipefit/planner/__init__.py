@@ -47,7 +47,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.texts import unknown
 from pipefit.training import Training, Versions
-from pipefit.validation import instance
+from pipefit.validation import check_arguments, instance
 
 __all__ = [
     "ON_GRIDS",
@@ -155,6 +155,7 @@ def plan(
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
         InfeasibleError: the plan does not fit; says by how much and what would.
     """
+    check_arguments(Asked, asked)
     return answered(profile, cluster, training, **asked).complete()
 
 
@@ -203,11 +204,9 @@ def answered(
         instance("profile", profile, ModelProfile, "pipefit.profile makes one of a task")
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
-    if objective not in PLANNER_FOR:
-        raise UsageError(unknown(f"there is no objective {objective!r}", str(objective), PLANNER_FOR))
     planner = PLANNER_FOR[objective] if planner is None else planner
     if planner not in PLANNERS:
-        raise UsageError(unknown(f"there is no planner {planner!r}", str(planner), PLANNERS))
+        raise UsageError(unknown(f"there is no planner {planner!r}", planner, PLANNERS))
     numbers = Numbers(
         batch_size=batch_size,
         microbatches=microbatches,
@@ -252,6 +251,8 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         UsageError: the planner cannot answer for this cluster.
         InfeasibleError: the training does not fit there; says by how much and what would.
     """
+    instance("old", old, Plan, "pipefit.load reads one")
+    instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
     if cluster == old.cluster:
         return old
     made = old.provenance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, isqrt
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
@@ -17,7 +17,7 @@ from pipefit.planner.question import Options, Question
 from pipefit.planner.techniques import Means
 from pipefit.profiles import ModelProfile
 from pipefit.texts import counted
-from pipefit.training import Training, Versions
+from pipefit.training import MOST_MICROBATCHES, MOST_SAMPLES, Training, Versions
 from pipefit.validation import whole
 
 Profiles = Callable[[int], ModelProfile]  # the profile of a model for microbatches of so many samples
@@ -74,9 +74,10 @@ class Numbers:
         )
 
     def _check(self) -> None:
-        for name in ("batch_size", "microbatches", "microbatch_size"):
+        most = {"batch_size": MOST_SAMPLES, "microbatches": MOST_MICROBATCHES, "microbatch_size": MOST_SAMPLES}
+        for name, limit in most.items():
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
+                whole(name, getattr(self, name), 1, limit)
         given = self.batch_size, self.microbatches, self.microbatch_size
         if None not in given and self.batch_size != (self.microbatches or 0) * (self.microbatch_size or 0):
             raise UsageError(
@@ -216,9 +217,10 @@ def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
     """The microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
+    small = [size for size in range(1, isqrt(batch_size) + 1) if batch_size % size == 0]
     found = [1]
-    for size in range(2, batch_size + 1):
-        if batch_size % size == 0 and size >= 2 * found[-1]:
+    for size in (*small, *(batch_size // size for size in reversed(small))):
+        if size >= 2 * found[-1]:
             found.append(size)
     return tuple(found)
 

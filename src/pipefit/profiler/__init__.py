@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ def profile(
     ranks: Sequence[Any] = tensor if isinstance(tensor, list | tuple) else [tensor]
     degrees = [whole("tensor", degree, 1) for degree in ranks]
     along = instance("sequences", sequences, bool)
+    if progress is not None:
+        instance("progress", progress, Callable)
     if along and max(degrees, default=1) < 2:
         raise UsageError("sequence parallelism is of several ranks: say how many (tensor), such as 2")
     if device not in ("fake", "cpu", "cuda"):

@@ -38,7 +38,7 @@ from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
 from pipefit.sharding.comparison import compare_blocks
 from pipefit.units import format_bytes
-from pipefit.validation import seed_number
+from pipefit.validation import instance, seed_number
 
 LONGEST_SECONDS = 10.0
 _MICROBATCHES, _RUNS = 2, 2
@@ -57,6 +57,8 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         UsageError: the module cannot be captured, or it cannot be run on the CPU; or the host has too little memory.
     """
     seed_number(seed)
+    instance("task", task, Task, "a plan is the second argument")
+    instance("plan", plan, Plan, "pipefit.load reads one")
     needed, free = host_bytes(plan.measurement) + module_bytes(plan.measurement), free_bytes()
     if needed > free:
         raise UsageError(

@@ -55,7 +55,7 @@ from pipefit.runtime.tensor_groups import without_peers
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.sharding.chain import ShardedChain, shard_chain
-from pipefit.trace import AllocatorPeaks, MemorySample, Trace
+from pipefit.trace import MOST_STEPS, AllocatorPeaks, MemorySample, Trace
 from pipefit.validation import instance, whole
 
 
@@ -96,7 +96,9 @@ def certify(
     instance("task", task, Task, "a plan is the second argument")
     instance("plan", plan, Plan, "pipefit.load reads one")
     steps = distinct_steps(plan) if steps is None else steps
-    whole("steps", steps, 1)
+    whole("steps", steps, 1, MOST_STEPS)
+    instance("fold", fold, bool)
+    instance("chains", chains := chains or Chains(task), Chains)
     target = target or plan.profile.assumptions.target
     if allocator is not None and target != "cuda":
         raise UsageError(f"target {target} has no caching allocator: certify for the target cuda, or without allocator")
@@ -104,7 +106,7 @@ def certify(
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan))
-    like, chains = sample(task, plan.training.microbatch_size), chains or Chains(task)
+    like = sample(task, plan.training.microbatch_size)
     dry = _DryRun(task, plan, programs, lending, like, steps, kernels, allocator, chains)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         ran = dry.run(fake, fold=fold)

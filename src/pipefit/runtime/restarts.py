@@ -25,7 +25,7 @@ from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import not_finite
 from pipefit.texts import printable
 from pipefit.trace import Trace
-from pipefit.validation import LONGEST_SECONDS, number, whole
+from pipefit.validation import LONGEST_SECONDS, instance, number, whole
 
 _STARTS = 5  # of workers that lose each other before they have done a step
 Replan = Callable[[Plan], Plan]
@@ -85,6 +85,7 @@ def train(
         UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
             numbers as a chain than as a module.
     """
+    instance("plan", plan, Plan, "pipefit.load reads one")
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
     if whole("restarts", restarts, 0) and saving is None:

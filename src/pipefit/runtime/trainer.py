@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -112,10 +112,10 @@ class Trainer:
         seed_number(seed)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan = instance("task", task, Task), instance("plan", plan, Plan, "pipefit.load reads one")
-        self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(callbacks)
+        called: Iterable[Callback] = instance("callbacks", callbacks, Iterable)
+        self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(called)
         self._accumulated, self._programs, self._began = 0, Programs(plan), 0.0  # batches since the last update
-        self._entered = Entered()  # since the pipeline was empty, under an endless schedule
-        self._untold: deque[Untold] = deque()
+        self._entered, self._untold = Entered(), deque[Untold]()  # since the pipeline was empty; losses on their way
         self._kernels = Kernels(torch.get_num_threads())
         hardware = Hardware(plan, share_device)
         self.distributed = joins_workers(hardware, timeout_seconds)

@@ -38,7 +38,8 @@ from pipefit.schedule.steps import Stream, as_early, settled
 from pipefit.schedule.sums import summed
 from pipefit.schedule.updates import updated
 from pipefit.texts import unknown
-from pipefit.validation import instance
+from pipefit.training import MOST_MICROBATCHES
+from pipefit.validation import instance, whole
 
 _OfDevices = dict[int, list[Action]]  # what devices do
 Smaller = Sequence[tuple[int, int]]  # microbatches of fewer samples than the plan's: their numbers, and their samples
@@ -175,7 +176,11 @@ def lower(
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
     check_slices(plan, last)
-    count = plan.training.microbatches if microbatches is None else microbatches
+    count = (
+        plan.training.microbatches
+        if microbatches is None
+        else whole("microbatches", microbatches, 1, MOST_MICROBATCHES)
+    )
     if is_endless(plan):
         if not update:
             raise UsageError(

@@ -30,7 +30,7 @@ from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, NOTHING, DeviceR
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
 from pipefit.texts import counted
-from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.trace import MOST_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import instance, whole
 
 
@@ -47,6 +47,8 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
+    if program is not None:
+        instance("program", program, Program, "pipefit.lower makes one of a plan")
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     simulation = Simulation(plan, program=program, steps=steps)
@@ -253,7 +255,7 @@ class Simulation:
 
 def _check(plan: Plan, program: Program, steps: int) -> None:
     """Refuse a program of another plan."""
-    whole("steps", steps, 1)
+    whole("steps", steps, 1, MOST_STEPS)
     for what, of_plan, of_program in (
         ("stage", len(plan.stages), program.stages),
         ("microbatch", plan.training.microbatches, program.microbatches),
