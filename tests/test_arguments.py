@@ -13,10 +13,20 @@ import pipefit
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipelines import make_plan, random_profile
-from tiny import task_of
+from tiny import SGD, plan_of, task_of
 
 PLAN = make_plan(random_profile(6), (2, 4))
 TASK = task_of(lambda: [nn.Linear(8, 4)])
+
+
+TWO = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
+ON_ONE = plan_of(TWO, (2,))
+METAL = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to("meta")
+
+
+def trained(**changed: Any) -> object:
+    """A trainer of a task of two layers with something else."""
+    return pipefit.Trainer(replace(TWO, **changed), ON_ONE)
 
 
 def profiled(**changed: Any) -> object:
@@ -70,6 +80,11 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(TASK, scheduler="cosine"), "Task.scheduler must be a function or None, not 'cosine'"),
     (lambda: replace(TASK, name=3), "Task.name must be a str, not 3 (int)"),
     (lambda: profiled(optimizer=lambda groups: None), "the optimizer of tiny is a function that returns None"),
+    (lambda: trained(optimizer=lambda groups: SGD(nn.Linear(1, 1).parameters())), "of tiny works on other parameters"),
+    (lambda: trained(optimizer=lambda groups: SGD(groups[:1])), "the optimizer of tiny works on other parameters"),
+    (lambda: trained(module=METAL), "0.weight of tiny is on the meta device and has no numbers"),
+    (lambda: pipefit.certify_numbers(replace(TWO, module=METAL), ON_ONE), "0.weight of tiny is on the meta device"),
+    (lambda: profiled(groups=lambda name, parameter: {name: 1 / 0}), "groups of a Task fails for 0.weight: "),
     (lambda: profiled(groups=lambda name, parameter: None), "not None as for 0.weight"),
     (lambda: profiled(groups=lambda name, parameter: {"params": []}), "not {'params': []} as for 0.weight"),
     (lambda: pipefit.chain(3), "parts must be a Sequence, not 3 (int)"),

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import ParameterOptions
-from pipefit.errors import UsageError
+from pipefit.errors import UsageError, in_one_line
 from pipefit.texts import shortened
 
 
@@ -47,9 +47,12 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
     """The options of one parameter.
 
     Raises:
-        UsageError: they are no dictionary of options by their names.
+        UsageError: they are no dictionary of options by their names, or cannot be had.
     """
-    found: object = options(name, parameter)
+    try:
+        found: object = options(name, parameter)
+    except Exception as error:
+        raise UsageError(f"groups of a Task fails for {name}: {in_one_line(error)}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) and key != "params" for key in found):
         raise UsageError(
             f"groups of a Task must return the options of a parameter's group, such as {{'weight_decay': 0.0}}, not "

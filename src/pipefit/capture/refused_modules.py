@@ -36,6 +36,20 @@ def refuse_module(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_meta(module: nn.Module, name: str) -> None:
+    """Check that `module`, the model `name`, has numbers, so that it can be run.
+
+    Raises:
+        UsageError: a parameter or buffer is on the meta device.
+    """
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{place} of {name} is on the meta device and has no numbers, so that it can be profiled and planned, but "
+                'not run: build it outside of torch.device("meta")'
+            )
+
+
 LAZY_REMEDY = (
     "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
 )

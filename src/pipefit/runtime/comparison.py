@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import on_a_copy, recording
@@ -24,6 +24,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import NotComparable, compare, evaluated, values_before
 from pipefit.capture.model import built, capture
 from pipefit.capture.numbers import Numbers
+from pipefit.capture.refused_modules import refuse_meta
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
@@ -67,6 +68,8 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         )
     with recording("comparing numbers"):
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
+        assert isinstance(whole.module, nn.Module)
+        refuse_meta(whole.module, task.name)
         batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
         target = plan.profile.assumptions.target
         chain = capture(whole, *batches[0], target=target)

@@ -11,7 +11,7 @@ factor are applied to them, because half-precision gradients would lose digits t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -36,7 +36,7 @@ class MasterWeights:
         agreement: tells what gradients are multiplied by before an update; None leaves them as they are.
 
     Raises:
-        UsageError: the optimizer works on other parameters than those it is given.
+        UsageError: the optimizer has not the parameters that it is given.
     """
 
     def __init__(self, task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None) -> None:
@@ -47,11 +47,7 @@ class MasterWeights:
             [{**group, "params": [self.copies[p] for p in group["params"]]} for groups in layers for group in groups]
         )
         self._layer_of = {self.copies[p]: n for n, parameters in enumerate(self._layers) for p in parameters}
-        if any(copy not in self._layer_of for group in self.param_groups for copy in group["params"]):
-            raise UsageError(
-                f"the optimizer of {task.name} works on other parameters than the groups that it is given: with "
-                f"precision {task.precision} it has to update those, which are float32 copies"
-            )
+        _check_parameters(task, self.copies.values(), self.optimizer)
 
     @property
     def param_groups(self) -> list[Group]:
@@ -116,10 +112,31 @@ def make_optimizer(
 ) -> Optimizer | MasterWeights:
     """The task's optimizer of layers with these parameter groups: over the parameters themselves or, where the task's
     precision says so, over master weights.
+
+    Raises:
+        UsageError: the optimizer has not the parameters that it is given.
     """
     if task.master_weights:
         return MasterWeights(task, layers, agreement)
-    return task.optimizer([group for groups in layers for group in groups])
+    groups = [group for groups in layers for group in groups]
+    given = [parameter for group in groups for parameter in group["params"]]  # before the optimizer changes a group
+    made = task.optimizer(groups)
+    _check_parameters(task, given, made)
+    return made
+
+
+def _check_parameters(task: Task, given: Iterable[Tensor], optimizer: Optimizer) -> None:
+    """Check that an optimizer has all parameters that it was given, and no others.
+
+    Raises:
+        UsageError: it has not, as one that is made of the first group alone: other parameters in every stage.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held != set(map(id, given)):
+        raise UsageError(
+            f"the optimizer of {task.name} works on other parameters than the groups that it is given, which are those "
+            "of a stage: give it all groups, and set requires_grad=False for what is not to be trained"
+        )
 
 
 def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> Any:
