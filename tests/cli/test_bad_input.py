@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from made_checkpoints import write
 from pipefit.cli import main
 from pipefit.files import dumps, save
 from pipefit.schedule import lower
@@ -171,6 +172,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster dgx1-v100 -o profile.json", 2, ["profile.json is named twice"]),
     ("plan profile.json --cluster bad.toml -o bad.toml", 2, ["bad.toml is named twice"]),
     ("train plan.json zoo:mlp -o new.json --metrics new.json", 2, ["new.json is named twice"]),
+    ("train plan.json zoo:mlp --weights cut.json -o cut.json", 2, ["cut.json is named twice"]),
+    ("train plan.json zoo:mlp --weights cut.json --metrics cut.json", 2, ["cut.json is named twice"]),
+    ("train plan.json zoo:mlp --weights . -o other.json", 2, ["other.json is a file of /", "another file"]),
+    ("checkpoint runs -o runs/step-00000004/worker-00000.safetensors", 2, ["would be in a checkpoint"]),
+    ("train plan.json zoo:mlp --resume runs -o runs/step-00000004/manifest.json", 2, ["would be in a checkpoint"]),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
     ("simulate plan.json -o .", 6, ["not a file"]),
     (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
@@ -198,6 +204,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "empty.json").write_text("")
     (here / "deep.json").write_text('{"pipefit": "plan", "version": 2, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)
     (here / "bad.toml").write_text("name =")
+    write(here / "runs", 4)
     (here / "mine.py").write_text(FACTORIES)
     (here / "talker.py").write_text(TALKER)
     (here / "broken.py").write_text("def make(:")

@@ -45,8 +45,8 @@ def refuse_meta(module: nn.Module, name: str) -> None:
     for place, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise UsageError(
-                f"{place} of {name} is on the meta device and has no numbers, so that it can be profiled and planned, but "
-                'not run: build it outside of torch.device("meta")'
+                f"{place} of {name} is on the meta device and has no numbers: it can be profiled and planned, but "
+                'not run; build it outside of torch.device("meta")'
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,21 +20,30 @@ if TYPE_CHECKING:
     from pipefit.tables import Block
 
 
+_CHECKPOINT = re.compile(r"step-[0-9]{8,18}")  # the name of the folder of one
+
+
 def check_output(path: Path | None, *others: str | Path | None) -> None:
-    """Before any work: can the result be saved? `others` are files that the command reads, or writes besides.
+    """Before any work: can the result be saved? `others` are files that the command reads, or writes besides, and
+    folders of such.
 
     Raises:
         FileError: it cannot; says why.
-        UsageError: it is one of the others.
+        UsageError: it is one of the others, or there already in one, or would be among the files of a checkpoint.
     """
     from pipefit.files import check_target
 
     if path is None:
         return
     check_target(path)
-    for other in others:
-        if other is not None and os.path.realpath(other) == os.path.realpath(path):
+    target = Path(os.path.realpath(path))
+    for other in map(os.path.realpath, (one for one in others if one is not None)):
+        if other == str(target):
             raise UsageError(f"{path} is named twice, and would be overwritten: name another file for the result")
+        if Path(other) in target.parents and target.exists():
+            raise UsageError(f"{path} is a file of {other}, and would be overwritten: name another file for the result")
+    if _CHECKPOINT.fullmatch(target.parent.name) and (target.parent / "manifest.json").exists():
+        raise UsageError(f"{path} would be in a checkpoint, which has files of its own: name another folder")
 
 
 def on_stderr(sentence: str) -> None:

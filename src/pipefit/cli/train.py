@@ -130,9 +130,9 @@ def command(
     from pipefit.files import save as save_document
     from pipefit.plans import Plan
 
-    check_output(output, plan, cluster)
-    check_output(metrics, plan, cluster, output)
-    check_output(post_mortem, plan, cluster, output, metrics)
+    check_output(output, plan, cluster, weights)
+    check_output(metrics, plan, cluster, weights, output)
+    check_output(post_mortem, plan, cluster, weights, output, metrics)
     options = {"every": every, "keep": keep, "on_failure": on_failed_save, "in_foreground": save_in_foreground or None}
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     check_order(plan, model)
