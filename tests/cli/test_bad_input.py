@@ -246,6 +246,22 @@ def test_closed_streams_change_nothing(folder: Path) -> None:
     (folder / "closed.json").unlink()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path: Path) -> None:
+    """What a file does not take as a whole is code 6, and a pipe without a reader code 1, with no word; also where
+    Python writes without a buffer, as in many containers.
+    """
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    command = f"{sys.executable} -m pipefit show plan.json --json"
+    for line, code, words in (
+        (f"ulimit -f 1; {command} > {tmp_path / 'cut'}", 6, "pipefit: the output cannot be written: File too large; "),
+        (f"set -o pipefail; {command} | true", 1, ""),
+    ):
+        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False)
+        assert (done.returncode, done.stdout) == (code, b"")
+        assert done.stderr.decode().startswith(words) and bool(done.stderr) == bool(words)
+
+
 def test_what_a_model_prints_goes_to_stderr(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

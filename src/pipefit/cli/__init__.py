@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
 import os
 import re
@@ -46,7 +47,7 @@ from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable, unknown
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALLOCATIONS = 500_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
 _EPILOG = (
     "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
@@ -112,22 +113,29 @@ def _run(words: list[str], *, own: bool) -> int:
         return failure.told(_usage_sentence(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return failure.told("stopped", STOPPED)
-    except BrokenPipeError:  # the reader of a pipe left, as head does
-        _close_stdout()
-        return 1
+    except (BrokenPipeError, SystemExit) as error:
+        return _without_reader(error, failure)
     except OSError as error:
         if error.errno not in _FULL:
             return failure.unexpected(error)
         _close_stdout()
         return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
-        return failure.unexpected(error)  # SystemExit: a model's own code wants to end the program
+    except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
+        return failure.unexpected(error)
 
 
 def _fill_streams() -> None:
-    """Streams that our parent closed lead nowhere from now on, here and in workers; no other file takes their place."""
+    """Streams that our parent closed lead nowhere from now on, here and in workers; no other file takes their place.
+
+    Those without a buffer (PYTHONUNBUFFERED) get one, which ends with a line: without it Python takes a write of which
+    a full disk has taken a part for a whole one.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+        given = getattr(sys, name)
+        if mode == "w" and isinstance(getattr(given, "buffer", None), io.RawIOBase):
+            encoding, errors = given.encoding, given.errors
+            setattr(sys, name, os.fdopen(given.fileno(), mode, 1, encoding=encoding, errors=errors, closefd=False))
+        if given is None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
@@ -160,6 +168,16 @@ def _warnings_on_stderr() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def _without_reader(error: BaseException, failure: _Failure) -> int:
+    """The code where the reader of a pipe left, as head does, which typer tells by ending the program. Where anything
+    else ends it, such as a model's own code, a word too.
+    """
+    if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+        return failure.unexpected(error)
+    _close_stdout()
+    return 1
 
 
 def _close_stdout() -> None:
