@@ -249,13 +249,15 @@ def test_closed_streams_change_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path: Path) -> None:
     """What a file does not take as a whole is code 6, and a pipe without a reader code 1, with no word; also where
-    Python writes without a buffer, as in many containers.
+    Python writes without a buffer, as in many containers. What stderr does not take is lost, and the code stays.
     """
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
     command = f"{sys.executable} -m pipefit show plan.json --json"
     for line, code, words in (
         (f"ulimit -f 1; {command} > {tmp_path / 'cut'}", 6, "pipefit: the output cannot be written: File too large; "),
         (f"set -o pipefail; {command} | true", 1, ""),
+        (f"{sys.executable} -m pipefit simulate plan.json -o {tmp_path / 'made.json'} > /dev/null 2> /dev/full", 0, ""),
+        (f"{sys.executable} -m pipefit show none.json 2> /dev/full", 6, ""),
     ):
         done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False)
         assert (done.returncode, done.stdout) == (code, b"")

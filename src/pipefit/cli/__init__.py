@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import json
 import os
 import re
@@ -43,6 +42,7 @@ from pipefit.cli import (
     train,
 )
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
+from pipefit.cli.streams import fill_streams
 from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable, unknown
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not
     at its end, and are others forked to work beside it.
     """
-    _fill_streams()
+    fill_streams()
     if arguments is not None:
         return _run(list(arguments), own=False)
     gc.set_threshold(*_ALLOCATIONS)
@@ -122,23 +122,6 @@ def _run(words: list[str], *, own: bool) -> int:
         return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
         return failure.unexpected(error)
-
-
-def _fill_streams() -> None:
-    """Streams that our parent closed lead nowhere from now on, here and in workers; no other file takes their place.
-
-    Those without a buffer (PYTHONUNBUFFERED) get one, which ends with a line: without it Python takes a write of which
-    a full disk has taken a part for a whole one.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        given = getattr(sys, name)
-        if mode == "w" and isinstance(getattr(given, "buffer", None), io.RawIOBase):
-            encoding, errors = given.encoding, given.errors
-            setattr(sys, name, os.fdopen(given.fileno(), mode, 1, encoding=encoding, errors=errors, closefd=False))
-        if given is None:
-            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
 
 
 def _take(words: list[str], flag: str) -> bool:
