@@ -227,6 +227,31 @@ def test_bars_of_many_devices_that_are_alike_are_folded(count: int, folds: int) 
     assert outside.count("data-device") == (3 if folds else count)
 
 
+def test_bars_of_devices_that_are_nearly_empty_end_at_the_largest_peak() -> None:
+    """Otherwise nothing would be seen; what devices have is said above them. Others end at the largest budget."""
+    devices = simulate(planned(devices=2)).devices
+    peak = max(device.peak_bytes for device in devices)
+    for times, end in ((16, 16 * peak), (17, peak)):
+        budgets = tuple(replace(device, budget_bytes=times * peak) for device in devices)
+        trace = Trace(source="simulated", steps=1, devices=budgets, step_seconds=(1.0,))
+        made = markup.peaks(trace)
+        widths = [sum(map(float, re.findall("width:(.*?)%", bar))) for bar in made.split("<button")[1:]]
+        assert widths == pytest.approx([100 * device.peak_bytes / end for device in devices], abs=0.01)
+        assert ("<u " in made) == (end > peak) != made.startswith("<p>Bars end at")
+        assert markup.scale(trace) == end
+
+
+def test_decisions_have_no_column_without_words() -> None:
+    """Why a plan by hand does something may not be known."""
+    told = with_copies(planned())
+    (decision,) = told.decisions
+    heads = [
+        page(one).partition("of what</th>")[2].partition("</tr>")[0]
+        for one in (told, replace(told, decisions=(replace(decision, why=""),)))
+    ]
+    assert ["where to" in one for one in heads] == [True, True] and ["why" in one for one in heads] == [True, False]
+
+
 def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
     """A plan that does not fit is headed by the devices that are over, not by `fits`."""
     made = planned()

@@ -33,7 +33,9 @@ Versions = Annotated[
     Literal["weights", "everything"],
     typer.Option(help="What a version of the weights holds under pipedream and pipedream-2bw."),
 ]
-SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two never flush."
+SCHEDULE_HELP = (
+    "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two have no bubble, and late gradients."
+)
 
 Reserve = Annotated[
     str | None,
@@ -61,7 +63,12 @@ ClusterName = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the model, such as layers=12; may be repeated. pipefit models MODEL lists them.",
+    ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
 AfterDeath = Annotated[

@@ -65,10 +65,12 @@ def _devices(overview: Overview) -> Table:
 
 def _explained(overview: Overview) -> str:
     """What the columns of the first table mean."""
+    looked = ", ".join(map(str, overview.sizes))
+    among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the one that was looked at"
     return (
-        "Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is one of "
-        f"{', '.join(map(str, overview.sizes))}: where all is kept for the backward, where runs of layers may be "
-        "recomputed, and where tensors and optimizer state may move to the host as well."
+        f"Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is {among}: where "
+        "all is kept for the backward, where runs of layers may be recomputed, and where tensors and optimizer state "
+        "may move to the host as well."
     )
 
 

@@ -228,7 +228,9 @@ def _decided(plan: Plan) -> Iterator[str]:
     rows = tuple((str(decision.stage), *_decision(plan, decision)) for decision in shown)
     left = len(plan.decisions) - len(shown)
     yield f"<details{' open' if len(rows) <= 12 else ''}><summary>{counted(len(plan.decisions), 'decision')}</summary>"
-    yield html([Table(("stage", "what", "of what", "where to", "why"), rows)])
+    columns = ("stage", "what", "of what", "where to", "why")
+    told = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
+    yield html([Table(tuple(columns[n] for n in told), tuple(tuple(row[n] for n in told) for row in rows))])
     yield f"<p>and {left} more</p></details>" if left else "</details>"
 
 

@@ -12,6 +12,7 @@ from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes
 
 _MANY = 16  # devices, of which bars that are alike are folded
+_EMPTY = 16  # times what they hold is what devices have of which bars would show nothing
 
 
 def text(words: str) -> str:
@@ -40,14 +41,25 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
     )
 
 
+def scale(trace: Trace) -> int:
+    """The bytes at the end of bars: the largest peak or budget; the largest peak where that is next to nothing."""
+    peak = max((device.peak_bytes for device in trace.devices), default=0)
+    budget = max((device.budget_bytes for device in trace.devices), default=0)
+    return peak if 0 < _EMPTY * peak < budget else max(peak, budget, 1)
+
+
 def peaks(trace: Trace) -> str:
     """A bar for every device: what fills it at its peak by category, beside its budget.
 
     Of many devices, those whose bars are that of the one before them are folded away below it.
     """
-    largest = max((max(d.peak_bytes, d.budget_bytes) for d in trace.devices), default=0) or 1
+    largest = scale(trace)
     fewest = 1 if len(trace.devices) > _MANY else len(trace.devices)
-    return "".join(_alike(tuple(run), largest, fewest) for _, run in groupby(trace.devices, key=_bar))
+    budgets = sorted({device.budget_bytes for device in trace.devices if device.budget_bytes > largest})
+    have = " to ".join(map(format_bytes, dict.fromkeys((*budgets[:1], *budgets[-1:]))))
+    beyond = f"<p>{_sentence(f'Bars end at {format_bytes(largest)}. Devices have {have}.')}</p>" if budgets else ""
+    bars = "".join(_alike(tuple(run), largest, fewest) for _, run in groupby(trace.devices, key=_bar))
+    return beyond + bars
 
 
 def _bar(device: DeviceTrace) -> tuple[object, ...]:
@@ -73,7 +85,8 @@ def _peak(device: DeviceTrace, largest: int) -> str:
         for category, nbytes in filled.items()
     )
     budget = device.budget_bytes
-    cap = f'<u style="left:{100 * budget / largest:.3f}%" title="budget {format_bytes(budget)}"></u>' if budget else ""
+    cap = f'<u style="left:{100 * budget / largest:.3f}%" title="budget {format_bytes(budget)}"></u>'
+    cap = cap if 0 < budget <= largest else ""
     over = budget and device.peak_bytes > budget
     share = f"{100 * device.peak_bytes / budget:.1f} %" if budget else ""
     at = f" at {text(device.peak.action)}" if device.peak else ""

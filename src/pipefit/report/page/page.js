@@ -176,7 +176,8 @@
 
   function drawMemory() {
     const device = state.scene.devices[state.device], height = 230, low = height - 8, shown = samples(device);
-    const most = 1.06 * Math.max(device.budget, ...shown.map(({ n }) => device.memory.totals[n]), 1);
+    const capped = device.budget && device.budget <= state.scene.scale;
+    const most = 1.06 * Math.max(capped ? device.budget : 1, ...shown.map(({ n }) => device.memory.totals[n]));
     const level = (count) => low - count / most * (low - 22), right = LABELS + plot();
     const floor = shown.map(() => 0);
     const areas = device.memory.bytes.map((row, category) => {
@@ -187,8 +188,8 @@
       const points = [...line(floor), ...line(below).reverse()].map(([x, y]) => `${x.toFixed(1)},${level(y).toFixed(1)}`);
       return `<polygon class="c${category}" points="${points.join(" ")}"><title>${escaped(state.scene.categories[category])}</title></polygon>`;
     });
-    const cap = device.budget ? `<line class="cap" x1="${LABELS}" x2="${right}" y1="${level(device.budget)}" y2="${level(device.budget)}"/>` +
-      `<text class="soft" x="2" y="${level(device.budget) + 4}">${bytesText(device.budget)}</text>` : "";
+    const cap = capped ? `<line class="cap" x1="${LABELS}" x2="${right}" y1="${level(device.budget)}" y2="${level(device.budget)}"/>` +
+      `<text class="soft" x="2" y="${level(device.budget) + 4}">${bytesText(device.budget)}</text>` : device.budget ? `<text class="soft" x="2" y="26">of ${bytesText(device.budget)}</text>` : "";
     memory.innerHTML = `<svg width="${width()}" height="${height}"><text x="2" y="${low}">device ${device.number}</text>` +
       `${areas.join("")}${rules(height)}${cap}${cursorLine(height)}</svg>`;
   }
@@ -339,9 +340,9 @@
   }
 
   function holding(row, { memory: { times, bytes, totals }, budget }, tick) {  // a device's bar at a moment
-    const n = after(times, tick) - 1, most = Math.max(...state.scene.devices.map((one) => Math.max(one.peak, one.budget)), 1);
+    const n = after(times, tick) - 1, most = state.scene.scale;
     const parts = bytes.map((levels, category) => (n >= 0 && levels[n] ? `<i class="c${category}" style="width:${100 * levels[n] / most}%"></i>` : ""));
-    row.querySelector(".bar").innerHTML = parts.join("") + (budget ? `<u style="left:${100 * budget / most}%"></u>` : "");
+    row.querySelector(".bar").innerHTML = parts.join("") + (budget && budget <= most ? `<u style="left:${100 * budget / most}%"></u>` : "");
     row.querySelector(".figure").innerHTML = `${bytesText(n >= 0 ? totals[n] : 0)} <small>${budget ? `${(100 * (n >= 0 ? totals[n] : 0) / budget).toFixed(1)} %` : ""}</small>`;
   }
 

@@ -19,6 +19,7 @@ from typing import Any
 from pipefit.actions import RECEIVES, SENDS, Action, Kind, parse_action
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.report.page.markup import scale
 from pipefit.texts import shortened
 from pipefit.trace import CATEGORIES, DeviceTrace, Event, MemorySample, Stream, Trace
 
@@ -70,6 +71,7 @@ def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int 
         "words": words.texts,
         "wordKinds": words.kinds,
         "devices": devices,
+        "scale": scale(trace),
     }
 
 
