@@ -34,6 +34,8 @@ def alpa(question: Question) -> Found:
             best += [within] if within is not None else []
         if best:
             break
+    else:
+        best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # which says that there is none
     found = min(best, key=lambda one: one.value)
     return Found(found.split, Objective.ESTIMATED_STEP, found.value, found.evaluated, proven=False)
 
