@@ -32,7 +32,7 @@ from pipefit.profiles import Measurement, ModelProfile
 from pipefit.schedule.room import shortage
 from pipefit.simulator import Simulation
 from pipefit.training import Training
-from sampled import seeds
+from sampled import sampled, seeds
 from slice_sizes import sized
 
 BATCH, SIZES = 16, (4, 2, 1)
@@ -163,7 +163,9 @@ def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
     check_peaks(seed)
 
 
-@pytest.mark.parametrize("seed", seeds(4, of=40))
+@pytest.mark.parametrize("seed", sampled(range(40), often=(0, 17, 27, 34)))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
-    """Under caps from the lowest peak of all baselines to the highest."""
+    """Under caps from the lowest peak of all baselines to the highest: with messages that estimates leave out, and with
+    layers without parameters in one bucket with others, whose state comes and goes by itself.
+    """
     check_seconds(seed)

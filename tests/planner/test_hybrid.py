@@ -146,18 +146,19 @@ def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner:
         assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
 
 
-@pytest.mark.parametrize("planner", ["joint", "exact", "lean"])
+@pytest.mark.parametrize("planner", ["joint", "exact", "lean", "alpa", "capture"])
 def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(planner: str) -> None:
     """Where no range of blocks is left to a stage, the sentence names the layer, not the search's tables."""
     chain = plain(Random(1), 4)
     last = replace(chain.kinds[chain.layers[-1]], fed_back=("running",))
     chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
-    with pytest.raises(UsageError, match="layer3 computes with running"):
+    words = "no plan in 4 stages or fewer" if planner in ("alpa", "capture") else "layer3 computes with running"
+    with pytest.raises(UsageError, match=words):
         plan(sized(chain, 4, 2), devices(*[AMPLE] * 4), batch_size=8, microbatch_size=4, planner=planner, data=2)
 
 
 def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
-    """Where nothing else fits, a plan of replicas decides about tensors too, and never about state."""
+    """Where nothing else fits, a plan of replicas decides about tensors too, and about state only if they divide it."""
     profile = sized(plain(Random(3), 4), 4, 2)
     ample = plan(profile, devices(*[AMPLE] * 4), batch_size=16, microbatch_size=4, data=2)
     assert ample.prediction
@@ -166,7 +167,8 @@ def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
         profile, devices(*[budget] * 4), batch_size=16, microbatch_size=4, data=2, stages=len(ample.stages),
         allow_infeasible=True,
     )  # fmt: skip
-    assert all(not isinstance(decision.subject, State) for decision in made.decisions)
+    states = [decision for decision in made.decisions if isinstance(decision.subject, State)]
+    assert all(made.stages[decision.stage].grid.shard != "none" for decision in states)
     assert Simulation(made).step_seconds
 
 

@@ -31,6 +31,7 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import Least
 from pipefit.planner.joint import Search, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, mixed, with_hosts
+from pipefit.planner.nearby import is_small
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.planner.spaces import Space, by_distance, chosen_from, left_out
@@ -137,12 +138,13 @@ class Trials:
             self.mixed += filter(None, [mixed(question, at_most) if looks else None])
 
     def _mix_with_hosts(self, size: int) -> None:
-        """Find the fastest plan of a size in which hosts take what replicas divide, if all is not kept anyway, and no
-        plan is known that takes about as few seconds as any of this size.
+        """Find the fastest plan of a size in which hosts take what replicas divide, unless a plan is known that takes
+        about as few seconds as any of this size, or that keeps everything, of a large question.
         """
-        if not self._keeps and self._least_of(size) * (1 + _ROOM) < self._fastest:
+        if self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
-            self.mixed += filter(None, [with_hosts(question, self._fastest) if exact_in_time(question) else None])
+            looks = exact_in_time(question) and (not self._keeps or is_small(question))
+            self.mixed += filter(None, [with_hosts(question, self._fastest) if looks else None])
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.

@@ -22,16 +22,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, Run, State, StateKind, What
+from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
-from pipefit.planner.evaluation import HOST
 from pipefit.planner.exact import exact
+from pipefit.planner.hosted import AWAY, UPDATED, Moves, moved, ran_again, runs_of
 from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.nearby import beside
 from pipefit.planner.question import Found, Question, Split
@@ -39,23 +39,18 @@ from pipefit.planner.replicas import in_replicas
 from pipefit.planner.spaces import counts_of
 from pipefit.planner.time import time
 from pipefit.schedule.room import missing_bytes
-from pipefit.schedule.sums import bucket_edges
 from pipefit.simulator import Simulation
 from pipefit.texts import counted
 
 _WORK = 250_000  # actions that were read, after which no other plan is
 
-Moves = tuple[tuple[What, StateKind], ...]
-
-_UPDATED: Moves = ((What.UPDATE, "optimizer"),)
-_AWAY: Moves = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
-_ALL_AWAY: Moves = (*_AWAY, (What.OFFLOAD, "gradients"))
-_OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", _UPDATED), ("none", _ALL_AWAY))
+_ALL_AWAY: Moves = (*AWAY, (What.OFFLOAD, "gradients"))
+_OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", _ALL_AWAY))
 _OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
     ("parameters", ()),
-    ("gradients", _UPDATED),
-    ("parameters", _UPDATED),
-    ("parameters", _AWAY),
+    ("gradients", UPDATED),
+    ("parameters", UPDATED),
+    ("parameters", AWAY),
 )
 
 
@@ -169,14 +164,10 @@ class _Search:
         """What is done with the state of every stage, run by run, and with its passes."""
         question, found = self._question, list[Decision]()
         plan = plan_of(question, candidate.split)
-        for number, stage in enumerate(plan.stages):
-            edges = bucket_edges(plan, number) if candidate.in_buckets else question.edges
-            runs = [*pairwise([stage.start, *(edge for edge in edges if stage.start < edge < stage.stop), stage.stop])]
-            for (what, kind), (start, stop) in product(candidate.moves, runs):
-                state = State(start=start, stop=stop, kind=kind)
-                found.append(Decision(stage=number, subject=state, what=what, place=HOST, ahead=0))
-            for start, stop in runs if question.options.recompute != "never" else ():
-                found.append(Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE))
+        for number in range(len(plan.stages)):
+            runs = runs_of(question, plan, number, in_buckets=candidate.in_buckets)
+            found += moved(number, runs, candidate.moves, ahead=0)
+            found += ran_again(number, runs if question.options.recompute != "never" else ())
         return tuple(found)
 
 

@@ -1,9 +1,10 @@
 """Plans beside those that are estimated to be fast, simulated: estimates leave out what messages take.
 
 They are the plans of `uniform`, `parameters` and `time` with the same degree for all stages, on as many stages as the
-devices are enough for; and what comes of moving a cut of the fastest plan by one block, as long as that is faster. So
-an answer is never slower than what Megatron and DeepSpeed do by such splits, as long as the budget lasts. Then
-replicas sum in more buckets, beside the backward, and divide their state, where that is faster.
+devices are enough for; those of `capture` and `alpa`, if there are few stages to choose from; and what comes of moving
+a cut of the fastest plan by one block, as long as that is faster. So an answer is never slower than what Megatron,
+DeepSpeed, CAPTURE and Alpa do by such splits, as long as the budget lasts. Then replicas sum in more buckets, beside
+the backward, and divide their state, where that is faster.
 
 Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
 budget of work.
@@ -11,16 +12,17 @@ budget of work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
-from pipefit.cost.time import layer_seconds
 from pipefit.errors import UsageError
-from pipefit.planner.degrees import Degree
+from pipefit.planner.alpa import alpa
+from pipefit.planner.capture import CaptureOptions, capture
+from pipefit.planner.hybrid import candidates
 from pipefit.planner.parameters import parameters
 from pipefit.planner.question import Planner, Question, Split
 from pipefit.planner.replicas import answers
@@ -31,6 +33,8 @@ from pipefit.planner.uniform import uniform
 _WORK = 60_000  # after which no other plan is simulated
 _BUCKETS = 4, 16, 64
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
+_ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
+_CANDIDATES = 20_000  # stages that are compared, up to which a question is small
 
 
 class Timed(NamedTuple):
@@ -45,7 +49,7 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
     `at_most` seconds or more are left out.
     """
     question, search = simulations.question, _Search(simulations, at_most)
-    best = search.first(alike(question), best, following=True)
+    best = search.first(chain(alike(question), on_grids(question)), best, following=True)
     while best is not None:
         found = search.first(beside(best.split), best)
         if found is best:
@@ -62,6 +66,19 @@ def alike(question: Question) -> Iterator[Split]:
         options = replace(question.options, stages=stages, **degree.pins)
         with suppress(UsageError):
             yield from (found.split for found in answers(replace(question, options=options), *_PLANNERS))
+
+
+def on_grids(question: Question) -> Iterator[Split]:
+    """The splits of planners that choose the degree of every stage, where there are few stages to choose from."""
+    if is_small(question):
+        for planner in _ON_GRIDS:
+            with suppress(UsageError):
+                yield planner(question).split
+
+
+def is_small(question: Question) -> bool:
+    """Whether there are few stages to choose from."""
+    return candidates(question, question.shards[:1]) <= _CANDIDATES
 
 
 def beside(split: Split) -> Iterator[Split]:
@@ -86,9 +103,8 @@ class _Search:
     """Simulations for one question, within a budget."""
 
     def __init__(self, simulations: Simulations, at_most: float) -> None:
-        self._question, self._simulations, self._at_most = simulations.question, simulations, at_most
+        self._simulations, self._at_most = simulations, at_most
         self._until = simulations.work + _WORK
-        self._before: Callable[[Degree], Sequence[float]] = cache(self._seconds_before)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
         """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
@@ -102,32 +118,13 @@ class _Search:
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:
         """A split that fits and is faster than the best."""
         known = self._at_most if best is None else min(self._at_most, best.seconds)
-        if self._simulations.work > self._until or self._least(split) >= known:
+        if self._simulations.work > self._until or self._simulations.least(split) >= known:
             return None
         try:
             simulation = self._simulations.of(split)
             seconds = simulation.step_seconds[-1]
             if best is not None and seconds >= best.seconds:
                 return None
-            full = any(p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True))
+            return Timed(split, seconds) if simulation.fits else None
         except UsageError:  # what they exchange cannot be divided, or not be held by replicas
             return None
-        return None if full else Timed(split, seconds)
-
-    def _least(self, split: Split) -> float:
-        """What the passes of the slowest stage take, on the fastest kind of device."""
-        found = []
-        for number, blocks in enumerate(pairwise(split.edges)):
-            start, stop = self._question.layers(*blocks)
-            before = self._before(Degree.of(split.grid(number)))
-            found.append(before[stop] - before[start])
-        return self._question.training.microbatches * max(found)
-
-    def _seconds_before(self, degree: Degree) -> Sequence[float]:
-        """Seconds of the passes through all layers before each, on the fastest kind of device."""
-        how, profile = self._question.training, self._question.profile
-        measured = self._question.measured(degree)
-        kinds = {device.kind.key: device.kind for device in self._question.cluster.devices}.values()
-        of_kinds = zip(*(layer_seconds(measured, kind, how.dtype) for kind in kinds), strict=True)
-        fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
-        return [0.0, *accumulate(fewest[: len(profile.layers)])]

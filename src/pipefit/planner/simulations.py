@@ -8,10 +8,14 @@ unit of work is a new action.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 
 from pipefit.cost.stage import Costs
+from pipefit.cost.time import layer_seconds
 from pipefit.decisions import Decision
+from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.question import Question, Split
 from pipefit.simulator.assembled import Assembled, Parts
@@ -38,6 +42,30 @@ class Simulations:
             self.work += self._parts.actions - before
         self.work += found.actions // _KNOWN
         return found
+
+    def least(self, split: Split) -> float:
+        """What the passes of the slowest stage of a split take, on the fastest kind of device."""
+        found = []
+        for number, blocks in enumerate(pairwise(split.edges)):
+            start, stop = self.question.layers(*blocks)
+            before = self._before(Degree.of(split.grid(number)))
+            found.append(before[stop] - before[start])
+        return self.question.training.microbatches * max(found)
+
+    @cached_property
+    def _before(self) -> Callable[[Degree], Sequence[float]]:
+        """Seconds of the passes through all layers before each, on the fastest kind of device; by degree."""
+        question = self.question
+        kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
+
+        @cache
+        def before(degree: Degree) -> Sequence[float]:
+            measured = question.measured(degree)
+            of_kinds = zip(*(layer_seconds(measured, kind, question.training.dtype) for kind in kinds), strict=True)
+            fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
+            return [0.0, *accumulate(fewest[: len(question.profile.layers)])]
+
+        return before
 
     @cached_property
     def _parts(self) -> Parts:

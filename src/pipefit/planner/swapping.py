@@ -35,7 +35,6 @@ from pipefit.planner.question import Split
 from pipefit.planner.replicas import representative
 from pipefit.planner.simulations import Simulations
 from pipefit.schedule.arenas import lent_bytes
-from pipefit.schedule.room import missing_bytes
 
 _WORK = 60_000  # actions that were read, after which no other stage is tried
 _USED = 0.98  # of what a device has left is lent: shares are rounded
@@ -115,9 +114,7 @@ class _Search:
         """What the simulator says of these decisions; None if they do not fit or cannot be carried out."""
         with suppress(UsageError):
             found = self._simulations.of(self.split, decisions)
-            budgets = self.question.cluster.budgets
-            full = any(peak > budget for peak, budget in zip(found.peak_bytes, budgets, strict=True))
-            if not full and not any(missing_bytes(found.plan, found.arenas).values()):
+            if found.fits:
                 return Swapped(decisions, found.step_seconds[-1], found.peak_bytes)
         return None
 

@@ -30,6 +30,7 @@ from pipefit.plans import Plan
 from pipefit.program import UncheckedProgram
 from pipefit.schedule import distinct_steps
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
+from pipefit.schedule.room import missing_bytes
 from pipefit.simulator.alike import Alike, alike
 from pipefit.simulator.lowered import Held, Lowered, as_alone, is_alone
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
@@ -282,6 +283,12 @@ class Assembled:
         devices = range(len(self.plan.cluster.devices))
         own = [self._devices[device].memory().peak_bytes if device in self._devices else 0 for device in devices]
         return tuple(own[device] + lent_bytes(self.arenas, Member.device(device)) for device in devices)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device and every host has the memory."""
+        full = any(peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True))
+        return not full and not any(missing_bytes(self.plan, self.arenas).values())
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
