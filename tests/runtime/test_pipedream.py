@@ -29,7 +29,7 @@ from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.endless_folding import fewer
 from pipefit.schedule import ENDLESS, distinct_steps, step_programs
 from pipefit.simulator import simulate
-from pipefit.trace import Category
+from pipefit.trace import CATEGORIES, Category
 from pipefit.training import Versions
 from replay import Numbers, replayed
 from sampled import sampled
@@ -391,3 +391,30 @@ def test_a_dry_run_executes_few_of_many_microbatches() -> None:
         plan = plan_of(task, [2, 2, 2], microbatches=40, schedule=schedule)
         executed = fewer(plan, step_programs(plan))
         assert sum(program.microbatches for program in executed) <= 15
+
+
+class Follows(nn.Module):
+    """Follows its inputs by a mean that it replaces, and has no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + 0.1 * (x.detach().mean(0) - self.mean)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *ENDLESS])
+def test_a_buffer_that_a_forward_replaces_is_a_buffer(schedule: str) -> None:
+    """Behind every forward it counts as one again, and a folded dry run is a whole one."""
+    task = task_of(lambda: [nn.Linear(8, 4), *(Follows() for _ in range(3))])
+    plan = plan_of(task, [1, 3], microbatches=4, schedule=schedule)
+    folded, trainer = certify(task, plan, steps=3), Trainer(task, plan)
+    assert folded == certify(task, plan, steps=3, fold=False)
+    trainer.step(task.batch(plan.training.batch_size))
+    held = CATEGORIES.index(Category.PARAMETERS)
+    for trace in (folded, trainer.trace):
+        behind = (sample for sample in trace.devices[1].memory if "1B" in sample.action)
+        assert {sample.bytes[held] for sample in behind} == {3 * 4 * 4}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import flat, placed, storage_key
 
 Place = tuple[nn.Module, str, Tensor]  # the module that holds a buffer, its name there, and the buffer
@@ -23,6 +24,11 @@ def buffer_places(modules: Sequence[nn.Module]) -> Iterator[Place]:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     yield part, name, buffer
+
+
+def held_buffers(layers: Sequence[ChainLayer]) -> list[Tensor]:
+    """The buffers that `layers` have now; a forward may have put others in the places of those from before."""
+    return [buffer for _, _, buffer in buffer_places([layer.module for layer in layers])]
 
 
 def in_other_storages(

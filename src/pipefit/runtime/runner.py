@@ -19,6 +19,7 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
 from pipefit.program import Program, shifted
+from pipefit.runtime.buffers import held_buffers
 from pipefit.runtime.collectives import EXECUTED, Collectives, Resized
 from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
@@ -204,11 +205,9 @@ class DeviceRunner:
     def _load(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         if action.stage == 0:
-            inputs = flight.rows(action, self._inputs)
-            flight.values = on_device(inputs, stage.storages.inputs, stage.device)
+            flight.values = on_device(flight.rows(action, self._inputs), stage.storages.inputs, stage.device)
         if stage.last:
-            targets = flight.rows(action, self._targets)
-            flight.targets = on_device(targets, stage.storages.targets, stage.device)
+            flight.targets = on_device(flight.rows(action, self._targets), stage.storages.targets, stage.device)
 
     def _send(self, action: Action) -> None:
         self._exchange.send(action, self._boundary(action))
@@ -254,8 +253,7 @@ class DeviceRunner:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = stage.layers_of(action)
         if first == stage.start:
-            self._tag(flight.values, Category.ACTIVATIONS)
-            self._tag(flight.targets, Category.ACTIVATIONS)
+            self._tag([*flight.values, *flight.targets], Category.ACTIVATIONS)
         if self._training:
             stage.passes.take_weights(flight, first)
             self.mover.check_weights(action, flight.luggage, range(first, end))
@@ -266,6 +264,8 @@ class DeviceRunner:
         else:
             outputs = stage.passes.evaluate(flight)
             del self._flights[_key(action)]
+        if self.meter is not None:  # the forward may have replaced buffers
+            self._tag(held_buffers(flight.layers[first - stage.start : end - stage.start]), Category.PARAMETERS)
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
             send = Action(Kind.SEND_FORWARD, action.stage, action.microbatch)
