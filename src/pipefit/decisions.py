@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.places import MemberKind, Place
+from pipefit.texts import layers_text
 from pipefit.validation import check_types
 
 StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
@@ -42,7 +43,7 @@ class Run:
         _check_layers("a run holds", self.start, self.stop)
 
     def __str__(self) -> str:
-        return f"layer {self.start}" if self.stop == self.start + 1 else f"layers {self.start} to {self.stop - 1}"
+        return layers_text(self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class State:
         _check_layers("a state is of", self.start, self.stop)
 
     def __str__(self) -> str:
-        return f"{self.kind} of layers {self.start} to {self.stop - 1}"
+        return f"{self.kind} of {layers_text(self.start, self.stop)}"
 
 
 def _check_layers(what: str, start: int, stop: int) -> None:

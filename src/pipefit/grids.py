@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipefit.errors import UsageError
-from pipefit.texts import counted
+from pipefit.texts import counted, layers_text
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -138,7 +138,7 @@ class Stage:
         """
         if len(self.devices) != 1:
             raise UsageError(
-                f"the stage of layers {self.start} to {self.stop - 1} is on devices {list(self.devices)}: this is for "
+                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}: this is for "
                 "plans with one device for each stage, as --data 1 --tensor 1 makes them"
             )
         return self.devices[0]

@@ -64,7 +64,7 @@ class SavedTensor:
     shape: tuple[int, ...] = ()
     operation: str = ""  # autograd's, such as `NativeDropout`; empty where unknown
     lasting: bool = False  # kept until the backward of all layers that ran forward with this one has ended
-    hidden: bool = False  # numbers that operations keep as tensors, which autograd's hooks do not see
+    hidden: bool = False  # never moved: autograd's hooks do not see it, or values decide whether it is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

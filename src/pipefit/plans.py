@@ -19,7 +19,7 @@ from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
 from pipefit.tables import Shown
-from pipefit.texts import counted
+from pipefit.texts import counted, layers_text
 from pipefit.training import Training
 from pipefit.validation import check_types
 
@@ -222,6 +222,6 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
         raise UsageError(f"{decision}: the plan has {counted(len(stages), 'stage')}")
     stage = stages[decision.stage]
     if any(not stage.start <= layer < stage.stop for layer in decision.layers):
-        raise UsageError(f"{decision}: the stage holds layers {stage.start} to {stage.stop - 1}")
+        raise UsageError(f"{decision}: the stage holds {layers_text(stage.start, stage.stop)}")
     for member in () if decision.place is None else decision.place.members:
         cluster.check(member.at(cluster.devices[stage.devices[0]].host), str(decision))

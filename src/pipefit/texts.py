@@ -29,6 +29,11 @@ def first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
+def layers_text(start: int, stop: int) -> str:
+    """Layers `start` to `stop - 1` in words: `layer 3`, or `layers 3 to 5`."""
+    return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"
+
+
 def numbered(numbers: Sequence[int]) -> str:
     """Numbers in their order, three or more that follow each other in short: `0 1`, `0-3`, `0-3 8`."""
     parts = list[str]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from movable import movable
 from pipefit.capture import Task
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
+from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.errors import PipefitError, UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.places import parse_place
 from pipefit.profiler import profile
 from pipefit.profiler.cost_key import cost_key
 from pipefit.runtime import Trainer, certify
@@ -350,3 +355,39 @@ def test_another_shape_than_in_the_trace_stops_training() -> None:
         pytest.raises(PipefitError, match=r"Seldom, which stays whole .* float32 \(4, 4\), .*\(4, 8\)"),
     ):
         trainer.step((x * 1e6, y))
+
+
+class SkipsExperts(Experts):
+    """Leaves out an expert that no sample chooses, so that values decide how many tensors are kept, and which."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        weights, numbers = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (at,) = torch.where(numbers == number)
+            if len(at):
+                out = out.index_add(0, at, expert(x[at]) * weights[at, None])
+        return {"hidden": out}
+
+
+@pytest.mark.parametrize("part", [SkipsExperts, Clamps])
+def test_what_values_decide_about_is_not_moved(part: Callable[[], nn.Module]) -> None:
+    """A plan that moves all that may be moved leaves what such modules keep, and trains; by hand it is refused."""
+    task = task_of(lambda: Row(part(), part()))
+    stays = profile(task, microbatch_size=SIZE)
+    made = random_plan(stays, Random(5), microbatches=COUNT)
+    made = replace(made, decisions=(), stages=(Stage(start=0, stop=len(stays.layers), grid=Grid.of(0)),))
+    moved = [
+        Decision(stage=0, subject=SavedTensors(tensors=(one,)), what=What.OFFLOAD, place=parse_place("host"))
+        for one in movable(made, 0)
+    ]
+    plan = replace(made, decisions=tuple(moved))
+    trainer = Trainer(task, plan)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        trainer.step(batch(SIZE * COUNT))
+    assert moved and max(trainer.trace.peak_bytes) <= max(simulate(plan, steps=STEPS).peak_bytes)
+    layer = next(n for n, cost in enumerate(made.measurement.costs) if cost.module == part.__name__)
+    by_hand = replace(moved[0], subject=SavedTensors(tensors=((layer, 0),)))
+    with pytest.raises(UsageError, match=rf"saved tensor {layer}\.0 cannot be moved: .* values decide"):
+        simulate(replace(made, decisions=(by_hand,)))

@@ -180,13 +180,13 @@ def test_planners_leave_it_on_its_device() -> None:
     def chosen(menu: Menu, **changed: int) -> list[str]:
         return [str(one) for one in decisions_of(0, choice._replace(**changed), [menu, other], parse_place("host"))]
 
-    moved = "stage 0: offload optimizer of layers 1 to 1 to host"
-    assert chosen(usual) == ["stage 0: update optimizer of layers 0 to 0 on host", moved]
+    moved = "stage 0: offload optimizer of layer 1 to host"
+    assert chosen(usual) == ["stage 0: update optimizer of layer 0 on host", moved]
     stays = usual._replace(stays=True)
-    assert chosen(stays) == ["stage 0: offload optimizer of layers 0 to 0 to host", moved]
+    assert chosen(stays) == ["stage 0: offload optimizer of layer 0 to host", moved]
     away = {"updates": 0, "states": 0, "parameters": 2}
     assert len(chosen(usual, **away)) == 2
-    assert chosen(stays, **away) == ["stage 0: offload parameters of layers 1 to 1 to host"]
+    assert chosen(stays, **away) == ["stage 0: offload parameters of layer 1 to host"]
     plan = planned()
     menus = Menus(Question(profile=plan.profile, cluster=plan.cluster, training=plan.training)).blocks
     assert [menu.stays for menu in menus] == [True, False, False, False, False]

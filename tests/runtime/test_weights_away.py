@@ -153,7 +153,7 @@ COPIES: dict[str, tuple[Rearrange, str, str]] = {
     "copied twice": (
         copied_again,
         r"0STASH1\[0:1\] copies weights a second time: the WAIT of the first copy must come before it",
-        "weights of layers 0 to 0 have been copied already",
+        "weights of layer 0 have been copied already",
     ),
     "copied while away": (
         behind("0B0[1:3]", parse_action("0STASH0[0:1]")),
@@ -185,7 +185,7 @@ def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
     with pytest.raises(UsageError, match="moves versions of weights where there are none"):
         run(plan, [program])
     away = replace(weights_away(), training=plan.training)
-    with pytest.raises(UsageError, match="versions of layers 0 to 0 to host: schedule 1f1b has no versions of weights"):
+    with pytest.raises(UsageError, match="versions of layer 0 to host: schedule 1f1b has no versions of weights"):
         lower(away)
 
 

@@ -286,7 +286,7 @@ def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
     ("decisions", "message"),
     [
         ((move((1, 0)), run(1, 2)), "layer 1 is recomputed for microbatch 0; do only one"),
-        ((move((0, 7)),), "saved tensor 0.7 cannot be moved: layers 0 to 8 keep no such tensor"),
+        ((move((0, 7)),), "saved tensor 0.7 cannot be moved: in layers 0 to 8 no such tensor is kept"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(decisions: tuple[Decision, ...], message: str) -> None:

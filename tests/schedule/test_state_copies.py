@@ -141,7 +141,7 @@ UPDATE = Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), wha
         ([move("optimizer", 1, 3), UPDATE], "to host: the optimizer state of layer 1 is moved already"),
         (
             [move("parameters", 0, 1), replace(UPDATE, subject=State(start=0, stop=3, kind="optimizer"))],
-            "parameters of layers 0 to 0 to host: the plan says `stage 0: update",
+            "parameters of layer 0 to host: the plan says `stage 0: update",
         ),
         (
             [Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE), move("gradients", 1, 3)],

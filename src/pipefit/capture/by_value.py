@@ -26,9 +26,12 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Reading:
-    """How many numbers a layer has read in all of its runs, and how many it may read."""
+    """How many numbers a layer has read in all of its runs, and how many it may read; and how often something was
+    assumed of what it runs, numbers included.
+    """
 
     count: int = 0
+    assumed: int = 0
     most: int = 20_000
 
 
@@ -43,13 +46,26 @@ _OTHERWISE = "it depends on values: counted as if every mask selected half and n
 
 def assumed(func: Any, args: tuple[Any, ...]) -> Any:
     """What `func(*args)` returns by these assumptions; None where nothing can be assumed. Call it under a fake mode."""
-    rule = _RULES.get(func)
+    rule, numbers = _RULES.get(func), _reading.get()
+    if numbers is not None:
+        numbers.assumed += 1
     return None if rule is None else rule(*args)
+
+
+def assumptions() -> int:
+    """How often something has been assumed of the layer that runs: other values may let it do otherwise."""
+    numbers = _reading.get()
+    return 0 if numbers is None else numbers.assumed
 
 
 def unknown(func: Any) -> Kernel:
     """The operation, of which something is assumed now, as one whose memory is not known."""
     return Kernel(operation=str(func), peak_bytes=None, reason=_OTHERWISE if _otherwise.get() else _REASON)
+
+
+def is_assumed(kernel: Kernel) -> bool:
+    """Whether it is the operation of a profile of which something was assumed."""
+    return kernel.reason in (_REASON, _OTHERWISE)
 
 
 def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:

@@ -29,6 +29,7 @@ from pipefit.cost.rest import StageRest
 from pipefit.errors import UsageError
 from pipefit.places import Place
 from pipefit.program import UncheckedProgram
+from pipefit.texts import layers_text
 
 Layers = tuple[int, int]  # the first, and the one behind the last
 
@@ -68,7 +69,7 @@ class Kept(NamedTuple):
     def __str__(self) -> str:
         start, stop = self.layers
         what = "optimizer state" if self.kind == "optimizer" else self.kind
-        return f"the {what} of layer {start}" if stop == start + 1 else f"the {what} of layers {start} to {stop - 1}"
+        return f"the {what} of {layers_text(start, stop)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
             "each other, such as [5.optimizer]"
         )
     if not stage[0] <= start < stop <= stage[1]:
-        raise UsageError(f"{action} is outside its stage, which holds layers {stage[0]} to {stage[1] - 1}")
+        raise UsageError(f"{action} is outside its stage, which holds {layers_text(*stage)}")
     if kinds == {"versions"}:
         raise UsageError(f"{action} moves versions of weights, which cannot be carried out yet")
     return Kept(kinds.pop(), (start, stop))

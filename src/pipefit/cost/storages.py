@@ -22,6 +22,7 @@ from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, SavedTensor, 
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.sharing import SharedBuffer, SharedParameter, SharedTensor
+from pipefit.texts import layers_text
 
 Shared = TypeVar("Shared", bound=SharedTensor)
 
@@ -177,8 +178,8 @@ class StageStorages:
         found = self._named.get(subject)
         if found is None:
             raise UsageError(
-                f"saved tensor {subject} cannot be moved: layers {self.start} to {self.stop - 1} keep no such tensor, "
-                "or one that autograd's hooks do not see"
+                f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such tensor is "
+                "kept, or one that autograd's hooks do not see, or values decide whether it is kept"
             )
         return found
 

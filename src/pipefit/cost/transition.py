@@ -16,6 +16,7 @@ from pipefit.cost.passes import Working
 from pipefit.cost.residency import Done, Residency
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
+from pipefit.texts import layers_text
 
 
 def rows_sent(storages: StageStorages, sent: Sent) -> dict[Kind, int]:
@@ -114,7 +115,7 @@ class Transition:
             return 0, storages.count
         first, end = given
         if not storages.start <= first < end <= storages.stop:
-            self.refuse(f"is outside its stage, which holds layers {storages.start} to {storages.stop - 1}")
+            self.refuse(f"is outside its stage, which holds {layers_text(storages.start, storages.stop)}")
         return first - storages.start, storages.position(end)
 
     def layer(self, position: int) -> int:

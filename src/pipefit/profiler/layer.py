@@ -7,6 +7,7 @@ There are three runs: one to see what autograd saves, one as the first microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType, ref
@@ -14,6 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.by_value import assumptions
 from pipefit.capture.constants import constants
 from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
@@ -88,6 +90,7 @@ class LayerMeter:
         self.meter = PassMeter(kernels, device)
         self.changed_buffers, self.changed_inputs = frozenset[str](), frozenset[int]()
         self.layouts: Layouts = ()
+        self._by_value = False  # whether something was assumed of the forward, since it depends on values
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
     def measure(
@@ -234,7 +237,7 @@ class LayerMeter:
             packed.append(ref(one))
             return one
 
-        before = self.meter.total
+        before, known = self.meter.total, assumptions()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         graph = GraphEnds()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
@@ -250,6 +253,9 @@ class LayerMeter:
         if hidden > 0:
             index, origin = len(packed) + len(lasting), storages.add(hidden)
             saved.append(SavedTensor(index=index, nbytes=hidden, dtype="uint8", origin=origin, hidden=True))
+        self._by_value = assumptions() > known
+        if self._by_value:  # with other values it may keep others, and number them otherwise
+            saved = [replace(one, hidden=True) for one in saved]
         kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
         graph.root = None
@@ -299,9 +305,20 @@ class LayerMeter:
         given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
         del incoming
         backward(graph)
-        work, spans, outgoing = self.meter.work, self.meter.spans, graph.outgoing or (None,) * len(self.like)
+        outgoing = self._outgoing(graph)
+        work, spans = self.meter.work, self.meter.spans
         gradients = gradients_of(self.meter, outgoing, given, usual)
         return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
+
+    def _outgoing(self, graph: GraphEnds) -> Sequence[Tensor | None]:
+        """The gradients of the inputs. Where values decide which there are, it is all that there can be."""
+        found = graph.outgoing or (None,) * len(self.like)
+        if not self._by_value:
+            return found
+        return [
+            torch.empty_like(value, requires_grad=False) if gradient is None and wanted else gradient
+            for gradient, value, wanted in zip(found, self.like, self.flags, strict=True)
+        ]
 
     def _enter(self, graph: GraphEnds, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)

@@ -21,6 +21,7 @@ from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.moving import Luggage
 from pipefit.runtime.second_forward import Buffers
 from pipefit.runtime.weights import Version
+from pipefit.texts import layers_text
 
 Loss = Callable[[Values, Values], Tensor]  # of the last layer's values and the targets
 
@@ -111,10 +112,8 @@ def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.
     ]
 
 
-def gradients_to_send(
-    gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str, device: torch.device
-) -> list[Tensor]:
-    """A contiguous gradient for each of the values before `layer` that has one by the plan; zeros where there is none.
+def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str) -> list[Tensor | None]:
+    """A contiguous gradient for each of the values before `layer` that has one by the plan; None where there is none.
 
     Raises:
         UsageError: a value has a gradient that the plan does not know of.
@@ -127,9 +126,7 @@ def gradients_to_send(
                 "on numbers in tensors; multiply by zero instead of leaving a value out"
             )
     return [
-        torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
-        if gradient is None
-        else gradient.contiguous()
+        None if gradient is None else gradient.contiguous()
         for gradient, value in zip(gradients, values, strict=True)
         if value.has_gradient
     ]
@@ -148,7 +145,7 @@ def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise UsageError(
-            f"microbatch {flight.microbatch} cannot go backward through layers {piece.first} to {piece.end - 1}: what "
+            f"microbatch {flight.microbatch} cannot go backward through {layers_text(piece.first, piece.end)}: what "
             "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
             "the plan recompute these layers, or let them compute with a clone of what they change"
         ) from error

@@ -26,6 +26,7 @@ from pipefit.runtime.flight import Flight, Piece, gradients_to_send, naming_chan
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.weight_copies import Copied, WeightCopies, using
 from pipefit.runtime.weights import Weights
+from pipefit.texts import first_to_last, layers_text
 
 
 class Passes:
@@ -90,9 +91,9 @@ class Passes:
         with self._weights_of(flight):
             values = self._run_unsaved(flight, piece, box)
         if versions != [value._version for value in piece.inputs]:
-            names = f"{self.layers[first - self.start].name} to {self.layers[end - 1 - self.start].name}"
+            names = first_to_last([layer.name for layer in self.layers[first - self.start : end - self.start]])
             raise UsageError(
-                f"layers {names} change their inputs in place, so the forward cannot be run again: keep them instead "
+                f"{names} changes its inputs in place, so that its forward cannot be run again: keep them instead "
                 "of recomputing them, or use layers with inplace=False"
             )
         return self._leaving(flight, end, values)
@@ -106,7 +107,7 @@ class Passes:
         piece = flight.pieces.get(first)
         if piece is None or piece.end != end or piece.has_graph:
             raise UsageError(
-                f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
+                f"{layers_text(first, end)} of microbatch {flight.microbatch} cannot be recomputed: the program has "
                 "to run just these forward first, and once"
             )
         with (
@@ -221,8 +222,9 @@ class Passes:
 
     # ---------------------------------------------------------------- backward
 
-    def backward(self, flight: Flight, first: int, end: int) -> list[Tensor]:
-        """Run all pieces from `first` to `end` backward. Returns the gradients to send, if they begin the stage.
+    def backward(self, flight: Flight, first: int, end: int) -> list[Tensor | None]:
+        """Run all pieces from `first` to `end` backward. Returns the gradients to send, if they begin the stage; None
+        stands for one that is absent.
 
         Raises:
             UsageError: these layers have no graph, or the backward of later layers must come first.
@@ -231,7 +233,7 @@ class Passes:
         edges = [(piece.first, piece.end) for piece in pieces if piece.has_graph]
         if len(edges) < len(pieces) or flight.values or not edges or (edges[0][0], edges[-1][1]) != (first, end):
             raise UsageError(
-                f"microbatch {flight.microbatch} cannot go backward through layers {first} to {end - 1}: it has no "
+                f"microbatch {flight.microbatch} cannot go backward through {layers_text(first, end)}: it has no "
                 "forward of just these layers, later ones come first, or it went backward already"
             )
         for piece in reversed(pieces):
@@ -245,7 +247,7 @@ class Passes:
             return []
         flight.version = flight.luggage.weights = None
         gradients, flight.gradients = flight.gradients, []
-        return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name, self.device)
+        return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name)
 
     def _backward_of(self, flight: Flight, piece: Piece) -> None:
         """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""

@@ -19,6 +19,7 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
 from pipefit.program import Program, shifted
+from pipefit.runtime.absent import received, to_send
 from pipefit.runtime.buffers import held_buffers
 from pipefit.runtime.collectives import EXECUTED, Collectives, Resized
 from pipefit.runtime.exchange import Boundary, Exchange
@@ -229,8 +230,7 @@ class DeviceRunner:
         if action.kind is Kind.RECV_FORWARD:
             flight.values = tensors
         else:
-            outputs = flight.boundaries[self.stages[action.stage].stop]
-            flight.gradients = [tensors.pop(0) if value.has_gradient else None for value in outputs]
+            flight.gradients = received(tensors, flight.boundaries[self.stages[action.stage].stop], self.plan.profile)
 
     def _sent(self, action: Action) -> None:
         # Tensors that a layer has saved stay, as activations; the others are freed here.
@@ -268,8 +268,7 @@ class DeviceRunner:
             self._tag(held_buffers(flight.layers[first - stage.start : end - stage.start]), Category.PARAMETERS)
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
-            send = Action(Kind.SEND_FORWARD, action.stage, action.microbatch)
-            self._exchange.hand_over(send, list(outputs))
+            self._exchange.hand_over(Action(Kind.SEND_FORWARD, action.stage, action.microbatch), list(outputs))
 
     def _recompute(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
@@ -283,10 +282,11 @@ class DeviceRunner:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = stage.layers_of(action)
         self.mover.check_present(action, flight.luggage, range(first, end))
-        outgoing = stage.passes.backward(flight, first, end)
+        found = stage.passes.backward(flight, first, end)
         if first == stage.start:
             del self._flights[_key(action)]
         if first == stage.start and action.stage > 0:
+            outgoing = to_send(found, flight.boundaries[stage.start], self.plan.profile, stage.device)
             self._tag(outgoing, Category.BOUNDARY)
             self._exchange.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
 

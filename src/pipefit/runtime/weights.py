@@ -27,6 +27,7 @@ from pipefit.capture.storages import storage_key
 from pipefit.cost.states import Layers
 from pipefit.errors import UsageError
 from pipefit.runtime.weight_copies import Copied, WeightCopies, WeightCopy
+from pipefit.texts import layers_text
 
 Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
 
@@ -106,7 +107,7 @@ class Weights:
             self._newest = Version(list(self._current.leaves), dict(self._current.copies))
             self._copied = frozenset()
         if not self._copied.isdisjoint(range(*layers)):
-            raise UsageError(f"weights of layers {layers[0]} to {layers[1] - 1} have been copied already")
+            raise UsageError(f"weights of {layers_text(*layers)} have been copied already")
         self._copied |= frozenset(range(*layers))
         rooms = {n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)}
         self._current.rooms |= {layer: room for layer, room in rooms.items() if room.nbytes}

@@ -21,6 +21,7 @@ from pipefit.cost.states import Away, StageStates, state_moves
 from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import UncheckedProgram
+from pipefit.texts import layers_text
 
 _OF_VERSIONS = FORWARDS | {Kind.RECOMPUTE, Kind.BACKWARD}  # what goes through weights
 _NONE: frozenset[Kind] = frozenset()
@@ -304,7 +305,7 @@ class Ledger:
             raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
         start, stop = layers = action.layers or (stage.start, stage.stop)
         if not stage.start <= start < stop <= stage.stop:
-            raise UsageError(f"{action} is outside its stage, which holds layers {stage.start} to {stage.stop - 1}")
+            raise UsageError(f"{action} is outside its stage, which holds {layers_text(stage.start, stage.stop)}")
         if action.stage in self._versions:
             try:
                 self._versions[action.stage].check_update(start, stop)
