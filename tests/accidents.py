@@ -49,6 +49,8 @@ def _happen(accident: str) -> None:
             raise Untold(1, 2)
         case "hangs":
             time.sleep(1000)
+        case "forks":
+            os.fork()
         case "slow":
             time.sleep(1.5)
 

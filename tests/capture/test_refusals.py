@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,6 +116,26 @@ class PythonDraws(Part):
         return self.linear(x) * random.random()
 
 
+class ForksItself(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        os.fork()
+        return self.linear(x)
+
+
+class Packs(Part):
+    """Packs each sample as a sequence of some of its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(1, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x > 0).sum(1).clamp(min=1)
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        last: Tensor = self.recurrent(packed)[1][0]
+        return self.linear(last)
+
+
 class NumpyDraws(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * torch.tensor(np.random.rand(8), dtype=torch.float32)
@@ -224,7 +245,9 @@ with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
     SCRIPTED: nn.Module = torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8))  # type: ignore[no-untyped-call]
 
 SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
-    "branch": (lambda: ending(lambda x: x if x.sum() > 0 else -x), (HERE, "depends on the values", "pipefit.chain([")),
+    "branch": (
+        lambda: ending(lambda x: x if x.sum() > 0 else -x), (HERE, "pipefit.chain([", "or let a module of"),
+    ),
     "selection": (lambda: within(Selects()), ("module inner", HERE, "a shape depends on the values", "pipefit.chain")),
     "distinct": (lambda: within(Distinct()), ("module inner", HERE, "a shape depends on the values", "torch.where")),
     "failure": (lambda: within(Fails()), ("module inner", HERE, "raises ValueError: not today", "without pipefit")),
@@ -246,6 +269,10 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "tensor from outside": (lambda: by_hand(Reaches()), ("layer 1 (Reaches)", HERE, "make that a buffer")),
     "python draws": (lambda: within(PythonDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "numpy draws": (lambda: within(NumpyDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
+    "forks": (lambda: within(ForksItself()), ("module inner", HERE, "it forks this process", "that makes batches")),
+    "forks by hand": (lambda: by_hand(ForksItself()), ("layer 1 (ForksItself)", "it forks this process", "custom_op")),
+    "packed": (lambda: within(Packs()), ("inner.recurrent", HERE, "packs sequences", "the padded batch", "mask what")),
+    "packed by hand": (lambda: by_hand(Packs()), ("layer 1 (Packs)", HERE, "the padded batch, and mask what lies")),
     "draws by hand": (lambda: by_hand(NumpyDraws()), ("layer 1 (NumpyDraws)", "draws random numbers", "torch.rand")),
     "gradients": (
         lambda: within(Derives()), ("module inner", HERE, "computes gradients inside its forward", "autograd.Function"),

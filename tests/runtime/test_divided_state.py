@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from divided import divided, grid_plan
 from fully_sharded import fully_sharded
 from pipefit.actions import Action
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.errors import UsageError
+from pipefit.files import load_cluster
 from pipefit.grids import Sharding
 from pipefit.places import parse_place
+from pipefit.planner import plan as make_plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -26,7 +30,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
-from replicated import MODELS, plain_task, precise, replicated
+from replicated import MODELS, plain_task, precise, replicated, tied
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
@@ -266,3 +270,40 @@ def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
         trainer.step(one)
     torch.multiprocessing.spawn(fully_sharded, (str(tmp_path), task, data), nprocs=2)
     assert equal(trainer.state_dict(), torch.load(tmp_path / "parameters.pt"), relative=1e-9)
+
+
+def frozen() -> nn.Sequential:
+    """The first and the last layer share a weight that is not trained, and one that is."""
+    layers = tied()
+    assert isinstance(layers[0], nn.Linear)
+    layers[0].weight.requires_grad_(False)
+    return nn.Sequential(*layers).double()
+
+
+def test_what_is_shared_and_not_trained_may_be_divided() -> None:
+    """Stages that divide a frozen weight, each its copy, train as a plain loop does; the module that was trained has no
+    memory left for another training, which says so.
+    """
+    task = replace(replicated("tied", optimizer=MOMENTUM), module=frozen)
+    plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], [2, 2], shard=["parameters"] * 2)
+    trained = replace(task, module=frozen())
+    plain, trainer = Plain(task, plan), Trainer(task, plan)
+    for inputs, targets in batches(task, plan, 2):
+        assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
+    assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
+    Trainer(trained, plan)
+    with pytest.raises(UsageError, match=r"0\.weight of tied has no memory, since another training"):
+        Trainer(trained, plan)
+
+
+def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]) -> None:
+    """A trained weight that two stages share, whose gradients would have to stay on all, is refused by name."""
+    with pytest.raises(UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"):
+        make_plan(
+            *(profiles["tied"], load_cluster("emulated:4x1MiB")),
+            batch_size=24,
+            microbatches=2,
+            data=2,
+            stages=2,
+            shard="gradients",
+        )

@@ -101,6 +101,12 @@ def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
     assert ("accidents.py" in "".join(getattr(caught.value, "__notes__", ()))) == (accident == "raises")
 
 
+def test_a_fork_that_goes_on_training_is_ended_by_name() -> None:
+    """A module that forks its worker, and lets both go on, is told before they get in each other's way."""
+    with pytest.raises(UsageError, match=r"^device 1 was forked by a module .* goes on training"):
+        pipefit.train(partial(accidents.make, "forks"), plan_of(), steps=20, timeout_seconds=3)
+
+
 REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
     ("parameters over the cap", accidents.make, {"memory": "400B"}, OutOfMemory, "device 0 ran out of memory at sett"),
     ("peak over the cap", accidents.make, {"memory": "1500B"}, OutOfMemory, "device 0 ran out of memory at 0"),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pipefit.capture.pretrained import advice
 from pipefit.errors import UsageError
@@ -27,6 +28,8 @@ _CAUSAL = (
     "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
     "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of nn.Transformer)",
 )
+PADDED = "give the recurrent layer the padded batch, and mask what lies behind the end of each sequence"
+_PACKED = "it packs sequences (pack_padded_sequence), and values alone tell how many rows that are", PADDED
 _ASKING = {"is_compiling", "is_torchdynamo_compiling", "is_exporting", "is_torchdynamo_exporting"}
 _GIVE = (
     "give it among the inputs what it otherwise makes by itself, as a model of transformers may make its "
@@ -93,8 +96,11 @@ def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss:
 
 def _reason(error: BaseException) -> tuple[str, str]:
     """Why torch.export failed, and the way out."""
-    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame, _ in traceback.walk_tb(error.__traceback__)):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame, _ in frames):
         return _CAUSAL
+    if any(isinstance(frame.f_locals.get("orig_input"), PackedSequence) for frame, _ in frames):
+        return _PACKED
     text = " ".join(str(error).split("\n\n")[0].split())[:_LONGEST]
     for pattern, reason, remedy in _REASONS:
         if re.search(pattern, f"{type(error).__name__}: {error}"):
@@ -102,7 +108,7 @@ def _reason(error: BaseException) -> tuple[str, str]:
     if type(error).__module__.startswith("torch"):
         return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
     raised = f"raises {type(error).__name__}: {text}"
-    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    codes = (frame.f_code for frame, _ in frames)
     if any(_ASKING & set(code.co_names) for code in codes if not code.co_filename.startswith((_TORCH, _OURS))):
         return f"it asks whether it is being compiled, takes another way while it is traced, and {raised}", _GIVE
     return f"it {raised}", f"{_WITHOUT}; if it does, {REMEDY}"

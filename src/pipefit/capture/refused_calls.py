@@ -6,6 +6,7 @@ would lose what works by something other than operations: hooks on tensors, infe
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,10 @@ _STRANGER = (
     "would never train that"
 )
 _REGISTER = "register it, or freeze it (requires_grad_(False))"
+_FORKS = (
+    "it forks this process (os.fork, multiprocessing), and what another process does is in no profile",
+    "do that in the function that makes batches, or in a torch.library.custom_op with a register_fake",
+)
 _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
 
 
@@ -99,6 +104,8 @@ def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
     """Whose attribute is replaced by what."""
     yield checkpoint, "_checkpoint_without_reentrant_generator", _refuser(*_CHECKPOINT)
     yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
+    if hasattr(os, "fork"):
+        yield os, "fork", _refuser(*_FORKS)
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None:  # else nothing is compiled
         yield compiler, "set_eval_frame", _unless_compiled(compiler.set_eval_frame)

@@ -50,6 +50,20 @@ def refuse_meta(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_without_memory(module: nn.Module, name: str) -> None:
+    """Check that what is to be trained has its memory.
+
+    Raises:
+        UsageError: another training in this process has taken it away; names the first tensor.
+    """
+    for place, tensor in module.named_parameters():
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise UsageError(
+                f"{place} of {name} has no memory, since another training in this process divides it between replicas "
+                "or has moved it away: make a model of its own for each training (Task of a function that builds it)"
+            )
+
+
 LAZY_REMEDY = (
     "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from pipefit.capture.refusals import PADDED
 from pipefit.errors import in_one_line
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
@@ -26,6 +27,7 @@ _REMEDIES = (
     (r"without an end", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (r"does not support dense gradients", "use Adam or AdamW"),
+    (r"_pack_padded_sequence", PADDED),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
     (
         r"convert all Tensors to FakeTensors",

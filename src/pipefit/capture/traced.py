@@ -28,6 +28,10 @@ from pipefit.capture.whole_modules import wider
 from pipefit.errors import UsageError
 from pipefit.profiles import Target
 
+_INSIDE = (
+    "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at random)"
+)
+
 
 def traced_chain(
     task: Task, module: nn.Module, inputs: Any, targets: Tree | None, target: Target, *, whole: bool
@@ -85,7 +89,7 @@ def _traced(
             first = first or error
             more = wider(module, whole, error)
             if more is None:
-                raise first from error
+                raise first if first.path else UsageError(f"{first}; or {_INSIDE}") from error
             whole = more
 
 

@@ -25,6 +25,7 @@ from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
 from pipefit.schedule.room import shortage
+from pipefit.schedule.slices import check_slices
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator.assembled import assembled
 
@@ -59,8 +60,10 @@ def answer(
 
     Raises:
         InfeasibleError: it does not fit.
+        UsageError: its grids cannot be trained.
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
+    check_slices(plan, None)
     simulation = assembled(plan)
     counted = plan.decisions or found.split.grids
     peaks = simulation.peak_bytes if counted else _by_device(question, found.split)

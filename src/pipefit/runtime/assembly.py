@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from pipefit.capture.chain import Chain
-from pipefit.capture.shared import Place, Shared, give_own_copies
+from pipefit.capture.shared import Place
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
 from pipefit.cost.shares import Share
@@ -32,17 +31,6 @@ from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import own_parameters
-
-
-def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
-    """This stage's copies of the shared parameters that its layers use; the first stage with one has the original."""
-    place, modules = plan.stages[stage], [layer.module for layer in chain.layers]
-    own = {}
-    for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
-        if stage in holders:
-            users = [user for user in found.users if place.start <= user < place.stop]
-            own[number] = found.parameter if stage == holders[0] else give_own_copies(modules, found, users)
-    return own
 
 
 def _uses(source: Source) -> Iterator[tuple[int, Place, nn.Parameter]]:
@@ -133,7 +121,7 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     """The runner of device `number` of the plan, whose layers are moved to `device`."""
     plan, stages = site.plan, site.plan.stages_of(number)
     sources = {stage: site.sources.of(stage, number) for stage in stages}
-    own = {stage: own_shared(plan, source.chain, stage, source.shared) for stage, source in sources.items()}
+    own = {stage: site.sources.own_shared(stage, number) for stage in stages}
     agreement = _agreement(site, number) if plan.training.agrees else None
     described = {stage: StageStorages.of(plan, stage) for stage in stages}
     mover = Mover(

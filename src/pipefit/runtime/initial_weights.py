@@ -30,7 +30,7 @@ from pipefit.capture.constants import constants
 from pipefit.capture.copying import copied
 from pipefit.capture.model import built, capture
 from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.refused_modules import refuse_meta
+from pipefit.capture.refused_modules import refuse_meta, refuse_without_memory
 from pipefit.capture.sample import Sample
 from pipefit.capture.storages import flat, storage_key
 from pipefit.capture.task import Task
@@ -91,6 +91,7 @@ def _whole(task: Task, plan: Plan, seed: int, first: Sample) -> Start:
     whole = built(task, seed=seed, target=target)
     assert isinstance(whole.module, nn.Module)
     refuse_meta(whole.module, task.name)
+    refuse_without_memory(whole.module, task.name)
     return Start(whole, capture(whole, *first, target=target))
 
 

@@ -19,7 +19,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.model import capture
 from pipefit.capture.refused_modules import copy_of
 from pipefit.capture.sample import Sample, sample
-from pipefit.capture.shared import Shared
+from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.grids import Stage
@@ -73,6 +73,7 @@ class Sources:
 
     def __init__(self, plan: Plan, whole: Source, samples: int, make: Callable[[Wanted], Source]) -> None:
         self._plan, self._whole, self._samples, self._make = plan, whole, samples, cache(make)
+        self._own: dict[tuple[int, int], dict[int, nn.Parameter]] = {}  # by stage and device
 
     def of(self, stage: int, device: int) -> Source:
         """The chain of a stage on a device, as it was measured for the stage's slices."""
@@ -83,6 +84,20 @@ class Sources:
         group = grid.group_of(device) if is_divided else ()
         return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
 
+    def own_shared(self, stage: int, device: int) -> dict[int, nn.Parameter]:
+        """A stage's copies of the shared parameters that its layers use, by their numbers, made when it is first asked
+        for them; the first stage with one has the original.
+        """
+        if (stage, device) not in self._own:
+            plan, (chain, shared, _) = self._plan, self.of(stage, device)
+            place, modules, own = plan.stages[stage], [layer.module for layer in chain.layers], {}
+            for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
+                if stage in holders:
+                    users = [user for user in found.users if place.start <= user < place.stop]
+                    own[number] = found.parameter if stage == holders[0] else give_own_copies(modules, found, users)
+            self._own[stage, device] = own
+        return self._own[stage, device]
+
 
 def trained_sources(
     plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool, held: Held
@@ -90,8 +105,8 @@ def trained_sources(
     """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
 
     With `copies`, replicas other than the first get copies of the module: where one process runs them all. All of them
-    are made at once, because a stage may then free what it does not keep. Each divided chain is `held` to the whole
-    one, with a batch, by the first device that needs it.
+    are made at once, and those of shared parameters, because a stage may then free what it does not keep. Each divided
+    chain is `held` to the whole one, with a batch, by the first device that needs it.
     """
     target = plan.cluster.target
     first = {m.way: s.devices[0] for s, m in reversed(_measured(plan))}
@@ -124,7 +139,7 @@ def trained_sources(
     sources = Sources(plan, Source.of(whole), plan.training.microbatch_size, make)
     for device in plan.workers if copies else ():
         for stage in plan.stages_of(device):
-            sources.of(stage, device)
+            sources.own_shared(stage, device)
     return sources
 
 

@@ -16,9 +16,11 @@ import threading
 import traceback
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import isfinite
 from multiprocessing.connection import Connection
 from typing import Any
@@ -78,6 +80,11 @@ class Heartbeat:
 
     def __init__(self, context: Any) -> None:
         self._words = context.RawArray("q", [0, STARTING, 0, 0])
+        self._process, self._in_a_fork = 0, _nothing
+
+    def watch(self, in_a_fork: Callable[[], None]) -> None:
+        """This process is the worker. What it begins in a fork of it, `in_a_fork` is called instead."""
+        self._process, self._in_a_fork = os.getpid(), in_a_fork
 
     @property
     def beats(self) -> int:
@@ -106,6 +113,8 @@ class Heartbeat:
 
     def at(self, action: int) -> None:
         """The worker begins `action`."""
+        if os.getpid() != self._process:
+            self._in_a_fork()
         self._words[1] = action
         self._words[0] += 1
 
@@ -115,6 +124,7 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
     inherited.take_over()
+    heartbeat.watch(partial(_end_fork, assignment.plan.workers[assignment.rank], pipe))
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:
@@ -129,6 +139,33 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
         sys.stdout.flush()
         # The others learn of it at once. Destroying a process group in the middle of its work may hang or abort.
         os._exit(1)
+
+
+def _nothing() -> None:
+    """Nobody watches yet."""
+
+
+def _end_fork(device: int, pipe: Connection) -> None:
+    """End this process, a fork of a worker that a model has made and lets go on as if it were the worker: what both
+    send would be in each other's way.
+    """
+    with suppress(OSError):
+        pipe.send(
+            (
+                "error",
+                UsageError,
+                f"device {device} was forked by a module (os.fork, multiprocessing), {_FORKED}",
+                "",
+                None,
+            )
+        )
+    os._exit(1)
+
+
+_FORKED = (
+    "and the fork goes on training as if it were the worker: let it end where it was made (os._exit), or fork in the "
+    "function that makes batches"
+)
 
 
 def _end_with_parent() -> None:
