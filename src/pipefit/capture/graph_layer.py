@@ -64,19 +64,32 @@ class GraphLayer(nn.Module):
     """A piece of a traced model; takes and returns a tensor, or a tuple of several.
 
     Its parameters, buffers and modules have the names that the model gives them, which may be any. So whatever else it
-    has beside what every module has is named `pipefit_...`.
+    has beside what every module has is named `pipefit_...`, or `_pipefit_...`. Its texts are settings, by which layers
+    are alike; the function that they define is none, since each layer has its own.
     """
+
+    pipefit_texts: tuple[str, str]
+    _pipefit_run: Callable[..., Values]
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
         self.pipefit_code = Code.of(graph)
+
+    @property
+    def pipefit_code(self) -> Code:
+        """What it does."""
+        return Code(*self.pipefit_texts, self._pipefit_run)
+
+    @pipefit_code.setter
+    def pipefit_code(self, code: Code) -> None:
+        self.pipefit_texts, self._pipefit_run = (code.text, code.operations), code.run
 
     def forward(self, values: Tensor | Values) -> Tensor | Values:
         """The layer's outputs, a tensor when there is one."""
         values = (values,) if isinstance(values, Tensor) else values
         entered: Entered = []
         try:
-            outputs = self.pipefit_code.run(self, entered, values[0].device, *values)
+            outputs = self._pipefit_run(self, entered, values[0].device, *values)
         finally:
             while entered:
                 leave(entered)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.by_value import is_assumed
 from pipefit.errors import UsageError
+from pipefit.fake.target import is_fake
 from pipefit.layer_costs import Value
 from pipefit.profiles import ModelProfile
 
@@ -71,7 +71,7 @@ def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProf
 
 
 def _present(gradient: Tensor) -> Tensor | None:
-    if isinstance(gradient, FakeTensor):
+    if is_fake(gradient):
         return gradient
     rows = list(gradient) if gradient.ndim else [gradient]
     missing = [row for row in rows if row.numel() and _is_absent(row)]
