@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `measured_on` is
 
+import torch
 from machines import Cpu, Gpu, Machine
 from parts import PARTS, Row
 
@@ -74,6 +75,7 @@ def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def one_part(options: argparse.Namespace) -> None:
     """What the process of a part does."""
+    torch.set_num_threads(1)  # those that profiles are made for
     machine: Machine = Cpu() if options.dry else Gpu(options.kind)
     rows = run_part(options.part, machine, dry=options.dry)
     document = {"gpu": machine.named(), "rows": [asdict(row) | {"holds": row.holds} for row in rows]}

@@ -36,7 +36,9 @@ class Machine(Protocol):
         """Give back all memory that is cached and allow all, and begin to count peaks anew."""
 
     def figures(self, trainer: Trainer | None = None) -> Figures:
-        """Peaks since `clear`: requested, allocated, reserved; and what the process takes now."""
+        """Peaks of a training, or since `clear` without one: requested, allocated, reserved; and what the process takes
+        now. A trainer's meter restarts torch's peaks at every action, and keeps the highest.
+        """
 
     def held(self) -> int | None:
         """Bytes of the allocator's blocks that are in use now, as they were requested."""
@@ -70,7 +72,12 @@ class Gpu:
 
     def figures(self, trainer: Trainer | None = None) -> Figures:
         torch.cuda.synchronize(self.device)
-        return memory_figures(self.device)
+        figures = memory_figures(self.device)
+        own = None if trainer is None else trainer.trace.devices[0].allocator
+        if own is None:
+            return figures
+        peaks = {"requested": own.requested_bytes, "allocated": own.allocated_bytes, "reserved": own.reserved_bytes}
+        return {**figures, **peaks}
 
     def held(self) -> int | None:
         torch.cuda.synchronize(self.device)

@@ -97,6 +97,8 @@ class AllocatorPeaks:
 
     `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` is how often cached memory had to be given back because
     the device had no more. If the memory does not suffice (`fits`), the figures are those of a device with enough.
+    Where a GPU's own allocator was read, its settings are as they were written, and what is outside of it, and how many
+    workspaces there are, is not known: zeros.
 
     Raises:
         UsageError: a negative count or size.
@@ -144,7 +146,9 @@ class AllocatorPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
-    """One device's events and memory. `budget_bytes` are all that it has; `allocator` is there if one was simulated."""
+    """One device's events and memory. `budget_bytes` are all that it has; `allocator` is there if one was simulated,
+    or measured on a GPU.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 

@@ -8,28 +8,62 @@ import pytest
 import torch
 
 from pipefit.meter.cuda import CudaMeter, memory_figures
-from pipefit.trace import Category
+from pipefit.trace import Category, DeviceTrace, MemorySample, Trace
 
 GPU = torch.device("cuda", 0)
-FIGURES = {"requested_bytes": 700, "allocated_bytes": 1024, "reserved_bytes": 2048}
+HERE = torch.device("cpu")  # where the tensors of a test are, for a meter that takes them for a GPU's
+FIGURES = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+
+
+class Allocator:
+    """What torch tells of one GPU's allocator, in the form of torch 2.13; its peaks restart when they are reset."""
+
+    def __init__(self) -> None:
+        self.now = dict(zip(FIGURES, (600, 900, 2048), strict=True))
+        self.peak = dict(zip(FIGURES, (700, 1024, 2048), strict=True))
+        self.retries = 0
+
+    def reach(self, requested: int, *, end: int | None = None) -> None:
+        """So many bytes of tensors at the peak, and at the end; blocks and segments are each a half larger."""
+        for factor, what in enumerate(FIGURES, start=2):
+            self.peak[what] = max(self.peak[what], requested * factor // 2)
+            self.now[what] = (requested if end is None else end) * factor // 2
+
+    def nested(self, device: torch.device) -> dict[str, object]:
+        """All figures, as `torch.cuda.memory_stats_as_nested_dict` gives them."""
+        figures = {what: {"all": {"current": self.now[what], "peak": self.peak[what]}} for what in FIGURES}
+        return {**figures, "num_alloc_retries": self.retries}
+
+    def reset(self, device: torch.device) -> None:
+        """Peaks are what there is now."""
+        self.peak = dict(self.now)
 
 
 @pytest.fixture(autouse=True)
-def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nested figures of one GPU, in the form that torch 2.13 gives them, and its memory."""
-    nested = {what: {"all": {"current": 1, "peak": peak}} for what, peak in FIGURES.items()}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """An allocator in the place of torch's, and a GPU's memory."""
+    made = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", made.nested)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7000, 10_000))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", mock.Mock(side_effect=made.reset))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", mock.Mock())
+    return made
 
 
-def test_a_sample_has_requested_bytes() -> None:
+def sample_of(meter: CudaMeter, allocator: Allocator, requested: int) -> MemorySample:
+    """The sample of an action at whose peak tensors take so much."""
+    meter.begin("0F0")
+    allocator.reach(requested)
+    return meter.end(0, 0.0)
+
+
+def test_a_sample_has_requested_bytes(allocator: Allocator) -> None:
     """What tensors ask for, which plans predict, and not the rounded blocks that hold them."""
     meter = CudaMeter(GPU)
     meter.reserve(100)
     meter.begin("0F0")
     torch.cuda.reset_peak_memory_stats.assert_called_once_with(GPU)
+    allocator.reach(700)
     sample = meter.end(0, 0.0)
     assert (sample.total_bytes, sample.action) == (700, "0F0")
     assert sample.by_category == {Category.LENT: 100, Category.ACTIVATIONS: 600}
@@ -38,6 +72,90 @@ def test_a_sample_has_requested_bytes() -> None:
 def test_the_figures_are_never_mixed() -> None:
     """Each is the peak of its own count, and the process has what is not free."""
     assert memory_figures(GPU) == {"requested": 700, "allocated": 1024, "reserved": 2048, "process_total": 3000}
+
+
+def test_peaks_of_all_actions_outlast_those_of_each(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every action begins with torch's peaks anew, so that the meter keeps the highest of each figure for the trace."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    meter = CudaMeter(GPU)
+    samples = [sample_of(meter, allocator, requested) for requested in (5000, 1000)]
+    allocator.retries = 2
+    samples.append(sample_of(meter, allocator, 800))
+    assert [sample.total_bytes for sample in samples] == [5000, 5000, 1000]  # the first one stays until the second
+    found = meter.allocator
+    assert (found.requested_bytes, found.allocated_bytes, found.reserved_bytes) == (5000, 7500, 10_000)
+    assert (found.retries, found.settings) == (2, "expandable_segments:True")
+
+
+@pytest.mark.parametrize(
+    "category", [Category.PARAMETERS, Category.OPTIMIZER, Category.VERSIONS], ids=lambda one: one.value
+)
+def test_what_has_left_the_device_is_not_counted(category: Category, allocator: Allocator) -> None:
+    """A parameter or a state that was moved away, and weights that nobody needs any more: at a peak without them they
+    are not among the bytes, and a trace, which refuses fewer bytes than none, can be made.
+    """
+    meter = CudaMeter(HERE)
+    stays, moves, goes = (torch.zeros(100) for _ in range(3))
+    meter.tag([stays, moves, goes, None], category)
+    assert sample_of(meter, allocator, 1300).by_category == {category: 1200, Category.ACTIVATIONS: 100}
+    allocator.now["requested_bytes"] = 450
+    moves.untyped_storage().resize_(0)
+    meter.resized(moves.untyped_storage())
+    del goes
+    sample_of(meter, allocator, 450)
+    sample = sample_of(meter, allocator, 450)
+    assert sample.by_category == {category: 400, Category.ACTIVATIONS: 50}
+    Trace(
+        source="measured",
+        steps=0,
+        devices=(DeviceTrace(device=0, budget_bytes=9999, events=(), memory=(sample,)),),
+        step_seconds=(),
+    )
+    moves.untyped_storage().resize_(400)
+    meter.resized(moves.untyped_storage())
+    assert sample_of(meter, allocator, 900).by_category[category] == 800
+
+
+def test_what_leaves_or_arrives_in_an_action_was_there_at_its_peak(allocator: Allocator) -> None:
+    """The join of a copy away frees what it counts, and an update creates what it counts: never more than the peak."""
+    meter, state = CudaMeter(HERE), torch.zeros(100)
+    meter.tag([state], Category.OPTIMIZER)
+    meter.begin("0WAIT_OFFLOAD0")
+    allocator.peak["requested_bytes"], allocator.now["requested_bytes"] = 1000, 600
+    state.untyped_storage().resize_(0)
+    meter.resized(state.untyped_storage())
+    assert meter.end(0, 0.0).by_category == {Category.OPTIMIZER: 400, Category.ACTIVATIONS: 600}
+    meter.begin("0STEP")
+    allocator.reach(1000)
+    state.untyped_storage().resize_(400)
+    meter.resized(state.untyped_storage())
+    assert meter.end(0, 0.0).by_category == {Category.OPTIMIZER: 400, Category.ACTIVATIONS: 600}
+
+
+def test_new_weights_take_the_place_of_old_ones(allocator: Allocator) -> None:
+    """A storage that was a parameter is a version from a STASH on: it is counted once, as what it was called last."""
+    meter, old, new = CudaMeter(HERE), torch.zeros(100), torch.zeros(100)
+    meter.tag([old], Category.PARAMETERS)
+    meter.tag([old], Category.VERSIONS)
+    meter.tag([new], Category.PARAMETERS)
+    found = sample_of(meter, allocator, 1000).by_category
+    assert found == {Category.PARAMETERS: 400, Category.VERSIONS: 400, Category.ACTIVATIONS: 200}
+
+
+def test_without_torchs_allocator_tensors_that_are_known_count(allocator: Allocator) -> None:
+    """`PYTORCH_NO_CUDA_MEMORY_CACHING` leaves all figures at zero: training goes on, and no sample is below zero."""
+    allocator.peak = allocator.now = dict.fromkeys(FIGURES, 0)
+    meter, weight = CudaMeter(HERE), torch.zeros(100)
+    meter.tag([weight], Category.PARAMETERS)
+    meter.begin("0F0")
+    assert meter.end(0, 0.0).by_category == {Category.PARAMETERS: 400}
+
+
+def test_tensors_of_the_host_are_not_the_devices(allocator: Allocator) -> None:
+    """Adam's counters stay there."""
+    meter = CudaMeter(GPU)
+    meter.tag([torch.zeros(100)], Category.OPTIMIZER)
+    assert Category.OPTIMIZER not in sample_of(meter, allocator, 1000).by_category
 
 
 @pytest.mark.parametrize(("cap_bytes", "fraction"), [(2500, 0.25), (20_000, 1.0), (-1, 0.0)])

@@ -82,6 +82,14 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
     assert "plan with --reserve 1MiB" not in advice  # which is more than it has
 
 
+def test_what_a_gpu_has_held_says_nothing_of_its_process() -> None:
+    """A trace of training has the allocator's three numbers; what is outside of it was not measured."""
+    held = AllocatorPeaks(settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, retries=1)
+    trace = trace_of(100, source="measured")
+    told = plain(describe_trace(replace(trace, devices=(replace(trace.devices[0], allocator=held),)))).splitlines()
+    assert told[-1].split() == ["0", "100", "B", "512", "B", "600", "B", "-", "-", "-", "-", "-", "1"]
+
+
 def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
     """The device that lacks most, by how many bytes, and the reserve to plan with: all that is no tensor, in whole MiB.
     Nothing is told where all processes fit.

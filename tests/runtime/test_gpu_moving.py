@@ -68,15 +68,12 @@ def moving_to(place: str) -> tuple[Plan, Plan]:
 def trained(plan: Plan) -> tuple[list[float], int]:
     """The losses, and the allocator's peak in the last step beside what was there before."""
     task = gpt()
-    base = torch.cuda.memory_allocated(DEVICE)
+    base = int(torch.cuda.memory_stats(DEVICE).get("requested_bytes.all.current", 0))
     trainer = Trainer(task, plan)
-    losses = []
-    for step in range(STEPS):
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        losses.append(trainer.step(batch_of(task, plan, step)))
+    losses = [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)]
     torch.cuda.synchronize(DEVICE)
     assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
-    return losses, torch.cuda.max_memory_allocated(DEVICE) - base
+    return losses, trainer.trace.devices[0].step_peak_bytes(STEPS - 1) - base
 
 
 def warm() -> None:

@@ -62,14 +62,11 @@ def on_gpus(task: Task, split: list[int], *decisions: Decision) -> Plan:
 def trained(plan: Plan, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor], int]:
     """The losses, the state on the host, and the allocator's peak in the last step beside what was there before."""
     gc.collect()
-    base = torch.cuda.memory_allocated(DEVICE)
+    base = int(torch.cuda.memory_stats(DEVICE).get("requested_bytes.all.current", 0))
     trainer = Trainer(make(), plan)
-    losses = []
-    for step in range(steps):
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        losses.append(trainer.step(batch_of(make(), plan, step)))
+    losses = [trainer.step(batch_of(make(), plan, step)) for step in range(steps)]
     torch.cuda.synchronize(DEVICE)
-    high = torch.cuda.max_memory_allocated(DEVICE) - base
+    high = trainer.trace.devices[0].step_peak_bytes(steps - 1) - base
     return losses, {name: tensor.cpu() for name, tensor in trainer.state_dict().items()}, high
 
 

@@ -11,12 +11,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipefit.trace import Category, MemorySample
+from pipefit.trace import AllocatorPeaks, Category, MemorySample
 
 
 class MemoryMeter(AbstractContextManager[Any], Protocol):
-    """What a runtime calls while it executes the actions of a program on a metered device."""
+    """What a runtime calls while it executes the actions of a program on a metered device.
 
+    `allocator` are the peaks of the device's caching allocator; None where it has none.
+    """
+
+    @property
+    def allocator(self) -> AllocatorPeaks | None: ...
     def begin(self, action: str) -> None: ...
     def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...
     def tag(self, tensors: Sequence[Tensor | None], category: Category) -> None: ...

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saves_nothing
-from pipefit.trace import CATEGORIES, Category, MemorySample
+from pipefit.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
 from pipefit.units import format_bytes
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
@@ -83,6 +83,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.cap_bytes, self.kernels = device, cap_bytes, kernels
+        self.allocator: AllocatorPeaks | None = None
         self._place = None if place is None else place.type
         self.total = 0
         self.bytes = [0] * len(CATEGORIES)

@@ -7,21 +7,32 @@ and `reserved`, and what the process takes in total with context, libraries and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipefit.trace import CATEGORIES, Category, MemorySample
+from pipefit.allocator import ENVIRONMENT
+from pipefit.meter.cpu import Tracked
+from pipefit.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
+
+_FIGURES = ("requested", "allocated", "reserved")
+_KNOWN = (Category.PARAMETERS, Category.OPTIMIZER, Category.VERSIONS, Category.LENT)
 
 
 class CudaMeter:
     """Peaks of every action: requested bytes, as the allocator counts them. Costs microseconds an action, nothing an
     operation: its figures are read as they are, without the flat copy that `torch.cuda.memory_stats` makes.
 
-    The allocator does not know what bytes are for: parameters and optimizer state are counted when they are tagged, and
-    everything else is activations.
+    The allocator does not know what bytes are for: parameters, their versions and optimizer state are counted when they
+    are tagged, as long as they are there, and everything else is activations. What comes or goes in an action counts
+    as if it had been there at its peak.
+
+    Torch's own peaks begin anew with every action, so that `torch.cuda.max_memory_allocated` tells the last one's;
+    `allocator` has the highest of all.
 
     With `cap_bytes` torch's allocator reserves no more for this process from then on, and raises an exception where it
     would have to, so that a plan for a smaller GPU fails where it would fail there. Without, the limit that the process
@@ -34,7 +45,11 @@ class CudaMeter:
             _, total = torch.cuda.mem_get_info(device)
             torch.cuda.set_per_process_memory_fraction(min(max(cap_bytes, 0) / total, 1.0), device)
         self.action = ""
-        self._tagged: dict[Category, dict[int, int]] = {Category.PARAMETERS: {}, Category.OPTIMIZER: {}}
+        self._held: dict[int, Tracked] = {}  # tagged storages, by their keys
+        self._bytes = dict.fromkeys(_KNOWN, 0)
+        self._before = dict(self._bytes)  # as the action began
+        self._highest = dict.fromkeys(_FIGURES, 0)
+        self._retries = 0
 
     def __enter__(self) -> CudaMeter:
         return self
@@ -48,28 +63,54 @@ class CudaMeter:
         """`action` begins: the peak restarts at the present level."""
         self.action = action
         torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = dict(self._bytes)
 
     def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
         """The action's peak."""
-        known = {category: sum(storages.values()) for category, storages in self._tagged.items()}
-        rest = _peak(self.device, "requested_bytes") - sum(known.values())
+        figures = torch.cuda.memory_stats_as_nested_dict(self.device)
+        peaks = _peaks(figures)
+        self._highest = {name: max(peaks[name], highest) for name, highest in self._highest.items()}
+        self._retries = figures["num_alloc_retries"]
+        known = max(self._before, self._bytes, key=lambda of: sum(of.values()))
+        rest = max(peaks["requested"] - sum(known.values()), 0)  # no figures come of other allocators than torch's own
         counted = tuple(known.get(c, rest if c is Category.ACTIVATIONS else 0) for c in CATEGORIES)
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=counted)  # type: ignore[arg-type]
 
+    @property
+    def allocator(self) -> AllocatorPeaks:
+        """The highest of each figure in all actions so far; how often the process has emptied its cache. Nothing is
+        said of what is outside of the allocator.
+        """
+        return AllocatorPeaks(
+            settings=next((os.environ[name] for name in ENVIRONMENT if name in os.environ), ""),
+            requested_bytes=self._highest["requested"],
+            allocated_bytes=self._highest["allocated"],
+            reserved_bytes=self._highest["reserved"],
+            retries=self._retries,
+        )
+
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Remember the bytes of tensors that live as long as the stage."""
-        if category in self._tagged:
-            for tensor in tensors:
-                if tensor is not None and tensor.is_cuda:
-                    storage = tensor.untyped_storage()
-                    self._tagged[category][storage.data_ptr()] = storage.nbytes()
+        """Count the storages of tensors on the device as `category` from now on, as long as they are there."""
+        for tensor in tensors if category in self._bytes else ():
+            if tensor is not None and tensor.device.type == self.device.type:
+                storage = tensor.untyped_storage()
+                tracked = self._held.get(storage._cdata)
+                if tracked is None:
+                    tracked = self._held[storage._cdata] = Tracked(storage, self._died)
+                    tracked.key, tracked.nbytes = storage._cdata, 0
+                self._count(tracked, 0)
+                tracked.category = CATEGORIES.index(category)
+                self._count(tracked, storage.nbytes())
 
     def reserve(self, nbytes: int) -> None:
         """Remember the bytes that the device lends."""
-        self._tagged[Category.LENT] = {0: nbytes}
+        self._bytes[Category.LENT] = nbytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Nothing to do: the allocator has counted it."""
+        """A storage has lost its memory, or has it again: the allocator has counted that, and here its category."""
+        tracked = self._held.get(storage._cdata)
+        if tracked is not None:
+            self._count(tracked, storage.nbytes())
 
     def drop_graph(self) -> None:
         pass
@@ -77,16 +118,25 @@ class CudaMeter:
     def forget_graphs(self) -> None:
         """Nothing to do: the allocator has counted what was freed."""
 
+    def _count(self, tracked: Tracked, nbytes: int) -> None:
+        """A storage takes so much from now on."""
+        if tracked.nbytes or nbytes:
+            self._bytes[CATEGORIES[tracked.category]] += nbytes - tracked.nbytes
+            tracked.nbytes = nbytes
+
+    def _died(self, tracked: Tracked) -> None:
+        del self._held[tracked.key]
+        self._count(tracked, 0)
+
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Numbers of a CUDA device that are never mixed: peaks of requested, allocated and reserved bytes, and what all of
-    its processes take now.
+    """Numbers of a CUDA device that are never mixed: peaks of requested, allocated and reserved bytes since torch's
+    were reset, and what all of its processes take now.
     """
     free, total = torch.cuda.mem_get_info(device)
-    peaks = {name: _peak(device, f"{name}_bytes") for name in ("requested", "allocated", "reserved")}
-    return {**peaks, "process_total": total - free}
+    return {**_peaks(torch.cuda.memory_stats_as_nested_dict(device)), "process_total": total - free}
 
 
-def _peak(device: torch.device, what: str) -> int:
-    """The peak of one of the allocator's figures, over both of its pools."""
-    return int(torch.cuda.memory_stats_as_nested_dict(device)[what]["all"]["peak"])
+def _peaks(figures: dict[str, Any]) -> dict[str, int]:
+    """The peaks of the allocator's figures, over both of its pools."""
+    return {name: int(figures[f"{name}_bytes"]["all"]["peak"]) for name in _FIGURES}

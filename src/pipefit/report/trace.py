@@ -52,19 +52,20 @@ def _categories(trace: Trace) -> Table:
 
 
 def _allocators(trace: Trace) -> list[Block]:
-    """What a GPU's allocator holds at most and what the process takes besides, where an allocator was simulated."""
+    """What a GPU's allocator holds at most, and what the process takes besides, which was not measured in training."""
     known = [(device, device.allocator) for device in trace.devices if device.allocator]
     if not known:
         return []
+    simulated = trace.source != "measured"
     rows = tuple(
         (
             str(device.device),
             *(format_bytes(size) for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)),
             _times(peaks.workspaces, peaks.workspace_bytes),
-            format_bytes(peaks.context_bytes),
+            format_bytes(peaks.context_bytes) if simulated else "-",
             _times(peaks.communicators, peaks.communicator_bytes),
-            format_bytes(peaks.process_bytes),
-            _full(peaks.process_bytes, device.budget_bytes),
+            format_bytes(peaks.process_bytes) if simulated else "-",
+            _full(peaks.process_bytes, device.budget_bytes) if simulated else "-",
             str(peaks.retries) if peaks.fits else "out of memory",
         )
         for device, peaks in known

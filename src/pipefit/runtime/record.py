@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipefit.meter.stopwatch import Mark, Stopwatch
 from pipefit.runtime.out_of_memory import Moment
-from pipefit.trace import DeviceTrace, Event, MemorySample
+from pipefit.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample
 
 _REMEMBERED = 100  # steps whose events and memory a trace holds, besides the first two
 
@@ -88,9 +88,13 @@ class Record:
         """What comes next belongs to the step before, until the next `next_step`: it ends what that left in flight."""
         self.steps = max(0, self.steps - 1)
 
-    def trace(self, device: int, budget_bytes: int) -> DeviceTrace:
-        """The trace of this device."""
+    def trace(self, device: int, budget_bytes: int, allocator: AllocatorPeaks | None = None) -> DeviceTrace:
+        """The trace of this device, with the peaks of its `allocator` if it has one."""
         self.read(wait=True)
         return DeviceTrace(
-            device=device, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples)
+            device=device,
+            budget_bytes=budget_bytes,
+            events=tuple(self.events),
+            memory=tuple(self.samples),
+            allocator=allocator,
         )

@@ -147,7 +147,7 @@ class DeviceRunner:
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """The trace of this device so far."""
-        return self.record.trace(self.number, budget_bytes)
+        return self.record.trace(self.number, budget_bytes, self.meter.allocator if self.meter is not None else None)
 
     def abandon(self) -> None:
         """Drop everything in flight after a failure, so that no buffer stays allocated."""
