@@ -25,12 +25,13 @@ from measured_on import machine
 from page_tables import markdown, put
 from pipefit.allocator import AllocatorSettings
 from pipefit.planner import PLANNERS, solved
-from pipefit.runtime import certify
+from pipefit.runtime.dry_run import certify_each
 from pipefit.trace import DeviceTrace
 from pipefit.zoo import build
 
 RESULTS = Path(__file__).parent / "results" / "mpress_reserved.json"
 SETTINGS = {"fixed": AllocatorSettings(), "expandable": AllocatorSettings(expandable=True)}
+ENDLESS = 8  # microbatches in each of two steps under a schedule that never empties the pipeline
 GIB = 1 << 30
 COLUMNS = (
     "machine", "model", "M", "plan", "segments", "requested", "allocated", "reserved", "process", "memory", "short",
@@ -53,7 +54,7 @@ class Row:
     process_bytes: int
     memory_bytes: int
     short_devices: int
-    seconds: float  # of the CPU, for the dry run
+    seconds: float  # of the CPU, for the dry run that tells of all settings
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -70,17 +71,16 @@ def measured(asked: Asked, way: str) -> list[Row]:
     """The rows of a plan."""
     chosen = WAYS[way]
     plan = solved(asked.question(chosen.means), PLANNERS[chosen.planner], name=chosen.planner)
+    if plan.training.endless:
+        few = replace(plan.training, batch_size=ENDLESS * asked.job.microbatch, microbatches=ENDLESS)
+        plan = replace(plan, training=few)
     task = build(asked.job.model, size=asked.size)
     if asked.job.precision != "float32":
         task = replace(task, precision=asked.job.precision)
-    return [row_of(asked, way, name, *dry(task, plan, settings)) for name, settings in SETTINGS.items()]
-
-
-def dry(task: object, plan: object, settings: AllocatorSettings) -> tuple[Sequence[DeviceTrace], float]:
-    """The devices of a dry run, and the seconds that it took."""
     began = time.process_time()
-    found = certify(task, plan, target="cuda", allocator=settings).devices  # type: ignore[arg-type]
-    return found, time.process_time() - began
+    found = certify_each(task, plan, list(SETTINGS.values()))
+    seconds = time.process_time() - began
+    return [row_of(asked, way, name, one.devices, seconds) for name, one in zip(SETTINGS, found, strict=True)]
 
 
 def row_of(asked: Asked, way: str, segments: str, devices: Sequence[DeviceTrace], seconds: float) -> Row:

@@ -55,7 +55,7 @@ from pipefit.runtime.tensor_groups import without_peers
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.sharding.chain import ShardedChain, shard_chain
-from pipefit.trace import MOST_STEPS, AllocatorPeaks, MemorySample, Trace
+from pipefit.trace import MOST_STEPS, AllocatorPeaks, DeviceTrace, MemorySample, Trace
 from pipefit.validation import instance, whole
 
 
@@ -93,6 +93,28 @@ def certify(
         OutOfMemory: a host, or a device that only lends memory, has no room for what is moved there.
         UsageError: something is moved that cannot be, or an allocator is asked for that the target does not have.
     """
+    return _traces(task, plan, [allocator], steps, target, fold, chains)[0]
+
+
+def certify_each(
+    task: Task, plan: Plan, allocators: Sequence[AllocatorSettings], *, steps: int | None = None
+) -> list[Trace]:
+    """What `certify` answers for the target `cuda` with each of these `allocators`. One dry run tells it for all: in
+    which order tensors are born and die does not depend on where their blocks lie.
+    """
+    return _traces(task, plan, allocators, steps, "cuda", True, None)
+
+
+def _traces(
+    task: Task,
+    plan: Plan,
+    allocators: Sequence[AllocatorSettings | None],
+    steps: int | None,
+    target: Target | None,
+    fold: bool,
+    chains: Chains | None,
+) -> list[Trace]:
+    """The answers of a dry run, one for each allocator, or for none."""
     instance("task", task, Task, "a plan is the second argument")
     instance("plan", plan, Plan, "pipefit.load reads one")
     steps = distinct_steps(plan) if steps is None else steps
@@ -100,14 +122,15 @@ def certify(
     instance("fold", fold, bool)
     instance("chains", chains := chains or Chains(task), Chains)
     target = target or plan.profile.assumptions.target
-    if allocator is not None and target != "cuda":
+    reserves = any(allocator is not None for allocator in allocators)
+    if reserves and target != "cuda":
         raise UsageError(f"target {target} has no caching allocator: certify for the target cuda, or without allocator")
-    warn_elsewhere(plan.profile.assumptions, CERTIFIED)
+    warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=2)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan))
     like = sample(task, plan.training.microbatch_size)
-    dry = _DryRun(task, plan, programs, lending, like, steps, kernels, allocator, chains)
+    dry = _DryRun(task, plan, programs, lending, like, steps, kernels, reserves, chains)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         ran = dry.run(fake, fold=fold)
     if kernels is not None:
@@ -115,17 +138,8 @@ def certify(
         kernels.tell_unknown()
     assumed = (*fake.unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel in READINGS))
     if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
-        warnings.warn(gap, PipefitWarning, stacklevel=2)
-    return Trace(
-        source="dry run",
-        steps=steps,
-        devices=tuple(
-            replace(idle, memory=tuple(ran.samples[n]), allocator=dry.peaks(n, ran)) if ran.samples[n] else idle
-            for n in range(len(plan.cluster.devices))
-            for idle in (lending_trace(plan, n, lending.arenas),)
-        ),
-        step_seconds=(0.0,) * steps,
-    )
+        warnings.warn(gap, PipefitWarning, stacklevel=3)
+    return [dry.trace(ran, allocator) for allocator in allocators]
 
 
 class _Ran(NamedTuple):
@@ -150,7 +164,7 @@ class _DryRun:
     like: Sample
     steps: int
     kernels: Kernels | None
-    allocator: AllocatorSettings | None
+    reserves: bool  # whether lives of storages are wanted, from which an allocator's figures follow
     chains: Chains
     known: dict[object, AllocatorPeaks] = field(default_factory=dict)
     forms: dict[Hashable, bytes] = field(default_factory=dict)  # by lives, and what the device lends
@@ -158,16 +172,25 @@ class _DryRun:
 
     def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
         """All steps, with those layers and microbatches that stand for all if `fold`."""
-        if not fold or (self.allocator and is_endless(self.plan)):
+        if not fold or (self.reserves and is_endless(self.plan)):
             return self._whole(fake)
-        if self.allocator:
+        if self.reserves:
             return self._all_layers(fake)
         return self._endless(fake) if is_endless(self.plan) else self._folded(fake)
 
-    def peaks(self, device: int, ran: _Ran) -> AllocatorPeaks | None:
-        """What the allocator of a device holds at most; None unless it is simulated, once for equal devices."""
-        if self.allocator is None:
-            return None
+    def trace(self, ran: _Ran, allocator: AllocatorSettings | None) -> Trace:
+        """What all devices held, and what an allocator with such settings makes of it."""
+        plan, samples, devices = self.plan, ran.samples, list[DeviceTrace]()
+        for number in range(len(plan.cluster.devices)):
+            found = lending_trace(plan, number, self.lending.arenas)
+            if samples[number]:
+                peaks = None if allocator is None else self._peaks(number, ran, allocator)
+                found = replace(found, memory=tuple(samples[number]), allocator=peaks)
+            devices.append(found)
+        return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
+
+    def _peaks(self, device: int, ran: _Ran, allocator: AllocatorSettings) -> AllocatorPeaks:
+        """What the allocator of a device holds at most; simulated once for equal devices."""
         lives, lent = ran.lives[device], lent_events(self.lending.arenas, device)
         events = [*lent, *lives.events]
         requested = max(sample.total_bytes for sample in ran.samples[device])
@@ -176,9 +199,9 @@ class _DryRun:
         own = lives, *lent
         if own not in self.forms:
             self.forms[own] = form(events)
-        key = self.forms[own], requested, memory, overheads(self.plan, device), count
+        key = self.forms[own], requested, memory, overheads(self.plan, device), count, allocator
         if key not in self.known:
-            self.known[key] = allocator_peaks(self.plan, program, device, events, self.allocator, requested)
+            self.known[key] = allocator_peaks(self.plan, program, device, events, allocator, requested)
         return self.known[key]
 
     def _whole(self, fake: FakeTarget) -> _Ran:
@@ -265,7 +288,7 @@ class _DryRun:
                 samples[first] += found
                 for other in others:
                     samples[other] += _named(found, program.actions[other])
-                if self.allocator is not None:
+                if self.reserves:
                     lives[account].step(step, program.actions[first], (account.before, account.lives))
         alike = company.alike and all(of_devices.consistent for of_devices in lives.values())
         return _Ran(samples, alike, {n: lives[account] for account, of in company.devices_of.items() for n in of})
@@ -332,9 +355,9 @@ class _DryRun:
         return Sources(short.plan, Source.of(short.chain), self._samples, make)
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
-        if self.allocator is None and not owning:
+        if not self.reserves and not owning:
             return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
-        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocator is not None else 0
+        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.reserves else 0
         kind = OwningMeter if owning else LivesMeter
         return kind(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)
 

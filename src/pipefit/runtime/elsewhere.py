@@ -20,16 +20,17 @@ CERTIFIED = "the peaks certified are those of the profile"
 TRAINED = "what this run takes may differ from its plan"
 
 
-def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None) -> None:
+def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
     """One `PipefitWarning` if the profile was not made for this torch and, for the CPU's kernels, this processor and
-    `threads` of them; None where the number of threads is the profile's own.
+    `threads` of them; None where the number of threads is the profile's own. It is shown at the line that called the
+    last of so many `callers` of ours.
     """
     if differences := list(_differences(made, threads)):
         warnings.warn(
             f"the profile was made {', '.join(differences)}: {meaning}, so profile the model again here "
             "for figures of this machine",
             PipefitWarning,
-            stacklevel=3,
+            stacklevel=2 + callers,
         )
 
 
