@@ -7,6 +7,7 @@ import json
 import multiprocessing as mp
 import os
 import re
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,19 @@ def test_weights_that_are_not_there_are_told_before_a_worker_starts(
     (tmp_path / "none.safetensors").write_bytes(b"none")
     with pytest.raises(FileError, match=r"there is no file|cannot be read|is not a safetensors file"):
         train(partial(watched, ""), split_in(2), steps=1, weights=tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model"])
+def test_a_full_disk_is_told_in_the_systems_words(saved: Path, tmp_path: Path, name: str) -> None:
+    """Whoever writes the file, and nothing of it is left. A limit of the process stands for the disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(FileError, match=f"{name} cannot be written: File too large"):
+            export(saved, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["runs"]
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 600])

@@ -67,17 +67,34 @@ def export(
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:
         if target.suffix == ".pt":
-            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, temporary)
+            _write_pickle(temporary, {name: tensor.clone() for name, tensor in tensors.items()})
         elif target.suffix:
             write_tensors(temporary, once)
         else:
             write_model(temporary, once, shard_bytes)
         temporary.replace(target)
-    except (OSError, RuntimeError) as error:
-        raise FileError(f"{printable(str(target))} cannot be written: {getattr(error, 'strerror', error)}") from None
+    except OSError as error:
+        raise FileError(f"{printable(str(target))} cannot be written: {error.strerror}") from None
     finally:
         remove_model(temporary)
     return sum(tensor.nbytes for tensor in once.values())
+
+
+def _write_pickle(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file as `torch.save` does, flushed to the disk.
+
+    Raises:
+        OSError: the system does not let us, as on a full disk, of which torch tells a position in the file.
+    """
+    with path.open("xb") as file:
+        try:
+            torch.save(dict(tensors), file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, Tensor]:
