@@ -76,12 +76,12 @@ class Task:
         for name in ("module", "batch", "optimizer"):
             if not callable(getattr(self, name)):
                 raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {kind_of(getattr(self, name))}")
-        check_types(self)
         if self.loss is not None and not callable(self.loss):
             raise UsageError(
                 f"loss of a Task must be a function of (outputs, targets), or None where the module computes it, not "
                 f"{kind_of(self.loss)}"
             )
+        check_types(self)
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise UsageError(
                 "loss of a Task has parameters, which no stage would train: make it a part of the module, which then "

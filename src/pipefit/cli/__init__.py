@@ -120,8 +120,8 @@ def _run(words: list[str], *, own: bool) -> int:
             return failure.unexpected(error)
         _close_stdout()
         return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
-        return failure.unexpected(error)  # SystemExit: a model's own code wants to end the program
+    except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
+        return failure.unexpected(error)
 
 
 def _take(words: list[str], flag: str) -> bool:
