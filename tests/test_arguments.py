@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import pipefit
@@ -24,7 +25,7 @@ ON_ONE = plan_of(TWO, (2,))
 METAL = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to("meta")
 
 
-def trained(**changed: Any) -> object:
+def trained(**changed: Any) -> pipefit.Trainer:
     """A trainer of a task of two layers with something else."""
     return pipefit.Trainer(replace(TWO, **changed), ON_ONE)
 
@@ -87,6 +88,17 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: profiled(groups=lambda name, parameter: {name: 1 / 0}), "groups of a Task fails for 0.weight: "),
     (lambda: profiled(groups=lambda name, parameter: None), "not None as for 0.weight"),
     (lambda: profiled(groups=lambda name, parameter: {"params": []}), "not {'params': []} as for 0.weight"),
+    (lambda: pipefit.Cluster.preset(3), "name must be a str, not 3 (int)"),
+    (lambda: pipefit.Cluster.emulated(4), "emulated devices are pairs of a count and bytes"),
+    (lambda: pipefit.Cluster.emulated((1 << 63, 1)), "the number of emulated devices must be a whole number"),
+    (lambda: trained().load(None), "a file is named by a text or a path, not by None"),
+    (lambda: trained().save(b"runs"), "a file is named by a text or a path, not by a bytes"),
+    (lambda: trained().load_weights(3), "a file is named by a text or a path, not by a int"),
+    (lambda: trained().load_state_dict(None), "tensors must be a Mapping, not None"),
+    (lambda: trained().step((torch.ones(4, 8).long(), torch.ones(4, 4))), "tensor 0 of the inputs of this batch is"),
+    (lambda: trained().step((torch.ones(4, 8), torch.ones(4, 4).bool())), "tensor 0 of the targets of this batch is"),
+    (lambda: trained().evaluate((torch.ones(4, 8).to_sparse(), torch.ones(4, 4))), "is sparse, nested, quantised or"),
+    (lambda: trained().step((torch.ones(4, 8, device="meta"), torch.ones(4, 4))), "or on the meta device"),
     (lambda: pipefit.chain(3), "parts must be a Sequence, not 3 (int)"),
     (lambda: pipefit.chain([3]), "part 0 of a chain must be a module, or a pair of a name and one, not a int"),
     (lambda: pipefit.chain([("a", nn.ReLU()), ("a", nn.ReLU())]), "part 1 of a chain has the name 'a', which is"),

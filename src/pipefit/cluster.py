@@ -22,7 +22,7 @@ from pipefit.presets.toml import parse_cluster
 from pipefit.tables import Shown
 from pipefit.texts import shortened
 from pipefit.units import WHOLE, format_bytes, parse_bytes
-from pipefit.validation import check_types, whole
+from pipefit.validation import check_types, instance, whole
 
 
 class Route(NamedTuple):
@@ -90,7 +90,7 @@ class Cluster(Shown):
         Raises:
             UsageError: there is none of that name, or no box for so many cards.
         """
-        one = Cluster.parse(preset_text(name), f"preset {name}")
+        one = Cluster.parse(preset_text(instance("name", name, str)), f"preset {name}")
         cards = cards_asked(name)
         return one if cards == 1 else one._with_cards(cards)
 
@@ -106,8 +106,12 @@ class Cluster(Shown):
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:
         """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
-        for count, _ in groups:
-            whole("the number of emulated devices", count, 1)
+        for group in groups:
+            if not isinstance(group, tuple) or len(group) != 2:
+                raise UsageError(
+                    f"emulated devices are pairs of a count and bytes, such as (2, 1 << 28), not {group!r}"
+                )
+            whole("the number of emulated devices", group[0], 1, MOST_DEVICES)
         devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
         members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)

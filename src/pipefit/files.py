@@ -311,8 +311,7 @@ def _named(path: str | os.PathLike[str]) -> str:
     Raises:
         UsageError: it is none.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"a file is named by a text or a path, not by {kind_of(path)}")
+    readable.path_of(path)
     return printable(os.fspath(path)) or "''"
 
 

@@ -10,8 +10,20 @@ import os
 import stat
 from pathlib import Path
 
-from pipefit.errors import FileError
+from pipefit.errors import FileError, UsageError
+from pipefit.texts import kind_of
 from pipefit.units import format_bytes
+
+
+def path_of(named: str | os.PathLike[str]) -> Path:
+    """The path that is named.
+
+    Raises:
+        UsageError: it is neither a text nor a path.
+    """
+    if not isinstance(named, str | os.PathLike):
+        raise UsageError(f"a file is named by a text or a path, not by {kind_of(named)}")
+    return Path(named)
 
 
 def content(path: str | os.PathLike[str], source: str, most: int, what: str) -> bytes:

@@ -339,7 +339,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 @pytest.mark.parametrize(
     ("steps", "microbatches", "stages", "message"),
     [
-        (0, 4, 2, "steps must be a whole number of at least 1"),
+        (0, 4, 2, "steps must be a whole number from 1 to 1000"),
         (1, 3, 2, "3 microbatches, the plan has 4"),
         (1, 4, 1, "1 stage, the plan has 2"),
     ],

@@ -22,6 +22,7 @@ from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, lo
 from pipefit.checkpoints.regular_files import regular_file
 from pipefit.checkpoints.shards import check_header, check_shard, read_shard
 from pipefit.errors import FileError
+from pipefit.readable import path_of
 from pipefit.texts import printable
 from pipefit.units import format_bytes
 from pipefit.writable import obstacle
@@ -80,7 +81,7 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         FileError: there is none, or its manifest cannot be used.
     """
-    folder = Path(path)
+    folder = path_of(path)
     if not _has_manifest(folder):
         known = whole(folder)
         if not known:

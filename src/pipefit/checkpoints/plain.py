@@ -21,7 +21,7 @@ from pipefit.checkpoints.folders import find
 from pipefit.checkpoints.model_folders import INDEX, LARGEST_SHARD_BYTES, remove_model, write_model
 from pipefit.checkpoints.shards import write_tensors
 from pipefit.errors import FileError, UsageError
-from pipefit.readable import content
+from pipefit.readable import content, path_of
 from pipefit.texts import printable, shortened
 
 _LARGEST_INDEX = 64 << 20
@@ -104,7 +104,7 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str
         FileError: there is no such file, or it is damaged.
     """
     wanted, found = set(names), dict[str, Tensor]()
-    for file in _files(Path(path), wanted):
+    for file in _files(path_of(path), wanted):
         found |= _read(file, wanted)
     return found
 

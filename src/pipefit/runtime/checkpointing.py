@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, in_one_line
 from pipefit.pieces import adapter
 from pipefit.plans import Plan
+from pipefit.readable import path_of
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.naming import Names
 from pipefit.runtime.restoring import check_task, check_weight, restore, state_of, whole_likes
@@ -91,7 +91,7 @@ class Checkpointing:
         scale = self._scale()
         seed = self._all[0].seed
         self._saver.save(
-            Target(directory=Path(directory), step=step, keep=keep),
+            Target(directory=path_of(directory), step=step, keep=keep),
             lambda: snapshot(self._ranks, self.names, devices, self._rank, once=True),
             self._shortage,
             lambda parts: self._manifest(parts, step, seed, scale),

@@ -269,7 +269,7 @@ class Trainer:
             UsageError: a parameter or buffer of this process is missing, or has another shape.
         """
         self._drain()
-        self._checkpoints.take_up(tensors)
+        self._checkpoints.take_up(instance("tensors", tensors, Mapping))
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Take up this process's parameters and buffers from a safetensors file, or a folder with a sharded model.
