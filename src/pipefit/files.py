@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from pipefit import readable
+from pipefit.answers import ANSWERS
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal, adapter
@@ -329,11 +330,19 @@ def schema(name: str) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": f"pipefit {name}"}
 
 
+def schemas() -> dict[str, dict[str, Any]]:
+    """Every JSON Schema by name: of documents, and of answers that are none, such as `answer-fit`."""
+    documents = {name: schema(name) for name in _KINDS}
+    of_answers = {name: adapter(answer).json_schema() for name, answer in ANSWERS.items()}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return documents | {f"answer-{name}": {"$schema": draft, **found} for name, found in of_answers.items()}
+
+
 def write_schemas(folder: Path) -> None:
-    """Writes the schema of every kind of document to `folder`."""
+    """Writes every schema to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _KINDS:
-        (folder / f"{name}.json").write_text(json.dumps(schema(name), indent=2) + "\n", encoding="utf-8")
+    for name, found in schemas().items():
+        (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
+from pipefit.answers import GrowthAnswer, Tried
 from pipefit.plans import Plan
 from pipefit.tables import Shown
 from pipefit.texts import first_to_last
@@ -96,7 +97,7 @@ class Attempt:
         )
         return sum(sum(layer.values()) for layer in by_layer) - again
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Tried:
         """Plain data; bytes are those of the dry run where there was one."""
         return {
             "value": self.value,
@@ -131,7 +132,7 @@ class Fit(Shown):
         plan, value = self.best.plan, self.named(self.best.value)
         return f"<Fit: {value} is the {self.sense} that fits, {plan.profile.model} on {plan.cluster}>"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> GrowthAnswer:
         """Plain data, the shape of `pipefit fit --json`."""
         training = self.best.plan.training
         return {

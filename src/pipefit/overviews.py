@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from pipefit.answers import FitAnswer, OfPrecision, OfReplicas, OnDevices
 from pipefit.cluster import Cluster
 from pipefit.fits import Attempt
 from pipefit.tables import Shown
@@ -33,7 +34,7 @@ class Reach:
     largest: tuple[Attempt | None, ...]
     fastest: Attempt | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> OnDevices:
         """Plain data."""
         return {
             "devices": self.devices,
@@ -60,7 +61,7 @@ class InPrecision:
     need_bytes: int
     fewest: int | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> OfPrecision:
         """Plain data."""
         return {
             "precision": self.precision,
@@ -84,7 +85,7 @@ class Replicated:
     need_bytes: int
     largest: int
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> OfReplicas:
         """Plain data."""
         return {
             "way": self.way,
@@ -124,7 +125,7 @@ class Overview(Shown):
         """The largest microbatch of the cluster of which all is kept; one sample, where not even that fits."""
         return self.here.largest[0] or self.here.one
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> FitAnswer:
         """Plain data, the shape of `pipefit fit --json` without `--grow`."""
         one = self.here.one
         return {

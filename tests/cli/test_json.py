@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from pipefit.answers import ANSWERS
 from pipefit.cli import app, main
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError
@@ -84,6 +86,29 @@ def test_a_failure_is_an_object_with_its_code(line: str, code: int, capsys: pyte
 def test_a_result_is_one_document(line: str, keys: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Commands that write files name them; others print what they made."""
     assert keys <= told(f"{line} --json", capsys, 0).keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "kind"),
+    [
+        ("diff plan.json plan.json", 0, "diff"),
+        ("diff plan.json other.json", 0, "diff"),
+        ("compare trace.json trace.json", 0, "compare"),
+        ("plan profile.json --cluster emulated:2x1B --batch-size 4 --planner exact --data 1", 3, "error"),
+        ("fit zoo:mlp --set widths=(8,) --set inputs=4 --cluster emulated:1x64KiB --microbatches 1", 0, "fit"),
+        (
+            "fit zoo:mlp --set inputs=4 -c emulated:1x64MiB --microbatches 1 --grow batch --to 2 --planner uniform",
+            0,
+            "fit-grow",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_an_answer_is_what_its_schema_says(line: str, code: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field is there, of its type, and none besides."""
+    save(make_plan(PLAN.profile, (3, 3)), "other.json")
+    found = told(f"{line} --json", capsys, code)
+    assert TypeAdapter(ANSWERS[kind]).validate_json(json.dumps(found), strict=True) == found
 
 
 @pytest.mark.usefixtures("folder")

@@ -86,6 +86,16 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
     assert rows["float32"].need_bytes == lowest_peak(1, 1)
 
 
+def test_devices_beyond_the_models_stages_are_for_replicas() -> None:
+    """Seven blocks are on seven devices at most; the batch to plan next is one for all devices."""
+    found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
+    text = " ".join(plain(describe_overview(found, "zoo:mlp --cluster emulated:9x96KiB"), 80).split())
+    assert "this model has 7 stages at most: of 9 devices the others are for replicas" in text
+    assert found.here.fastest is not None
+    assert f"--batch-size {9 * 4 * found.here.fastest.value} " in text
+    assert "for replicas" not in plain(describe_overview(seen(96)), 80)
+
+
 def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer microbatches are looked at, and the same precisions, with the same bytes."""
     monkeypatch.setattr("pipefit.fitting.overview._MANY_LAYERS", 3)

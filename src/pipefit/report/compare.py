@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from pipefit.answers import CompareAnswer
 from pipefit.errors import UsageError
 from pipefit.tables import Block, Shown, Table
 from pipefit.texts import counted
@@ -55,7 +55,7 @@ class Comparison(Shown):
         )
         return f"<Comparison: {sources}, {devices}, peaks at most {format_bytes(apart)} apart>"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> CompareAnswer:
         """Plain data, the shape of `pipefit compare --json`."""
         return {
             "predicted": {

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pipefit.answers import ChangedLayers, DiffAnswer
 from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.fingerprints import differences
 from pipefit.grids import Grid
@@ -60,6 +61,13 @@ class Change:
     why: str = ""
     tensors: tuple[str, ...] = ()
 
+    def as_json(self) -> ChangedLayers:
+        """Plain data."""
+        told = ChangedLayers(layers=[self.first, self.last], before=self.before, after=self.after, why=self.why)
+        if self.tensors:
+            told["tensors"] = list(self.tensors)
+        return told
+
     def __str__(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} .. {self.last}"
         named = self.tensors[:_MOST_TENSORS] + (("...",) if len(self.tensors) > _MOST_TENSORS else ())
@@ -95,15 +103,11 @@ class Difference(Shown):
         after = (device.after_bytes or 0 for device in self.devices)
         return max(before, default=0), max(after, default=0)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> DiffAnswer:
         """Plain data, the shape of `pipefit diff --json`."""
         return {
             "asked": list(self.asked),
-            "changes": [
-                {"layers": [one.first, one.last], "before": one.before, "after": one.after, "why": one.why}
-                | ({"tensors": list(one.tensors)} if one.tensors else {})
-                for one in self.changes
-            ],
+            "changes": [one.as_json() for one in self.changes],
             "devices": [
                 {
                     "device": one.device,

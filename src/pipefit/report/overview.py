@@ -35,14 +35,18 @@ def _head(overview: Overview) -> str:
     answer = "Does not fit" if best is None else "Fits, tightly" if _is_tight(best) else "Fits"
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
-    counts = {one.one.plan.training.microbatches for one in overview.reaches}
-    fixed = counts == {plan.training.microbatches}
+    fixed = _is_fixed(overview)
     number = plan.training.microbatches if fixed else plan.training.microbatches // row.devices
     each = counted(number, "microbatch") + ("" if fixed else " for each device")
     return (
         f"{answer}: {where}\n{plan.training.schedule}, {each}, {plan.training.precision}, kernels of "
         f"{plan.profile.assumptions.target}{size}"
     )
+
+
+def _is_fixed(overview: Overview) -> bool:
+    """Whether there are as many microbatches on any number of devices."""
+    return len({row.one.plan.training.microbatches for row in overview.reaches}) == 1
 
 
 def _devices(overview: Overview) -> Table:
@@ -70,7 +74,18 @@ def _explained(overview: Overview) -> str:
     return (
         f"Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is {among}: where "
         "all is kept for the backward, where runs of layers may be recomputed, and where tensors and optimizer state "
-        "may move to the host as well."
+        f"may move to the host as well.{_replicas_take_the_others(overview)}"
+    )
+
+
+def _replicas_take_the_others(overview: Overview) -> str:
+    """That there are more devices than stages, where it is so."""
+    stages, devices = overview.here.devices, len(overview.cluster.devices)
+    if stages == devices:
+        return ""
+    return (
+        f" These are pipelines of one device a stage, and this model has {counted(stages, 'stage')} at most: of "
+        f"{counted(devices, 'device')} the others are for replicas, which pipefit plan chooses."
     )
 
 
@@ -133,6 +148,7 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
             f"{format_number(samples_per_second(best))} samples per second by {_seconds(best)} seconds."
         )
         size = best.plan.training.batch_size
+        size = size if _is_fixed(overview) else size // here.devices * len(overview.cluster.devices)
         command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
         yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
         return
