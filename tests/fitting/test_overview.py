@@ -86,8 +86,10 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
     assert rows["float32"].need_bytes == lowest_peak(1, 1)
 
 
-def test_devices_beyond_the_models_stages_are_for_replicas() -> None:
+def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven blocks are on seven devices at most; the batch to plan next is one for all devices."""
+    for name, value in (("_COUNTS", (1,)), ("_SIZES", (1,)), ("_PRECISIONS", ())):
+        monkeypatch.setattr(f"pipefit.fitting.overview.{name}", value)
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
     text = " ".join(plain(describe_overview(found, "zoo:mlp --cluster emulated:9x96KiB"), 80).split())
     assert "this model has 7 stages at most: of 9 devices the others are for replicas" in text
