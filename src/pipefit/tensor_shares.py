@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pipefit.units import format_bytes, format_flops
 
@@ -19,11 +20,11 @@ class Whole:
     flops: int
     reason: str
 
-    def __str__(self) -> str:
-        return (
-            f"  whole: {self.operator} of {self.layer} ({format_bytes(self.parameter_bytes)} of parameters, "
-            f"{format_flops(self.flops)}): {self.reason}"
-        )
+    def told(self, layers: Sequence[str]) -> str:
+        """In words: this operation of one of `layers`, and those like it of the others."""
+        figures = f"{format_bytes(self.parameter_bytes)} of parameters, {format_flops(self.flops)}"
+        where, all_of_them = ", ".join(dict.fromkeys(layers)), f"{len(layers)} of these, each "
+        return f"  whole: {self.operator} of {where} ({all_of_them if len(layers) > 1 else ''}{figures}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +68,7 @@ class Shares:
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.sentence, *map(str, self.whole)])
+        alike = dict[Whole, list[str]]()
+        for one in self.whole:
+            alike.setdefault(replace(one, layer=""), []).append(one.layer)
+        return "\n".join([self.sentence, *(one.told(layers) for one, layers in alike.items())])

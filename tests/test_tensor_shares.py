@@ -1,0 +1,23 @@
+"""What ranks divide, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipefit.tensor_shares import Shares, Whole
+
+
+def test_operations_that_stay_whole_alike_are_told_once() -> None:
+    """With the layers that have them, each once, and how many they are; the largest comes first."""
+    head = Whole(layer="head", operator="linear", parameter_bytes=2048, flops=3000, reason="it is cheap")
+    small = replace(head, parameter_bytes=1024)
+    others = tuple(replace(small, layer=layer) for layer in ("block0", "block0", "block1"))
+    told = str(
+        Shares(
+            ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=2, divided_flops=1, whole=(head, *others)
+        )
+    )
+    assert told.splitlines()[1:] == [
+        "  whole: linear of head (2.00 KiB of parameters, 3 kFLOP): it is cheap",
+        "  whole: linear of block0, block1 (3 of these, each 1.00 KiB of parameters, 3 kFLOP): it is cheap",
+    ]
