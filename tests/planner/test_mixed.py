@@ -16,15 +16,18 @@ from pipefit.devices import Host, Link
 from pipefit.grids import Grid, Stage
 from pipefit.places import Member, parse_place
 from pipefit.planner import Means, Options, Question, plan
+from pipefit.planner import mixed as searching
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import mixed, with_hosts
+from pipefit.planner.mixed import Mixed, mixed, otherwise, with_hosts
+from pipefit.planner.question import Split
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training
-from slice_sizes import sized
+from slice_sizes import sized, written
 
 HOW = Training(batch_size=12, microbatches=3)
+SCHEDULES = "1f1b", "eager-1f1b"
 
 
 def every_plan(profile: ModelProfile, cluster: Cluster) -> Iterator[Plan]:
@@ -124,3 +127,54 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     assert found.seconds <= Simulation(by_hand).step_seconds[-1]
     made = plan_of(found.question, found.split, decisions=found.decisions)
     assert peak(made) <= budget and Simulation(made).step_seconds[-1] == found.seconds
+
+
+def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
+    """Where messages take as long as computing, eager 1F1B is faster, for which a device needs more memory."""
+    profile, how, ways = sized(plain(Random(1), 4), 2, 1), Training(batch_size=24, microbatches=12), SCHEDULES
+    loose = devices(*[AMPLE] * 4)
+    loose = replace(loose, links=tuple(replace(one, bytes_per_second=1.0) for one in loose.links))
+    split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3), tuple(map(Grid.of, range(4))))
+
+    def known(on: Cluster, schedule: str, which: Split = split) -> Mixed:
+        own = replace(how, schedule=schedule)
+        simulation = Simulation(written(profile, on, own, which.edges, [1] * 4))
+        question = Question(profile=profile, cluster=on, training=own)
+        return Mixed(question, which, simulation.step_seconds[-1], simulation.peak_bytes)
+
+    first, eager = (known(loose, schedule) for schedule in ways)
+    slower = first._replace(seconds=2 * first.seconds)
+    (found,) = otherwise([slower, first], ways)
+    assert found.seconds == eager.seconds < first.seconds
+    assert (found.question.training, found.peaks) == (eager.question.training, eager.peaks)
+    assert not [*otherwise([eager], ways)]
+    assert not [
+        *otherwise(
+            [first._replace(decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),))], ways
+        )
+    ]
+    assert not [*otherwise([], ways)]
+    tight = replace(
+        loose, devices=tuple(replace(d, memory_bytes=n) for d, n in zip(loose.devices, first.peaks, strict=True))
+    )
+    assert not [*otherwise([known(tight, ways[0])], ways)]
+
+
+def test_where_simulations_take_long_plans_that_are_estimated_to_be_slower_are_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are all the same where nothing is known, or where they are estimated to be faster."""
+    question = Question(profile=sized(plain(Random(2), 4), 4, 2, 1), cluster=devices(*[AMPLE] * 3), training=HOW)
+
+    def found(at_most: float = float("inf"), below: float = float("inf")) -> tuple[Split, float, float] | None:
+        best = mixed(question, at_most, below)
+        return best and (best.split, best.seconds, best.estimated)
+
+    best = found()
+    assert best is not None
+    _, seconds, estimated = best
+    most = 1.01 * seconds
+    assert found(most, estimated) == best
+    monkeypatch.setattr(searching, "_PASSES", 2)
+    assert found() == found(below=estimated) == found(most, estimated * 1.01) == best
+    assert found(most, estimated) is None

@@ -1,4 +1,4 @@
-"""Long steps of an endless schedule that short ones tell, beside all of their actions lowered and read."""
+"""Long steps that short ones tell, beside all of their actions lowered and read."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
     def cost(left: int, choice: Choice) -> Cost:
         each = search.each(choice)
         allowed = (each <= slowest) & (search.shares(left, choice) <= level) & (search.shares(left, choice) < np.inf)
-        return Cost(np.where(allowed, 0.0, np.inf), each)
+        return Cost.of(np.where(allowed, 0.0, np.inf), each)
 
     try:
         found = search.best(cost)

@@ -30,7 +30,7 @@ from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import Least
 from pipefit.planner.joint import Search, Searched, exact_in_time
-from pipefit.planner.mixed import Mixed, mixed, with_hosts
+from pipefit.planner.mixed import Mixed, mixed, otherwise, with_hosts
 from pipefit.planner.nearby import is_small
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
@@ -79,6 +79,7 @@ class Trials:
         if self.space.count > 1 or self.space.grids:
             for size in self._visited(slices=True) if self.space.grids else ():
                 self._mix(size)
+            self.mixed += otherwise(self.mixed, self.space.schedules)
             for size in self._least:
                 self._mix_with_hosts(size)
             for size in self._visited():
@@ -123,8 +124,8 @@ class Trials:
             return trial.question, found
         question = self.whole_question(trial.arrangement)
         found = expanded(question, found, trial.arrangement.degree)
-        plan = plan_of(question, found.split, decisions=found.decisions)
-        return question, found._replace(value=assembled(plan).step_seconds[-1])
+        simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
+        return question, found._replace(value=simulation.step_seconds[-1], simulation=simulation)
 
     def _mix(self, size: int) -> None:
         """Find the fastest plan of a size whose stages have any degrees."""
@@ -135,7 +136,8 @@ class Trials:
             self._least[size] = Least.of(question)
             at_most = self._fastest * (1 + _ROOM)
             looks = self._least_of(size) < at_most and exact_in_time(question)
-            self.mixed += filter(None, [mixed(question, at_most) if looks else None])
+            below = min((one.estimated for one in self.mixed), default=math.inf)
+            self.mixed += filter(None, [mixed(question, at_most, below) if looks else None])
 
     def _mix_with_hosts(self, size: int) -> None:
         """Find the fastest plan of a size in which hosts take what replicas divide, unless a plan is known that takes

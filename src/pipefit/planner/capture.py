@@ -51,7 +51,7 @@ def capture(question: Question, options: CaptureOptions | None = None) -> Found:
     def cost(left: int, choice: Choice) -> Cost:
         how = question.training
         held = in_flight(how, 0, left) if early else how.microbatches
-        return Cost(runs.predicted(choice.degree, held) + search.barred_ranges(choice))
+        return Cost.of(runs.predicted(choice.degree, held) + search.barred_ranges(choice))
 
     found = search.best(cost)
     return Found(found.split, Objective.ESTIMATED_PEAK, found.value, found.evaluated)

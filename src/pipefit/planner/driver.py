@@ -64,7 +64,8 @@ def answer(
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
     check_slices(plan, None)
-    simulation = assembled(plan)
+    known = found.simulation
+    simulation = assembled(plan) if known is None or known.plan != plan else known
     counted = plan.decisions or found.split.grids
     peaks = simulation.peak_bytes if counted else _by_device(question, found.split)
     if not question.options.allow_infeasible:

@@ -15,25 +15,28 @@ searches of mCAP, section 3.4, and CAPTURE.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipefit.errors import UsageError
 from pipefit.planner.degrees import SINGLE
-from pipefit.planner.hybrid import leanest, lowest_peak
-from pipefit.planner.minmax_search import solve
-from pipefit.planner.peaks import stage_peaks
+from pipefit.planner.hybrid import Search, leanest, searches
+from pipefit.planner.minmax_search import is_possible, solve
 from pipefit.planner.question import Found, Question
 
 
 def exact(question: Question) -> Found:
     """The plan with the lowest highest peak; without grids, then with the lowest second highest, and so on."""
-    alone = _alone(question) if SINGLE in question.degrees else None
-    if alone is not None and question.degrees == (SINGLE,):
-        return alone
-    found = leanest(question)
+    return _exact(question, ())
+
+
+def _exact(question: Question, every: Sequence[Search]) -> Found:
+    """The same by these searches, if there are any."""
+    if question.degrees == (SINGLE,):
+        return _alone(question)
+    found = leanest(question, every)
     best = Found(found.split, question.objective, found.value, found.evaluated)
-    if alone is not None and alone.value <= found.value:
-        best = alone
+    if SINGLE in question.degrees and is_possible(question, found.value):
+        best = min(_alone(question), best, key=lambda one: one.value)
     return best._replace(proven=found.bound >= best.value, bound=min(found.bound, best.value))
 
 
@@ -47,21 +50,24 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         UsageError: there is no plan; as the last of them says.
     """
     levels, refusal, best, known = list[tuple[float, int, Question]](), None, None, float("inf")
+    kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, of which much is known
     for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
-            level = 0.0 if question.degrees == (SINGLE,) else lowest_peak(question, known)
+            every = [] if question.degrees == (SINGLE,) else searches(question, question.shards)
+            level = min((one.level(known) for one in every), default=0.0)
         except UsageError as error:
             refusal = error
             continue
         levels.append((level, number, question))
+        kept = min(kept, (level, number, every), key=lambda one: one[:2])
         if level and question.shards == ("none",):  # there is a plan with this peak
             known = min(known, level)
     bound = float("inf")
-    for level, _, question in sorted(levels, key=lambda one: one[:2]):
+    for level, number, question in sorted(levels, key=lambda one: one[:2]):
         if best is not None and level >= best[1].value:
             bound = min(bound, level)
             break
-        found = exact(question)
+        found = _exact(question, kept[2] if number == kept[1] else ())
         bound = min(bound, found.value if found.proven or found.bound is None else found.bound)
         if best is None or found.value < best[1].value:
             best = question, found
@@ -73,6 +79,6 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
 
 def _alone(question: Question) -> Found:
     """The best split for one device a stage."""
-    split, evaluated = solve(question)
-    value = question.value(stage_peaks(question, split), split.devices)
+    split, value, evaluated = solve(question)
+    value = int(value) if question.equal_budgets else value
     return Found(split, question.objective, value, evaluated)

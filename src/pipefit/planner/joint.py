@@ -147,6 +147,7 @@ class Search:
             bound=min(self.bound, found.seconds),
             decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
             remarks=searched.remarks,
+            simulation=found.simulation,
         )
 
     @property

@@ -31,7 +31,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pipefit.planner.closed_forms.bands import Band, stage_peak
-from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window
 
@@ -42,9 +41,10 @@ _ROUNDING = 1 + 1e-9  # for bounds in bytes that are compared with shares of a b
 
 
 class Solution(NamedTuple):
-    """The best split, and how many candidate stages were evaluated."""
+    """The best split, its highest cost, and how many candidate stages were evaluated."""
 
     split: Split
+    value: float
     evaluated: int
 
 
@@ -52,6 +52,12 @@ def solve(question: Question) -> Solution:
     """The best split of the question."""
     search = _Search(question)
     return search.best()
+
+
+def is_possible(question: Question, level: float) -> bool:
+    """Whether bounds allow for a split whose highest cost is no more than this."""
+    units = [1 if question.equal_budgets else one.memory_bytes for one in question.classes]
+    return Bounds(question).windows(level * max(units) * _ROUNDING) is not None
 
 
 class _Nodes(NamedTuple):
@@ -93,7 +99,7 @@ class _Search:
         rest = self._rest()
         level = float(rest[self._nothing][0])
         self._limit(level)
-        return Solution(self._forward(rest, level), self.evaluated)
+        return Solution(self._forward(rest, level), level, self.evaluated)
 
     @property
     def _nothing(self) -> Used:
@@ -108,8 +114,14 @@ class _Search:
         """The highest cost of a split that is good by its lower bounds, with its stages on the largest devices."""
         edges = self.bounds.lowest_split()
         units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
+        self.band = self.question.ranges.band(max(stop - start for start, stop in pairwise(edges)))
         ends = enumerate(pairwise(edges))
-        return max(range_peak(self.question, s, *stage) / units[s] for s, stage in ends)
+        return max(self._peak(s, *stage) / units[s] for s, stage in ends)
+
+    def _peak(self, stage: int, start: int, stop: int) -> float:
+        """The peak of blocks `start` to `stop - 1` as this stage."""
+        within = slice(stop - start - 1, stop - start), slice(start, start + 1)
+        return float(stage_peak(self.band, self.question.surroundings(stage), within).item())
 
     # ---------------------------------------------------------------- costs
 

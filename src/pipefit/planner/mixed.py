@@ -12,7 +12,8 @@ fewest estimated seconds on, until estimates are longer than what was simulated,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.decisions import Decision
@@ -26,6 +27,7 @@ from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.simulations import Simulations
 from pipefit.planner.swapping import Swapped, swapped
 from pipefit.provenance import Objective
+from pipefit.simulator.assembled import Assembled
 
 _CLOSE = 0.02  # the part of a step by which estimates may be too long
 _FAR = 0.05  # the part of a step by which the first plan may be slower than one that is known
@@ -34,6 +36,7 @@ _WORTH = 0.01  # the part of a step that dividing state, or running again, has t
 _CANDIDATES = 2_000_000  # stages that are compared where plans that keep everything fit
 _WORK = 60_000  # actions that were read, after which no other plan is simulated
 _LITTLE = 5_000  # the same where plans are far slower than one that is known
+_PASSES = 50_000  # of microbatches through stages, above which a simulation takes several seconds
 
 
 class Mixed(NamedTuple):
@@ -44,6 +47,8 @@ class Mixed(NamedTuple):
     seconds: float
     peaks: tuple[int, ...]  # of every device, in bytes
     decisions: tuple[Decision, ...] = ()
+    simulation: Assembled | None = None  # where it is the last one that was made
+    estimated: float = float("inf")  # seconds of the plan of its question that is estimated to be the fastest
 
     @property
     def is_whole(self) -> bool:
@@ -54,7 +59,14 @@ class Mixed(NamedTuple):
         """The plan, as planners say it, after so many were simulated."""
         decisions = self.decisions if self.question.options.recompute == "never" else None
         return Found(
-            self.split, Objective.STEP, self.seconds, evaluated, proven=False, decisions=decisions, remarks=remarks
+            self.split,
+            Objective.STEP,
+            self.seconds,
+            evaluated,
+            proven=False,
+            decisions=decisions,
+            remarks=remarks,
+            simulation=self.simulation,
         )
 
 
@@ -64,20 +76,53 @@ def with_hosts(question: Question, at_most: float) -> Mixed | None:
     return None if found is None else Mixed(question, *found)
 
 
-def mixed(question: Question, at_most: float = float("inf")) -> Mixed | None:
+def mixed(question: Question, at_most: float = float("inf"), below: float = float("inf")) -> Mixed | None:
     """The fastest plan in which no state moves; None if none fits. Stages save memory where that is faster, or where
     nothing else fits.
 
-    With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too.
+    With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too. So there
+    is where simulations take long, and no plan is estimated to take less than the one that is known was (`below`).
     """
+    estimated = fastest(question, _MOST, question.shards[:1], at_most * (1 + _CLOSE))
+    least = estimated[0].value if estimated else float("inf")
+    if _is_long(question) and at_most < float("inf") and least >= below:
+        return None
+    found = _mixed(question, estimated, at_most)
+    return found and found._replace(estimated=least)
+
+
+def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
+    """The fastest of some plans under other schedules, if that keeps everything; where it fits and is faster."""
+    best = min(known, key=lambda one: one.seconds, default=None)
+    if best is None or not best.is_whole:
+        return
+    how = best.question.training
+    for schedule in schedules:
+        if schedule == how.schedule:
+            continue
+        question = replace(best.question, training=replace(how, schedule=schedule))
+        simulation = Simulations(question).of(best.split)
+        if simulation.step_seconds[-1] < best.seconds and simulation.fits:
+            yield Mixed(question, best.split, simulation.step_seconds[-1], simulation.peak_bytes, (), simulation)
+
+
+def _is_long(question: Question) -> bool:
+    """Whether many microbatches go through many stages, where all devices have one."""
+    widest = max(degree.devices for degree in question.degrees)
+    return -(-len(question.cluster.devices) // widest) * question.training.microbatches > _PASSES
+
+
+def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> Mixed | None:
+    """The fastest plan of those that are estimated to be fast, and of those beside them."""
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
     simulations = Simulations(question)
-    best = _simulated(simulations, fastest(question, _MOST, first, at_most * (1 + _CLOSE)), None, at_most)
+    best = _simulated(simulations, estimated, None, at_most)
     if _is_enough(simulations, best, at_most):
         return None
-    near = nearby(simulations, None if best is None else Timed(best.split, best.seconds), at_most)
-    best = None if near is None else Mixed(question, near.split, near.seconds, simulations.of(near.split).peak_bytes)
+    known = Timed(best.split, best.seconds, best.simulation) if best and best.simulation else None
+    near = nearby(simulations, known, at_most)
+    best = near and Mixed(question, near.split, near.seconds, near.simulation.peak_bytes, (), near.simulation)
     if first == every and not again:
         return best
     at_most = at_most if best is None else min(at_most, best.seconds)
@@ -94,7 +139,7 @@ def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
     if best is None or not best.decisions:
         return best
     found = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
-    return best._replace(decisions=found.decisions, seconds=found.seconds, peaks=found.peaks)
+    return best._replace(decisions=found.decisions, seconds=found.seconds, peaks=found.peaks, simulation=None)
 
 
 def _simulated(
@@ -114,7 +159,8 @@ def _simulated(
         simulation = simulations.of(found.split, decisions)
         seconds = simulation.step_seconds[-1]
         if seconds < enough:
-            best, enough = Mixed(question, found.split, seconds, simulation.peak_bytes, decisions), seconds
+            best = Mixed(question, found.split, seconds, simulation.peak_bytes, decisions, simulation)
+            enough = seconds
     return best
 
 

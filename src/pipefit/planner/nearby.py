@@ -29,6 +29,7 @@ from pipefit.planner.replicas import answers
 from pipefit.planner.simulations import Simulations
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
+from pipefit.simulator.assembled import Assembled
 
 _WORK = 60_000  # after which no other plan is simulated
 _BUCKETS = 4, 16, 64
@@ -42,6 +43,7 @@ class Timed(NamedTuple):
 
     split: Split
     seconds: float
+    simulation: Assembled
 
 
 def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Timed | None:
@@ -125,6 +127,6 @@ class _Search:
             seconds = simulation.step_seconds[-1]
             if best is not None and seconds >= best.seconds:
                 return None
-            return Timed(split, seconds) if simulation.fits else None
+            return Timed(split, seconds, simulation) if simulation.fits else None
         except UsageError:  # what they exchange cannot be divided, or not be held by replicas
             return None

@@ -18,6 +18,7 @@ from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.simulator.assembled import Assembled
 from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.validation import check_types
@@ -81,7 +82,7 @@ class Found(NamedTuple):
 
     `proven` says that no other split has a lower value of the objective; `bound` is what no plan's value is below, if
     that is known to be lower. `decisions` are what is done with memory; without any, what the question's options say.
-    `remarks` are sentences about what was tried.
+    `remarks` are sentences about what was tried, and `simulation` is that of the plan, where it was made on the way.
     """
 
     split: Split
@@ -93,6 +94,7 @@ class Found(NamedTuple):
     bound: float | None = None
     decisions: tuple[Decision, ...] | None = None
     remarks: tuple[str, ...] = ()
+    simulation: Assembled | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

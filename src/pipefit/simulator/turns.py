@@ -1,5 +1,5 @@
-"""A long step of an endless schedule, told by a short one: once the pipeline is full, a device does the same for every
-microbatch, one turn after the other.
+"""A long step, told by a short one: once the pipeline is full, a device does the same for every microbatch, one turn
+after the other.
 
     head | turn | turn | tail                  lowered and read
     head | turn | turn | turn ... turn | tail  what that says of more microbatches

@@ -13,6 +13,7 @@ The loss counts as a layer after the last. One pass from the last layer to the f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipefit.layer_costs import LayerCost
@@ -42,8 +43,9 @@ class Lifetimes(NamedTuple):
     own: tuple[tuple[Lifetime, ...], ...]
 
 
+@lru_cache(maxsize=32)
 def lifetimes(measurement: Measurement) -> Lifetimes:
-    """The lifetime of every storage of the model."""
+    """The lifetime of every storage of the model; remembered, as each of many questions asks for it."""
     layers = (*measurement.costs, measurement.loss)
     fresh: list[tuple[Lifetime, ...]] = []
     own: list[tuple[Lifetime, ...]] = []

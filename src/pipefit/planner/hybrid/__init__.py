@@ -8,7 +8,7 @@ from pipefit.planner.hybrid.search import (
     budget_level,
     candidates,
     leanest,
-    lowest_peak,
+    searches,
 )
 
 __all__ = [
@@ -19,5 +19,5 @@ __all__ = [
     "candidates",
     "fastest",
     "leanest",
-    "lowest_peak",
+    "searches",
 ]

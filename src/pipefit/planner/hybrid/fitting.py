@@ -15,9 +15,8 @@ from pipefit.grids import Sharding
 from pipefit.planner.bounds import in_flight
 from pipefit.planner.hybrid.labels import Labelled, Lines, Option, counts_upto
 from pipefit.planner.hybrid.least import Least, work_before
-from pipefit.planner.hybrid.programme import Choice, Way
+from pipefit.planner.hybrid.programme import Choice, Way, banded
 from pipefit.planner.hybrid.search import WORK, Hybrid, Search, budget_level, searches
-from pipefit.planner.hybrid.tables import banded
 from pipefit.planner.question import Question
 
 _TIMES = 6  # that plans are looked for which turn out to fit

@@ -39,10 +39,17 @@ class Choice(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What stages cost, for all ranges of blocks: row i and column j are blocks i to j - 1; infinity if not allowed."""
+    """What stages cost: row i and column w are the w + 1 blocks from i on; infinity if not allowed."""
 
     head: Floats
     add: Floats | None = None
+
+    @staticmethod
+    def of(head: Floats, add: Floats | None = None) -> Cost:
+        """That of tables over ranges, in which row i and column j are blocks i to j - 1."""
+        starts, stops = np.nonzero(np.triu(head < np.inf, 1))  # a stage has blocks
+        width = int((stops - starts).max()) if len(starts) else 0
+        return Cost(banded(head, width), None if add is None else banded(add, width))
 
 
 class Way(NamedTuple):
@@ -107,16 +114,15 @@ class Programme:
             if isinstance(before, np.ndarray) and not len(before):
                 continue  # nothing that this stage would stand in front of can be had
             head, add = self._cost(stages, choice)
-            allowed = np.triu(head < np.inf, 1)  # a stage has blocks
-            stops = np.flatnonzero(allowed.any(axis=0) & (rest[:, before] < np.inf).any(axis=1))
-            for stop in stops:
-                starts = np.flatnonzero(allowed[:, stop])
-                first, last = int(starts[0]), int(starts[-1]) + 1
-                here = rest[stop, before][None, :]
+            there = np.flatnonzero((rest[:, before] < np.inf).any(axis=1))
+            low, high = int(there[0]), int(there[-1])
+            for row in range(head.shape[1]):  # stages of so many blocks and one more
+                own = slice(max(low - row - 1, 0), max(high - row, 0))
+                here = rest[own.start + row + 1 : own.stop + row + 1, before]
                 if add is not None:
-                    here = add[first:last, stop, None] + here
-                here = np.maximum(head[first:last, stop, None], here)
-                best[first:last, after] = np.minimum(best[first:last, after], here)
+                    here = add[own, row, None] + here
+                here = np.maximum(head[own, row, None], here)
+                best[own, after] = np.minimum(best[own, after], here)
         self.values.append(float(min(one[0].min() for one in found.values())))
         self._behind.append(self._met(found))
 
@@ -157,9 +163,11 @@ class Programme:
             before = take.before if state is None else take.before[take.after == state]
             if not len(before):
                 continue
-            rest = self._behind[left - 1][choice.degree][start + 1 :][:, before]
-            rest = rest if add is None else rest + add[start, start + 1 :, None]
-            values = np.maximum(head[start, start + 1 :, None], rest)
+            rest = self._behind[left - 1][choice.degree][start + 1 : start + 1 + head.shape[1]][:, before]
+            if not len(rest):
+                continue
+            rest = rest if add is None else rest + add[start, : len(rest), None]
+            values = np.maximum(head[start, : len(rest), None], rest)
             row, column = np.unravel_index(int(values.argmin()), values.shape)
             found.append((float(values[row, column]), start + 1 + int(row), int(before[column]), choice))
         return found
@@ -176,3 +184,11 @@ def in_a_row(states: Indices) -> Indices | slice:
     if len(states) and states[-1] - states[0] == len(states) - 1 and (np.diff(states) == 1).all():
         return slice(int(states[0]), int(states[-1]) + 1)
     return states
+
+
+def banded(square: Floats, width: int) -> Floats:
+    """Of a table over ranges, those of up to so many blocks: row i and column w are the w + 1 blocks from i on."""
+    blocks = len(square)
+    starts, stops = np.arange(blocks)[:, None], np.arange(blocks)[:, None] + 1 + np.arange(width)
+    found: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)
+    return found

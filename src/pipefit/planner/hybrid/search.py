@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from pipefit.grids import Sharding
 from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.hybrid.divided import BUCKETS
 from pipefit.planner.hybrid.placing import grids_of
-from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme, Way
+from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme, Way, banded
 from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
 from pipefit.planner.hybrid.takes import States
@@ -66,32 +67,24 @@ def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = 
     return sum(one.candidates for one in every)
 
 
-def leanest(question: Question) -> Hybrid:
-    """The plan with the lowest peak; among those, the one of the fewest estimated seconds.
+def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
+    """The plan with the lowest peak; among those, the one of the fewest estimated seconds. `every` are its searches.
 
     The value is in bytes, or a share of budgets that differ. The bound is as high, unless a limit of work has ended the
     search; then the best plan of whole replicas, of which all is known, is among those that are compared.
     """
-    every, best = searches(question, question.shards), list[Hybrid]()
-    levels = [min(one.lowest()) for one in every]
+    every, best = every or searches(question, question.shards), list[Hybrid]()
     for _ in range(1 + WORK // candidates(question, question.shards)):
-        level, number = min((level, number) for number, level in enumerate(levels))
+        level, number = min((one.level(), number) for number, one in enumerate(every))
         found = every[number].fastest(level, most=1)[0]
         best.append(found._replace(value=every[number].value(found)))
         if best[-1].value <= level:
             break
-        levels[number] = min(every[number].lowest())
-    if best[-1].value > min(levels) and len(question.shards) > 1:
+    least = level if best[-1].value <= level else min(one.level() for one in every)
+    if best[-1].value > least and len(question.shards) > 1:
         best.insert(0, leanest(replace(question, options=replace(question.options, shard="none"))))
     found = min(reversed(best), key=lambda one: one.value)
-    return found._replace(bound=min(found.value, *levels))
-
-
-def lowest_peak(question: Question, at_most: float = _INFINITE) -> float:
-    """What the peak of no plan is below, in bytes or as a share: where nothing is divided, what the best plan has.
-    Infinity if that is above `at_most`, which is known sooner.
-    """
-    return min(min(one.lowest(at_most)) for one in searches(question, question.shards))
+    return found._replace(bound=min(found.value, least))
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
@@ -139,7 +132,9 @@ class Search:
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # other stages to be as far above their bounds as those that were read
         self._reader = Reader(question)
+        self._level = _INFINITE  # if it is known
         self._times: dict[tuple[Degree, int, Way], Times] = {}
+        self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
 
     def ways(self, degree: Degree) -> list[Way]:
         """How a stage of this degree may save memory."""
@@ -153,15 +148,41 @@ class Search:
         pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
-    def lowest(self, at_most: float = _INFINITE) -> list[float]:
-        """The lowest highest cost of plans, for every number of stages; infinity where that is above `at_most`."""
+    def level(self, at_most: float = _INFINITE) -> float:
+        """The lowest highest peak of plans, in bytes or as a share; infinity where that is above `at_most`. Where
+        replicas divide state, none is lower. It is remembered until more is read of these.
+        """
+        if self._level == _INFINITE:
+            self._level = self._lowest(min(at_most, self._equal))
+        return self._level
+
+    def _lowest(self, at_most: float) -> float:
+        """The same, if it is not above `at_most`."""
 
         def cost(left: int, choice: Choice) -> Cost:
-            shares = self.shares(left, choice)
-            return Cost(np.where(shares <= at_most, shares, _INFINITE))
+            tables, ways = self.tables[choice.degree], self.ways(choice.degree)
+            peaks = np.minimum.reduce([tables.rows(left, way, self.question.blocks) for way in ways])
+            shares = peaks / self.unit(choice)
+            shares = np.where(shares <= at_most, shares, _INFINITE)
+            return Cost(shares[:, : 1 + np.flatnonzero((shares < _INFINITE).any(axis=0)).max(initial=-1)])
 
         programme = self.programme(cost)
-        return [programme.values[count - 1] for count in self.counts]
+        return min(programme.values[count - 1] for count in self.counts)
+
+    @property
+    def _equal(self) -> float:
+        """The lowest highest peak of plans whose stages have as many blocks, and the same choice."""
+        found, blocks = [_INFINITE], self.question.blocks
+        for choice in self.choices:
+            there = sum(len(one.devices) for one in self.classes[choice.take.lowest :])
+            stages = max((n for n in self.counts if n * choice.degree.devices <= there), default=0)
+            edges = [number * blocks // stages for number in range(stages + 1)] if stages else []
+            peaks = (
+                min(self.tables[choice.degree].peak(stages - n, way, *ends) for way in self.ways(choice.degree))
+                for n, ends in enumerate(pairwise(edges))
+            )
+            found.append(max(peaks, default=_INFINITE) / self.unit(choice))
+        return min(found) * _ROUNDING
 
     def best(self, cost: Costs) -> Hybrid:
         """The plan with the lowest value by these costs, of any number of stages."""
@@ -195,7 +216,8 @@ class Search:
         """How a stage saves memory for the fewest seconds within a level."""
 
         def seconds(way: Way) -> float:
-            within = self.shares(left, one.choice, way)[one.start, one.stop] <= level
+            peak = self.tables[one.choice.degree].peak(left, way, one.start, one.stop)
+            within = peak / self.unit(one.choice) <= level
             return float(self.seconds(one.choice, way)[0][one.start, one.stop]) if within else _INFINITE
 
         return min(self.ways(one.choice.degree), key=seconds)
@@ -209,6 +231,7 @@ class Search:
         ]
         numbers = [number for number, nbytes in enumerate(known) if nbytes is None]
         decisions = repeated(self.question, found)
+        self._level = _INFINITE if numbers else self._level
         for number, nbytes in zip(numbers, self._reader.peaks(found.split, numbers, decisions), strict=True):
             one, known[number] = found.stages[number], nbytes
             tables = self.tables[one.choice.degree]
@@ -244,26 +267,40 @@ class Search:
         """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
-    def shares(self, left: int, choice: Choice, way: Way | None = None) -> Floats:
+    def shares(self, left: int, choice: Choice) -> Floats:
         """The peak of a stage, as a share of its devices' budgets where they differ; the lowest of all ways to save
-        memory unless one is given.
+        memory.
         """
-        ways = self.ways(choice.degree) if way is None else (way,)
-        peaks: Floats = np.minimum.reduce([self.tables[choice.degree].peaks(left, one) for one in ways])
+        tables, ways = self.tables[choice.degree], self.ways(choice.degree)
+        peaks: Floats = np.minimum.reduce([tables.peaks(left, way) for way in ways])
         return peaks / self.unit(choice)
 
     def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
         """The seconds of a stage, if its peak is within the level, and if they are no more than `most`: those of the
         fastest way to save memory.
         """
-        found = list[tuple[Floats, Floats]]()
-        for way in self.ways(choice.degree):
-            head, add, _ = self.seconds(choice, way)
-            found.append((np.where((self.shares(left, choice, way) <= level) & (head <= most), head, _INFINITE), add))
-        best, each = found[0]
-        for head, add in found[1:]:
-            best, each = np.minimum(head, best), np.where(head < best, add, each)
+        known, unit = self._quick(choice, most), self.unit(choice)
+        width = known[0][1].shape[1]
+        best, each = np.full_like(known[0][1], _INFINITE), np.zeros_like(known[0][1])
+        for way, head, add in known if width else ():
+            fits = self.tables[choice.degree].rows(left, way, width) / unit <= level
+            within = np.where(fits, head, _INFINITE)
+            best, each = np.minimum(within, best), np.where(within < best, add, each)
         return Cost(best, each)
+
+    def _quick(self, choice: Choice, most: float) -> list[tuple[Way, Floats, Floats]]:
+        """Seconds of a step, if they are no more than `most`, and of a microbatch, in all ways to save memory."""
+        key = choice.degree, choice.take.lowest, most
+        if key not in self._quickest:
+            every = [self.seconds(choice, way) for way in self.ways(choice.degree)]
+            quick = np.minimum.reduce([times.step for times in every]) <= most
+            width = Cost.of(np.where(quick, 0.0, _INFINITE)).head.shape[1]
+            self._quickest[key] = [
+                (way, np.where(head <= most, head, _INFINITE), banded(times.each, width))
+                for way, times in zip(self.ways(choice.degree), every, strict=True)
+                for head in (banded(times.step, width),)
+            ]
+        return self._quickest[key]
 
     def seconds(self, choice: Choice, way: Way | None = None) -> Times:
         """The seconds of stages that are this choice, in the first of its ways unless one is given."""

@@ -26,7 +26,7 @@ from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided import least
-from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way
+from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way, banded
 from pipefit.planner.prices import ranges
 from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
@@ -52,6 +52,7 @@ class DegreeTables:
         self._read: dict[tuple[tuple[Surroundings, ...], Way], dict[tuple[int, int], float]] = {}
         self._least: dict[tuple[Sharding, int], tuple[Band, ...]] = {}
         self._bars: dict[Way, Floats] = {}
+        self._bars_of_rows: dict[tuple[Way, int], Floats] = {}
         self._expected: dict[Way, float] = {}  # how many times their bounds peaks are
 
     def peaks(self, stages_left: int, way: Way = WHOLE) -> Floats:
@@ -74,6 +75,20 @@ class DegreeTables:
             found[start, stop] = nbytes
         return found
 
+    def rows(self, stages_left: int, way: Way, width: int) -> Floats:
+        """The same of ranges of up to so many blocks: row i and column w are the w + 1 blocks from i on."""
+        met, bands = self._met(stages_left, way), self._bands(way, width)
+        if (way, width) not in self._bars_of_rows:
+            valid = bands[0].valid[:width].T
+            self._bars_of_rows[way, width] = np.where(valid, banded(self._barred(way), width), np.inf)
+        within = slice(width), slice(None)
+        rows = np.maximum.reduce([stage_peak(band, met, within) for band in bands]).T * self._expected.get(way, 1.0)
+        for (start, stop), read in self._read.get((met, way), {}).items():
+            if stop - start <= width:
+                rows[start, stop - start - 1] = read
+        found: Floats = rows + self._bars_of_rows[way, width]
+        return found
+
     def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
         """Bands of ranges of so many blocks and more; the peaks of none of them are above those of replicas that save
         memory so.
@@ -91,33 +106,33 @@ class DegreeTables:
         """The most stages from itself to the last one, of these rising numbers, up to which a stage needs no more than
         so many bytes: row i and column w are the w + 1 blocks from i on; 0 for none.
         """
-        bands, found, known = self._bands(way, width), np.zeros((self.question.blocks, width), np.int64), 0
-        valid = bands[0].valid[:width].T & np.isfinite(banded(self._barred(way), width))
+        found, known = np.zeros((self.question.blocks, width), np.int64), 0
         for left in counts:
-            met = self._met(left, way)
-            rows = np.maximum.reduce([stage_peak(band, met)[:width] for band in bands]) * self._expected.get(way, 1.0)
-            for (start, stop), read in self._read.get((met, way), {}).items():
-                if stop - start <= width:
-                    rows[stop - start - 1, start] = read
-            found, known = np.where(valid & (nbytes >= rows.T) & (found == known), left, found), left
+            found, known = np.where((nbytes >= self.rows(left, way, width)) & (found == known), left, found), left
         return found
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
         """The peak of the fullest replica of a stage of these blocks, if that has been read; else it is a bound."""
         if way.shard == "none":
-            return self._peak(stages_left, way, start, stop)
+            return self._bound(stages_left, way, start, stop)
         return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
+
+    def peak(self, stages_left: int, way: Way, start: int, stop: int) -> float:
+        """The peak of a stage of these blocks, as `peaks` has it."""
+        read = self.read(stages_left, way, start, stop)
+        peak = self._bound(stages_left, way, start, stop) if read is None else read
+        return peak + float(self._barred(way)[start, stop])
 
     def take(self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False) -> None:
         """Take the peak of the fullest replica of a stage of these blocks into the tables. If it `expects` that, all
         others are as far above their bounds.
         """
-        bound = self._peak(stages_left, way, start, stop)
+        bound = self._bound(stages_left, way, start, stop)
         self._read.setdefault((self._met(stages_left, way), way), {})[start, stop] = nbytes
         if expects and bound < nbytes < np.inf:
             self._expected[way] = self._expected.get(way, 1.0) * nbytes / bound
 
-    def _peak(self, stages_left: int, way: Way, start: int, stop: int) -> float:
+    def _bound(self, stages_left: int, way: Way, start: int, stop: int) -> float:
         """The peak of a stage of these blocks, or what it is expected to be where replicas divide state."""
         met, row, column = self._met(stages_left, way), slice(stop - start - 1, stop - start), slice(start, start + 1)
         peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
@@ -216,14 +231,6 @@ class DegreeTables:
             if shared.gradient_bytes:
                 found[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
         return found
-
-
-def banded(square: Floats, width: int) -> Floats:
-    """Of a table over ranges, those of up to so many blocks: row i and column w are the w + 1 blocks from i on."""
-    blocks = len(square)
-    starts, stops = np.arange(blocks)[:, None], np.arange(blocks)[:, None] + 1 + np.arange(width)
-    found: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)
-    return found
 
 
 def sum_seconds(ring: Ring, nbytes: Floats) -> Floats:
