@@ -6,9 +6,11 @@ bytes, and what the process takes with context and communicators; and how many d
 
     PYTHONPATH=src:benchmarks OMP_NUM_THREADS=1 python benchmarks/bench_mpress_reserved.py [--only WORD ...] [--tables]
 
-Minutes for each plan, because a dry run with the allocator runs every layer. Each row is written to the JSON as soon as
-it is there, and a row that is there is not made again. `--only` takes machines, models and microbatches, as there.
-`--tables` runs nothing, and puts the table of the JSON into docs/compaction.md.
+Half a minute of the CPU for a plan of GPT, two for one of Bert, because a dry run with the allocator runs every layer,
+and under PipeDream every microbatch; of these there are 8 in each of two steps instead of M, after which all has
+happened that does under PipeDream. Each row is written to the JSON as soon as it is there, and a row that is there is
+not made again. `--only` takes machines, models and microbatches, as there. `--tables` runs nothing, and puts the tables
+of the JSON into docs/compaction.md.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from bench_mpress import MACHINES, WAYS, Asked, questions
@@ -104,26 +107,76 @@ def row_of(asked: Asked, way: str, segments: str, devices: Sequence[DeviceTrace]
     )
 
 
+def read(path: Path) -> list[Row]:
+    """The rows that are there."""
+    return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] if path.exists() else []
+
+
+def written(path: Path, rows: Sequence[Row]) -> None:
+    """Write all rows, in the order of the table; they replace what was there."""
+    document = {"machine": machine(), "rows": [asdict(row) for row in in_order(rows)]}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By machine, family, size, microbatches and way; fixed segments first."""
+    asked = {(one.machine, one.model, one.microbatches): number for number, one in enumerate(questions(()))}
+    ways, settings = list(WAYS), list(SETTINGS)
+
+    def place(row: Row) -> tuple[int, ...]:
+        machine, question = MACHINES.index(row.machine), asked[row.machine, row.model, row.microbatches]
+        return machine, question, ways.index(row.way), settings.index(row.segments)
+
+    return sorted(rows, key=place)
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """The tables of the docs, by their titles."""
+    return {
+        "reserved": markdown(COLUMNS, [row.cells for row in in_order(rows)]),
+        "largest by reserved bytes": markdown(
+            ("machine", "family", "plan", *SETTINGS, "asked"),
+            [*_largest([row for row in rows if row.microbatches == 32])],
+        ),
+    }
+
+
+def _largest(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Of every machine, family and way the largest model whose processes fit with M = 32, of those that were asked."""
+    for name, family, way in product(MACHINES, ("bert", "gpt"), ("mpress", "joint")):
+        own = [row for row in rows if (row.machine, row.way) == (name, way) and row.model.startswith(family)]
+        if own:
+            fits = [[_size(row) for row in own if row.segments == one and not row.short_devices] for one in SETTINGS]
+            asked = sorted({_size(row) for row in own})
+            yield name, family, way, *(f"{max(sizes, default=0):g}B" for sizes in fits), _listed(asked)
+
+
+def _size(row: Row) -> float:
+    return float(row.model.rpartition("-")[2].removesuffix("B"))
+
+
+def _listed(sizes: Sequence[float]) -> str:
+    return ", ".join(f"{size:g}" for size in sizes)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the rows that are missing, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="machines, models, or microbatches as M=32")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["joint"], help="ways to plan")
-    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, run nothing")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["mpress", "joint"], help="ways to plan")
+    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, run nothing")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    rows = [Row(**row) for row in json.loads(options.json.read_text())["rows"]] if options.json.exists() else []
+    rows = read(options.json)
     for asked in () if options.tables else questions(options.only):
         for way in options.ways:
             key = asked.machine, asked.model, asked.microbatches, way
             if key not in {(row.machine, row.model, row.microbatches, row.way) for row in rows}:
                 rows += measured(asked, way)
                 print(*(" | ".join(row.cells) for row in rows[-len(SETTINGS) :]), sep="\n", flush=True)
-                document = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                written(options.json, rows)
     if options.tables:
-        rows.sort(key=lambda row: (MACHINES.index(row.machine), row.model.partition("-")[0]))
-        put({"reserved": markdown(COLUMNS, [row.cells for row in rows])})
+        put(tables(rows))
 
 
 if __name__ == "__main__":

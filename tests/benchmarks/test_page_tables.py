@@ -7,6 +7,7 @@ import pytest
 import bench_ablation
 import bench_joint_real
 import bench_mpress
+import bench_mpress_reserved
 from page_tables import PAGE, with_tables
 
 
@@ -26,6 +27,7 @@ def test_the_docs_have_the_tables_of_the_json() -> None:
         bench_mpress.tables([*bench_mpress.read(bench_mpress.RESULTS).values()])
         | ({"ablation": bench_ablation.table(ablated)} if ablated else {})
         | bench_joint_real.tables([*bench_joint_real.read(bench_joint_real.RESULTS).values()])
+        | bench_mpress_reserved.tables(bench_mpress_reserved.read(bench_mpress_reserved.RESULTS))
     )
     page = PAGE.read_text(encoding="utf-8")
     assert found and with_tables(page, found) == page

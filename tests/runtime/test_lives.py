@@ -161,6 +161,17 @@ def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> N
         assert highest(own) == device.peak_bytes
 
 
+def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
+    """What each reserves is what a dry run with it alone says, and they differ; the model is run once."""
+    plan = on_gpus(random_plan(found, Random(1), microbatches=5))
+    settings = [DEFAULT, AllocatorSettings(expandable=True)]
+    with mock.patch.object(dry_run._DryRun, "run", autospec=True, side_effect=dry_run._DryRun.run) as run:
+        both = dry_run.certify_each(wide(), plan, settings)
+    assert run.call_count == 1
+    assert both == [certify(wide(), plan, allocator=one) for one in settings]
+    assert both[0] != both[1]
+
+
 def test_of_equal_layers_all_are_run() -> None:
     """A stack that dry runs fold to four layers reserves what all of its layers do."""
     task = task_of(lambda: [nn.Linear(640, 640) for _ in range(9)], inputs=640, outputs=640, optimizer=torch.optim.Adam)
