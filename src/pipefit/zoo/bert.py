@@ -22,7 +22,15 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
-from pipefit.zoo.transformer import AttentionKind, FeedForward, SelfAttention, initialise, token_loss, token_sequences
+from pipefit.zoo.transformer import (
+    AttentionKind,
+    FeedForward,
+    SelfAttention,
+    Sizes,
+    initialise,
+    token_loss,
+    token_sequences,
+)
 from pipefit.zoo.unfused import UnfusedGELU, UnfusedLayerNorm
 
 HeadKind = Literal["tokens", "span"]
@@ -68,8 +76,7 @@ def bert(
     check_heads("bert", hidden, heads)
     if tied and head != "tokens":
         raise UsageError("bert: head='span' has no weights that could be tied to the embedding: leave out tied")
-    chain = partial(
-        _chain,
+    sizes = Sizes(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -78,13 +85,11 @@ def bert(
         intermediate=intermediate or 4 * hidden,
         dropout=dropout,
         attention=attention,
-        head=head,
         tied=tied,
-        unfused=unfused,
     )
     batch = _batch if head == "tokens" else _questions
     return Task(
-        chain,
+        partial(_chain, sizes, head, unfused=unfused),
         batch=partial(batch, sequence=sequence, vocabulary=vocabulary, mask=mask),
         loss=token_loss if head == "tokens" else span_loss,
         optimizer=optimizer_of(optimizer, lr),
@@ -103,13 +108,13 @@ def _together(hidden: Tensor, mask: Tensor | None) -> Values:
 class Embedding(nn.Module):
     """Tokens to hidden states: token plus position plus segment (all text is of the first), norm, dropout."""
 
-    def __init__(self, *, vocabulary: int, sequence: int, hidden: int, dropout: float, unfused: bool) -> None:
+    def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
         super().__init__()
-        self.token = nn.Embedding(vocabulary, hidden)
-        self.position = nn.Embedding(sequence, hidden)
-        self.segment = nn.Embedding(_SEGMENTS, hidden)
-        self.norm = _norm(hidden, unfused)
-        self.dropout = nn.Dropout(dropout)
+        self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Embedding(sizes.sequence, sizes.hidden)
+        self.segment = nn.Embedding(_SEGMENTS, sizes.hidden)
+        self.norm = _norm(sizes.hidden, unfused=unfused)
+        self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, values: Values) -> Values:
         """Tokens (batch, sequence), maybe with a mask, to hidden states (batch, sequence, hidden), with it if so."""
@@ -122,15 +127,13 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Post-norm: attention and the feed-forward pair each add to their input, and the sum is normalised."""
 
-    def __init__(
-        self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind, unfused: bool
-    ) -> None:
+    def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
         super().__init__()
-        self.attention = SelfAttention(hidden=hidden, heads=heads, dropout=dropout, causal=False, kind=attention)
-        self.norm1 = _norm(hidden, unfused)
-        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu=_gelu(unfused))
-        self.norm2 = _norm(hidden, unfused)
-        self.dropout = nn.Dropout(dropout)
+        self.attention = SelfAttention(sizes, causal=False)
+        self.norm1 = _norm(sizes.hidden, unfused=unfused)
+        self.feedforward = FeedForward(sizes, _gelu(unfused=unfused))
+        self.norm2 = _norm(sizes.hidden, unfused=unfused)
+        self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, values: Values) -> Values:
         """Hidden states (batch, sequence, hidden), maybe with a mask, to the same."""
@@ -143,11 +146,11 @@ class Block(nn.Module):
 class Transform(nn.Module):
     """The masked-language head before its decoder: dense, GELU, norm. The mask, needed no more, ends here."""
 
-    def __init__(self, hidden: int, unfused: bool) -> None:
+    def __init__(self, hidden: int, *, unfused: bool) -> None:
         super().__init__()
         self.dense = nn.Linear(hidden, hidden)
-        self.gelu = _gelu(unfused)
-        self.norm = _norm(hidden, unfused)
+        self.gelu = _gelu(unfused=unfused)
+        self.norm = _norm(hidden, unfused=unfused)
 
     def forward(self, values: Values) -> Tensor:
         """Hidden states, maybe with a mask, to hidden states alone (batch, sequence, hidden)."""
@@ -170,47 +173,25 @@ class Span(nn.Module):
         return scores
 
 
-def _norm(hidden: int, unfused: bool) -> nn.Module:
+def _norm(hidden: int, *, unfused: bool) -> nn.Module:
     return (UnfusedLayerNorm if unfused else nn.LayerNorm)(hidden, eps=_NORM_EPSILON)
 
 
-def _gelu(unfused: bool) -> nn.Module:
+def _gelu(*, unfused: bool) -> nn.Module:
     return UnfusedGELU() if unfused else nn.GELU()
 
 
-def _chain(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    sequence: int,
-    intermediate: int,
-    dropout: float,
-    attention: AttentionKind,
-    head: HeadKind,
-    tied: bool,
-    unfused: bool,
-) -> nn.Sequential:
+def _chain(sizes: Sizes, head: HeadKind, *, unfused: bool) -> nn.Sequential:
     chain: OrderedDict[str, nn.Module] = OrderedDict()
-    embedding = chain["embedding"] = Embedding(
-        vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout, unfused=unfused
-    )
-    for place in range(layers):
-        chain[f"block{place}"] = Block(
-            hidden=hidden,
-            heads=heads,
-            intermediate=intermediate,
-            dropout=dropout,
-            attention=attention,
-            unfused=unfused,
-        )
+    embedding = chain["embedding"] = Embedding(sizes, unfused=unfused)
+    for place in range(sizes.layers):
+        chain[f"block{place}"] = Block(sizes, unfused=unfused)
     if head == "span":
-        chain["head"] = Span(hidden)
+        chain["head"] = Span(sizes.hidden)
     else:
-        chain["transform"] = Transform(hidden, unfused)
-        decoder = chain["head"] = nn.Linear(hidden, vocabulary)
-        if tied:
+        chain["transform"] = Transform(sizes.hidden, unfused=unfused)
+        decoder = chain["head"] = nn.Linear(sizes.hidden, sizes.vocabulary)
+        if sizes.tied:
             decoder.weight = embedding.token.weight
     model = nn.Sequential(chain)
     initialise(model)

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from pipefit.capture.task import Task
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
-from pipefit.zoo.transformer import AttentionKind, FeedForward, SelfAttention, initialise, token_loss, token_sequences
+from pipefit.zoo.transformer import (
+    AttentionKind,
+    FeedForward,
+    SelfAttention,
+    Sizes,
+    initialise,
+    token_loss,
+    token_sequences,
+)
 
 
 @checked
@@ -44,8 +52,7 @@ def gpt(
         UsageError: a setting has a wrong value, or hidden does not divide among the heads.
     """
     check_heads("gpt", hidden, heads)
-    chain = partial(
-        _chain,
+    sizes = Sizes(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -57,7 +64,7 @@ def gpt(
         tied=tied,
     )
     return Task(
-        chain,
+        partial(_chain, sizes),
         batch=partial(_batch, sequence=sequence, vocabulary=vocabulary),
         loss=token_loss,
         optimizer=optimizer_of(optimizer, lr),
@@ -68,11 +75,11 @@ def gpt(
 class Embedding(nn.Module):
     """Tokens (batch, sequence) to hidden states: what the token is plus where it stands, then dropout."""
 
-    def __init__(self, *, vocabulary: int, sequence: int, hidden: int, dropout: float) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.token = nn.Embedding(vocabulary, hidden)
-        self.position = nn.Embedding(sequence, hidden)
-        self.dropout = nn.Dropout(dropout)
+        self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Embedding(sizes.sequence, sizes.hidden)
+        self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, sequence) to (batch, sequence, hidden)."""
@@ -84,13 +91,13 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to what they read."""
 
-    def __init__(self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden)
-        self.attention = SelfAttention(hidden=hidden, heads=heads, dropout=dropout, causal=True, kind=attention)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu=nn.GELU("tanh"))
-        self.dropout = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(sizes.hidden)
+        self.attention = SelfAttention(sizes, causal=True)
+        self.norm2 = nn.LayerNorm(sizes.hidden)
+        self.feedforward = FeedForward(sizes, nn.GELU("tanh"))
+        self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
@@ -99,31 +106,18 @@ class Block(nn.Module):
         return summed
 
 
-def _chain(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    sequence: int,
-    intermediate: int,
-    dropout: float,
-    attention: AttentionKind,
-    tied: bool,
-) -> nn.Sequential:
+def _chain(sizes: Sizes) -> nn.Sequential:
     chain: OrderedDict[str, nn.Module] = OrderedDict()
-    embedding = chain["embedding"] = Embedding(vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout)
-    for place in range(layers):
-        chain[f"block{place}"] = Block(
-            hidden=hidden, heads=heads, intermediate=intermediate, dropout=dropout, attention=attention
-        )
-    chain["norm"] = nn.LayerNorm(hidden)
-    head = chain["head"] = nn.Linear(hidden, vocabulary, bias=False)
-    if tied:
+    embedding = chain["embedding"] = Embedding(sizes)
+    for place in range(sizes.layers):
+        chain[f"block{place}"] = Block(sizes)
+    chain["norm"] = nn.LayerNorm(sizes.hidden)
+    head = chain["head"] = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+    if sizes.tied:
         head.weight = embedding.token.weight
     model = nn.Sequential(chain)
     initialise(model)
-    _scale_residuals(model, layers)
+    _scale_residuals(model, sizes.layers)
     return model
 
 

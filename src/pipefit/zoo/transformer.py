@@ -8,6 +8,7 @@ layers, so that a tensor-parallel worker can own whole heads. For b sequences of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,15 +18,34 @@ from torch.nn import functional as F
 AttentionKind = Literal["sdpa", "eager"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a transformer is made of: `layers` blocks, for sequences of so many tokens of a vocabulary.
+
+    Where it is `tied`, embedding and head share their weights.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    intermediate: int
+    dropout: float
+    attention: AttentionKind
+    tied: bool
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention, causal or not, over hidden states (batch, sequence, hidden)."""
 
-    def __init__(self, *, hidden: int, heads: int, dropout: float, causal: bool, kind: AttentionKind) -> None:
+    def __init__(self, sizes: Sizes, *, causal: bool) -> None:
         super().__init__()
-        self.head_size = hidden // heads
-        self.dropout = dropout
+        hidden = sizes.hidden
+        self.head_size = hidden // sizes.heads
+        self.dropout = sizes.dropout
         self.causal = causal
-        self.kind = kind
+        self.kind = sizes.attention
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
         self.value = nn.Linear(hidden, hidden)
@@ -62,11 +82,11 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with GELU between them, each token by itself."""
 
-    def __init__(self, *, hidden: int, intermediate: int, gelu: nn.Module) -> None:
+    def __init__(self, sizes: Sizes, gelu: nn.Module) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, intermediate)
+        self.up = nn.Linear(sizes.hidden, sizes.intermediate)
         self.gelu = gelu
-        self.down = nn.Linear(intermediate, hidden)
+        self.down = nn.Linear(sizes.intermediate, sizes.hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same shape."""
