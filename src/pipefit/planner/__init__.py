@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Literal, NamedTuple, TypedDict, Unpack, cast
 
@@ -257,22 +256,26 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         return old
     made = old.provenance
     asked = made.options if made else {}
-    again = partial(
-        plan,
-        old.profile,
-        cluster,
-        old.training,
-        recompute=cast("Recompute", asked.get("recompute", "never")),  # out of a file: checked where options are made
-        planner=made.planner if made and made.planner in PLANNERS else "joint",
-        shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
-    )
-    sequences = cast("bool | None", asked.get("sequences"))
+
+    def again(stages: int | None, data: int | None, tensor: int | None) -> Plan:
+        return plan(
+            old.profile,
+            cluster,
+            old.training,
+            recompute=cast("Recompute", asked.get("recompute", "never")),  # of a file: checked where options are made
+            planner=made.planner if made and made.planner in PLANNERS else "joint",
+            shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
+            stages=stages,
+            data=data,
+            tensor=tensor,
+            sequences=cast("bool | None", asked.get("sequences")) if tensor else None,
+        )
+
     *ways, last = _degrees(asked, len(cluster.devices))
-    for stages, data, tensor in ways:
+    for way in ways:
         with suppress(UsageError, InfeasibleError):
-            return again(stages=stages, data=data, tensor=tensor, sequences=sequences if tensor else None)
-    stages, data, tensor = last
-    return again(stages=stages, data=data, tensor=tensor, sequences=sequences if tensor else None)
+            return again(*way)
+    return again(*last)
 
 
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:

@@ -75,11 +75,8 @@ def survey(
     Raises:
         UsageError: a layer, the loss or the optimizer cannot be run, or changes what it may not.
     """
-    found, count, given = (
-        Survey(task, kernels, chain.shared, packing=chain.layers[0].packing),
-        len(chain.layers),
-        values,
-    )
+    found = Survey(task, kernels, chain.shared, packing=chain.layers[0].packing)
+    count, samples = len(chain.layers), len(values[0])
     for number, layer in enumerate(chain.layers):
         if progress is not None:
             progress(number, count, layer.name)
@@ -87,7 +84,7 @@ def survey(
     loss, layouts = found.loss(chain, values, targets)
     found.backward(layouts)
     return Measurement(
-        microbatch_size=len(given[0]),
+        microbatch_size=samples,
         kinds=tuple(found.kinds),
         layers=tuple(found.layers),
         loss=loss,

@@ -21,6 +21,7 @@ from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation, simulate
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
+from pipefit.trace import MemorySample
 from pipefit.units import MIB, format_bytes, format_seconds
 
 _PRICES = (
@@ -81,9 +82,9 @@ def _leaving_room(found: PostMortem) -> Cluster:
     return cluster.reserving([min(one, size - 1) for one, size in zip(reserves, sizes, strict=True)])
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: MemorySample, other: MemorySample) -> bool:
     """Whether two samples are of the same action, of the first step or of later ones."""
-    return bool(one.action == other.action and min(one.step, 1) == min(other.step, 1))
+    return one.action == other.action and min(one.step, 1) == min(other.step, 1)
 
 
 def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
