@@ -32,7 +32,7 @@ class Training:
     `versions` says what a version of the weights holds under an endless schedule: the weights alone, or room for
     gradients and optimizer state too, as PipeDream's own implementation took for each microbatch in flight.
     `clip_norm` is the norm to which all gradients together are clipped. What is recomputed or moved away is not part of
-    a training: a planner decides it, and the plan says it (`pipefit.plans.Decision`).
+    a training: a planner decides it, and the plan says it (`pipefit.decisions.Decision`).
 
     Raises:
         UsageError: a number that is not positive, a batch that does not divide into its microbatches, too many

@@ -74,10 +74,10 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
     )
 
 
-def compacted(filler: Filler, options: MpressOptions, budget: Budget | None = None) -> Evaluation:
-    """What the planner makes of the time split, within its own budget or another."""
+def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
+    """What the planner makes of the time split."""
     evaluator = filler.evaluator
-    split, budget = time(filler.question).split, budget or Budget(evaluator, _ACTIONS)
+    split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
     kept = evaluator.kept_at(split)
     if kept.fits or evaluator.pinned:
         return kept

@@ -168,7 +168,7 @@ def _warn(sentence: str) -> None:
         warnings.warn(sentence, PipefitWarning, stacklevel=5)
 
 
-def compare_divided(divided: ShardedChain, batch: Sample, *, longest: float = LONGEST_DIVIDED) -> str:
+def compare_divided(divided: ShardedChain, batch: Sample) -> str:
     """Compare the blocks that ranks divide with whole ones. Nothing, or why they were not all compared.
 
     Raises:
@@ -176,7 +176,7 @@ def compare_divided(divided: ShardedChain, batch: Sample, *, longest: float = LO
     """
     chain = divided.chain
     given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
-    found = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=longest)
+    found = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=LONGEST_DIVIDED)
     if not found.left_out:
         return ""
     return (

@@ -140,9 +140,9 @@ class Operation:
         """The shape of a rank's part of the result in this form."""
         return local_shape(self.shape, form, self.ranks)
 
-    def broadcast(self, wish: Split, operand: fx.Node, *, like: int | None = None) -> Form:
-        """The form in which an operand is needed so that the result, of `like` dimensions, is had as `wish`."""
-        dim = wish.dim - ((self.last + 1 if like is None else like) - len(shape(operand)))
+    def broadcast(self, wish: Split, operand: fx.Node) -> Form:
+        """The form in which an operand is needed so that the result is had as `wish`."""
+        dim = wish.dim - (self.last + 1 - len(shape(operand)))
         return C if dim < 0 or shape(operand)[dim] == 1 else wish.at(dim)
 
 

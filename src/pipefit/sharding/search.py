@@ -3,7 +3,7 @@
 Backwards, every operation is asked for the forms in which it can use its operands; these wishes are what the operations
 before it try to fulfil. Forwards, a state is the forms in which each value that is still needed can be had, the one it
 was made in first; of equal states the cheapest is kept. Parameters have the form in which they are first met, and a
-tied one is part of the state until its last use. At most `states` are kept at a time, so the search is linear in the
+tied one is part of the state until its last use. At most 200 are kept at a time, so the search is linear in the
 number of operations; with all states kept it is exact for its prices.
 """
 
@@ -73,7 +73,6 @@ def choose(
     prices: Prices,
     *,
     sequences: bool = False,
-    states: int = _MOST,
     given: Mapping[fx.Node, Form] | None = None,
 ) -> Choice:
     """The cheapest forms that the search finds; by `sequences` norms and what is around them may be divided too.
@@ -83,7 +82,7 @@ def choose(
     trained, changed = _trained(stage), _changed(stage.graph)
     options = _options(stage, ranks, trained, changed, sequences=sequences)
     search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained), given or {})
-    ways, cost = search.run(states)
+    ways, cost = search.run()
     home: dict[fx.Node, Form] = {**dict.fromkeys(stage.inputs, R), **(given or {})}
     for node, way in ways.items():
         for source, form in way.operands.items():
@@ -198,21 +197,21 @@ class _Search:
         changed = {roots[target] for node in self.nodes for target in mutated_arguments(node)}
         self.fixed = {node for node, root in roots.items() if root in changed}  # another form would be an old copy
 
-    def run(self, states: int) -> tuple[dict[fx.Node, Strategy], float]:
+    def run(self) -> tuple[dict[fx.Node, Strategy], float]:
         """The strategies of the cheapest way, and its cost."""
         layer: list[tuple[State, _Record]] = [(dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))]
         for node in self.nodes:
             if node in self.cuts:
                 layer = self._cut(layer, node)
             if node.op == "call_function":
-                layer = self._step(layer, node, states)
+                layer = self._step(layer, node)
         output = self.stage.graph.output_node()
         ends = [record._replace(cost=record.cost + self._end(state, output)) for state, record in layer]
         best = min(ends, key=lambda record: record.cost)
         operations = [node for node in self.nodes if node.op == "call_function"]
         return dict(reversed(list(zip(reversed(operations), _ways(best), strict=True)))), best.cost
 
-    def _step(self, layer: Sequence[tuple[State, _Record]], node: fx.Node, states: int) -> list[tuple[State, _Record]]:
+    def _step(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
         following: dict[object, tuple[State, _Record]] = {}
         ending = [source for source in (node, *node.all_input_nodes) if self.ends.get(source, -1) <= self.number[node]]
         done = [(way, self.costs.done(node, way)) for way in self.options[node]]
@@ -230,7 +229,7 @@ class _Search:
                 key = tuple(known.items())
                 if total < math.inf and (key not in following or total < following[key][1].cost):
                     following[key] = known, _Record(total, record, way)
-        return self._worthwhile(sorted(following.values(), key=lambda item: item[1].cost))[:states]
+        return self._worthwhile(sorted(following.values(), key=lambda item: item[1].cost))[:_MOST]
 
     def _cut(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
         """In front of `node` a block ends: what crosses is had whole, and in no other form from there on."""
