@@ -17,12 +17,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd import Function
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.refusals import Refusal
+from pipefit.capture.whole_calls import Given, nodes_of
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _OPERATORS = "GeneratedBackwardFor_"  # how torch.library names the backward of an operator, which traces keep whole
@@ -46,9 +47,8 @@ class _Call:
 
     def __init__(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function = function
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        strange = next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
-        if strange is not None:
+        self.given = Given.of(args, kwargs)
+        if (strange := self.given.other_than(_PLAIN)) is not None:
             raise Refusal(
                 f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take tensors, "
                 "numbers, texts and None",
@@ -60,18 +60,6 @@ class _Call:
         """For people."""
         return f"{self.function.__qualname__}.apply"
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with others in the place of the tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
     def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Fake tensors like those of the result, and `packing`, for fake arguments.
 
@@ -79,7 +67,7 @@ class _Call:
             Refusal: the function changes an argument in place, or returns something other than tensors and None.
         """
         versions = [tensor._version for tensor in tensors]
-        args, kwargs = self.arguments(tensors)
+        args, kwargs = self.given.with_tensors(tensors)
         leaves, self.packing = pytree.tree_flatten(_APPLY(self.function, *args, **kwargs))
         if versions != [tensor._version for tensor in tensors]:
             raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
@@ -119,10 +107,11 @@ def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, A
     if calls is None or function.__name__.startswith(_OPERATORS):
         return _APPLY(function, *args, **kwargs)
     call = _Call(function, args, kwargs)
-    if not call.tensors:
+    tensors = call.given.tensors
+    if not tensors:
         return _APPLY(function, *args, **kwargs)
     calls.append(call)
-    return call.packed(torch.ops.pipefit.custom_function(call.tensors, len(calls) - 1))
+    return call.packed(torch.ops.pipefit.custom_function(tensors, len(calls) - 1))
 
 
 def _replacement() -> CodeType:
@@ -167,10 +156,8 @@ def kept_whole() -> Iterator[list[_Call]]:
 
 def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
     """Let the operations that stand for `calls` call the functions."""
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if node.target is torch.ops.pipefit.custom_function.default:
-                tensors, number = node.args
-                call = calls[number]
-                node.target = CustomFunction(call.function)
-                node.args, node.kwargs = call.arguments(tensors)
+    for node in nodes_of(program, torch.ops.pipefit.custom_function.default):
+        tensors, number = node.args
+        call = calls[number]
+        node.target = CustomFunction(call.function)
+        node.args, node.kwargs = call.given.with_tensors(tensors)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -28,6 +28,7 @@ from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import not_kept
 from pipefit.capture.refusals import LooksAtValues, Refusal
 from pipefit.capture.storages import storage_key
+from pipefit.capture.whole_calls import Given, nodes_of
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import dtype_name, kind_of
 
@@ -96,18 +97,10 @@ class _Call(NamedTuple):
     """A call during a trace: all that `call_whole` is given but tensors, and like what the tensors are returned."""
 
     path: str
-    leaves: list[Any]
-    spec: pytree.TreeSpec
+    given: Given
     forms: tuple[Form, ...]
     opposite: bool
     results: list[Tensor]
-
-    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the module, with these in the place of the tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
 
 
 _calls: ContextVar[list[_Call] | None] = ContextVar(
@@ -155,28 +148,27 @@ class _Whole:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        strange = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_GIVEN))), None)
-        if strange is not None:
+        given = Given.of(args, kwargs)
+        if (strange := given.other_than(_GIVEN)) is not None:
             self._refuse(f"it takes {kind_of(strange)}")
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        returned, opposite = self._run(leaves, spec)
+        tensors = given.tensors
+        returned, opposite = self._run(given)
         found, packing = pytree.tree_flatten(returned)
         made, forms = [leaf for leaf in found if isinstance(leaf, Tensor)], tuple(map(_form, found))
         parameters, buffers = list(self._part.parameters()), list(self._part.buffers())
         if not (parameters or buffers or tensors):
             self._refuse("neither it nor its arguments hold a tensor")
-        self._calls.append(_Call(self._path, leaves, spec, forms, opposite, made))
+        self._calls.append(_Call(self._path, given, forms, opposite, made))
         results = iter(torch.ops.pipefit.whole_module(parameters, buffers, tensors, len(self._calls) - 1))
         return pytree.tree_unflatten([next(results) if isinstance(form, tuple) else form for form in forms], packing)
 
-    def _run(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Any, bool]:
+    def _run(self, given: Given) -> tuple[Any, bool]:
         """What a call returns, and whether that is so only as if no condition held."""
         found, error = dict[bool, Any](), Exception()
         for opposite in (False, True):
             try:
                 with otherwise() if opposite else nullcontext():
-                    found[opposite] = self._once(leaves, spec)
+                    found[opposite] = self._once(given)
             except (PipefitError, Refusal):
                 raise
             except Exception as raised:  # noqa: BLE001 -- with values of no meaning a forward may raise anything
@@ -190,14 +182,14 @@ class _Whole:
             self._refuse("it returns something other than tensors, numbers, texts and None")
         return next(iter(found.values())), False not in found
 
-    def _once(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    def _once(self, given: Given) -> Any:
         """What a call returns over fake tensors of its own."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), not_kept(), reading(Reading()):
-            given = [self._argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(given, spec)
+            fakes = [self._argument(tensor) for tensor in given.tensors]
+            args, kwargs = given.with_tensors(fakes)
             with self._mode:
                 returned = self._like.forward(*args, **kwargs)
-            if any(isinstance(one, Tensor) and one._version for one in given):
+            if any(fake._version for fake in fakes):
                 self._refuse("it changes an argument in place")
             own = {storage_key(tensor) for tensor in (*self._like.parameters(), *self._like.buffers())}
             if any(isinstance(one, Tensor) and storage_key(one) in own for one in pytree.tree_leaves(returned)):
@@ -234,14 +226,12 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def call_the_modules(program: ExportedProgram, calls: Sequence[_Call]) -> None:
     """Let the operations that stand for `calls` call the modules, each of which they name by its path."""
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if node.target is torch.ops.pipefit.whole_module.default:
-                parameters, buffers, given, number = node.args
-                call = calls[number]
-                node.target = call_whole
-                node.args = (call.path, parameters, buffers, *call.arguments(given), call.forms)
-                node.kwargs = {"opposite": True} if call.opposite else {}
+    for node in nodes_of(program, torch.ops.pipefit.whole_module.default):
+        parameters, buffers, tensors, number = node.args
+        call = calls[number]
+        node.target = call_whole
+        node.args = (call.path, parameters, buffers, *call.given.with_tensors(tensors), call.forms)
+        node.kwargs = {"opposite": True} if call.opposite else {}
 
 
 # -------------------------------------------------------------------- which ones
