@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipefit.capture import Task
+from pipefit.capture.model import capture
+from pipefit.capture.sample import sample
 from pipefit.profiler.cost_key import cost_key
 
 
@@ -81,3 +84,35 @@ def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Mod
 def test_one_object_as_a_setting_of_both_is_the_same_setting() -> None:
     """Layers that share an activation function, as torch's encoder layers do, are alike."""
     assert cost_key(Own(torch.relu)) == cost_key(Own(torch.relu))
+
+
+class Deep(nn.Module):
+    """So many equal blocks, which a trace cuts into layers of their own."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.GELU()]) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear, gelu in self.blocks:
+            x = x + gelu(linear(x))
+        return x
+
+
+def deep(blocks: int) -> Task:
+    """A model of so many blocks, traced."""
+    return Task(
+        lambda: Deep(blocks),
+        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+    )
+
+
+def test_equal_blocks_of_a_traced_model_are_alike() -> None:
+    """However many there are, their layers have the keys of one block."""
+    few, many = (
+        [cost_key(layer.module) for layer in capture(task, *sample(task, 2)).layers] for task in map(deep, (2, 5))
+    )
+    assert len(few) < len(many)
+    assert len(set(few)) == len(set(many)) == 3
