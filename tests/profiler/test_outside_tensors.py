@@ -14,8 +14,12 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
+from pipefit.meter import MemoryMeter
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer, certify
+from pipefit.runtime import Trainer, certify, trainer
+from pipefit.runtime.assembly import assemble
+from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.site import Site
 from pipefit.simulator import simulate
 from random_cases import Case, accounts
 from tiny import alone, batch_of, plan_of
@@ -64,6 +68,25 @@ def test_a_loss_has_tensors_of_its_own(name: str) -> None:
         for account in accounts(Case(name=name, settings={}, task=task, plan=plan))
     ]
     assert found == [(0, 0)] * 4
+
+
+def test_those_of_a_module_go_where_the_last_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on another device, here one without memory, the loss is there too; a dry run for one leaves it alone."""
+    loss = nn.CrossEntropyLoss(weight=WEIGHTS)
+    task = task_of(layers, loss)
+    certify(task, plan_of(task, [1, 2], profiled=profile(task, microbatch_size=2, target="cuda")))
+    assert loss.weight is WEIGHTS
+    sites = list[Site]()
+
+    def noted(site: Site, number: int, *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
+        sites.append(site)
+        return assemble(site, number, device=device, meter=meter)
+
+    monkeypatch.setattr(trainer, "assemble", noted)
+    Trainer(task, plan_of(task, [1, 2]))
+    for number, expected in enumerate(("cpu", "meta")):
+        assemble(sites[number], number, device=torch.device("meta"), meter=None)
+        assert loss.weight.device.type == expected
 
 
 @pytest.mark.parametrize("name", ["module", "arithmetic"])

@@ -1,7 +1,7 @@
 """Real tensors in a loss that runs over fake ones, such as weights of classes: fake ones on the same device stand in.
 
-A script holds them where it likes - in the loss as a module, in a closure - and moves them to the device on which the
-last stage is. They take none of what a plan counts, because they are there before and after it. A parameter among them
+Those of a loss that is a module go with the last stage to its device; those of a closure are where its script puts
+them. They take none of what a plan counts, because they are there before and after it. A parameter among them
 is refused: its gradient would be on the device of the loss alone, and no optimizer there has it.
 """
 
@@ -41,9 +41,14 @@ def left_real(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if isinstance(tensor, FakeTensor) else real()
 
 
+def is_faking() -> bool:
+    """Whether a fake mode is on, so that real tensors have no place here."""
+    return active_fake_mode() is not None
+
+
 def real() -> AbstractContextManager[object]:
     """Inside, tensors are real ones where a fake mode is on."""
-    return nullcontext() if active_fake_mode() is None else _disable_current_modes()
+    return _disable_current_modes() if is_faking() else nullcontext()
 
 
 class _StandIns(TorchFunctionMode):

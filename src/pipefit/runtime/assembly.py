@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipefit.capture.shared import Place
+from pipefit.capture.stand_ins import is_faking
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
 from pipefit.cost.shares import Share
@@ -138,6 +139,8 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         layers = range(storages.start, storages.stop)
         usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
         _put(usual, site.task, device)
+        if storages.stop == len(plan.profile.layers) and not is_faking():
+            _put_loss(site.task, device)
         runners[stage] = StageRunner(
             site.task,
             usual,
@@ -162,6 +165,12 @@ def _usual(plan: Plan, source: Source, stage: int) -> Specialized:
     place, chain = plan.stages[stage], source.chain.measured(plan.measured(stage))
     loss = replace(chain, layers=()).loss  # it keeps no other stage's layers alive
     return Specialized(chain.layers[place.start : place.stop], loss, source.shards)
+
+
+def _put_loss(task: Task, device: torch.device) -> None:
+    """Move what a loss that is a module computes with, such as weights of classes, to the device of the last stage."""
+    if isinstance(task.loss, nn.Module):
+        move([task.loss], device)
 
 
 def _put(usual: Specialized, task: Task, device: torch.device) -> None:
