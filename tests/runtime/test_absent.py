@@ -19,15 +19,16 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.absent import received, to_send
+from pipefit.runtime.absent import mark, received, to_send, unmark
 from pipefit.simulator import simulate
 from pipefit.training import Training
+from slices import sliced_plan
 
 WIDTH, SIZE, COUNT = 8, 2, 2
 CPU = torch.device("cpu")
@@ -110,6 +111,37 @@ def test_parameters_without_a_gradient_stay_as_in_plain_training(
         assert [name for name, value in plain.state_dict().items() if not torch.equal(found[name], value)] == []
     told = simulate(plan, steps=4).peak_bytes
     assert all(one <= other for one, other in zip(trainer.trace.peak_bytes, told, strict=True))
+
+
+@pytest.mark.parametrize(("shard", "optimizer"), [("none", ADAMW), ("optimizer", ADAMW), ("parameters", MOMENTUM)])
+def test_replicas_agree_that_a_parameter_has_no_gradient(shard: Sharding, optimizer: Any) -> None:
+    """A head that no replica's samples chose stays as it is; of one that some chose, the sum is plain training's."""
+    task = task_of(chosen, optimizer)
+    assert isinstance(task.module, nn.Module)
+    plain, found = copy.deepcopy(task.module).double(), profile(task, microbatch_size=(SIZE, 1))
+    trainer = Trainer(task, sliced_plan(found, [0, len(found.layers)], [2], microbatches=COUNT, shard=[shard]))
+    update = optimizer(plain.parameters())
+    for choices in ([1, 1], [0, 0], [0, 1], [1, 1], [0, 0]):
+        x, y = batch(SIZE * COUNT)
+        y["choice"] = torch.tensor(choices * COUNT)
+        trainer.step((x, y))
+        for part in range(SIZE * COUNT):
+            own = slice(part, part + 1)
+            targets = {name: value[own].double() for name, value in y.items()}
+            (chosen(plain(x[own].double()), targets) / (SIZE * COUNT)).backward()
+        update.step()
+        update.zero_grad()
+        state = trainer.state_dict()
+        assert [n for n, v in plain.state_dict().items() if not torch.allclose(state[n].double(), v, atol=1e-5)] == []
+
+
+def test_a_gradient_that_is_there_stays() -> None:
+    """Zeros of either sign are gradients, which momentum and decay go by; a sum of none is none."""
+    reached, left, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    reached.grad, other.grad = torch.full((2,), -0.0), torch.zeros(2)
+    mark([reached, left, other])
+    unmark([reached, left, other])
+    assert [p.grad is None for p in (reached, left, other)] == [False, True, False]
 
 
 def test_where_no_value_decides_it_is_refused() -> None:

@@ -5,14 +5,17 @@ message has the room all the same. Zeros there would train something else: plain
 gradient as it is, and an optimizer with momentum or decay moves one whose gradient is zero. So the room is filled with
 a number that no operation makes: a signalling NaN, of which any result is a quiet one. Only plans of models of which
 something was assumed (`pipefit.capture.by_value`) are looked at for it; it takes no memory.
+
+In sums of replicas' gradients the room is filled with -0.0, of which alone the sum is -0.0; those that are there have
+none, as -0.0 + 0.0 is 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.capture.by_value import is_assumed
 from pipefit.errors import UsageError
@@ -44,7 +47,7 @@ def to_send(
 
 
 def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor:
-    if not _may_be_absent(profile):
+    if not may_be_absent(profile):
         raise UsageError(
             f"the loss does not depend on a value of shape {value.shape}, on which it did when the model was profiled, "
             "and plain training may leave parameters behind it as they are: multiply by zero instead of leaving it out"
@@ -55,7 +58,8 @@ def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor
     return made
 
 
-def _may_be_absent(profile: ModelProfile) -> bool:
+def may_be_absent(profile: ModelProfile) -> bool:
+    """Whether values decide on what a loss depends."""
     return any(map(is_assumed, profile.kernels.unknown))
 
 
@@ -65,9 +69,31 @@ def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProf
     Of the slices of a microbatch that several replicas have sent some may have it: zeros stand for the others.
     """
     found = [tensors.pop(0) if value.has_gradient else None for value in outputs]
-    if _may_be_absent(profile):
+    if may_be_absent(profile):
         found = [None if gradient is None else _present(gradient) for gradient in found]
     return found
+
+
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Before a sum: a gradient for every parameter, which is -0.0 where there is none, and nowhere else."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.full_like(parameter, -0.0)
+        else:
+            parameter.grad.add_(0.0)
+
+
+def unmark(parameters: Iterable[nn.Parameter]) -> None:
+    """After a sum: no gradient for a parameter that had one nowhere."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and not is_fake(gradient) and _is_marked(gradient):
+            parameter.grad = None
+
+
+def _is_marked(gradient: Tensor) -> bool:
+    numbers = torch.view_as_real(gradient)[..., 0] if gradient.is_complex() else gradient
+    return bool((gradient == 0).all() & numbers.signbit().all())
 
 
 def _present(gradient: Tensor) -> Tensor | None:

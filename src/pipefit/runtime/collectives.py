@@ -13,7 +13,8 @@ import torch
 from pipefit.actions import Action, Kind
 from pipefit.cost.communicators import members
 from pipefit.plans import Plan
-from pipefit.runtime.gradients import Exchanged, gathered_parameters, others_freed, summed_gradients
+from pipefit.runtime.absent import mark, may_be_absent, unmark
+from pipefit.runtime.gradients import Exchanged, gathered_parameters, others_freed, reduced, summed_gradients
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 
@@ -26,6 +27,7 @@ class Collectives:
 
     def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:
         self._plan, self._device, self._transfers = plan, device, transfers
+        self._marks = may_be_absent(plan.profile)
 
     def start(self, stage: StageRunner, action: Action) -> Resized:
         """Begin a collective of a stage."""
@@ -40,7 +42,10 @@ class Collectives:
         """Wait for the end of a collective, and let the stage have what it brought."""
         tensors = self._transfers.join(action) or ()
         if action.kind is Kind.REDUCE:
-            return others_freed(stage, action)
+            resized = others_freed(stage, action)
+            if self._marks:
+                unmark(reduced(stage, action, self._plan.summed))
+            return resized
         if action.kind is Kind.UNSHARD:
             return stage.gather(action)
         assert stage.agreement is not None
@@ -49,6 +54,8 @@ class Collectives:
 
     def _exchanged(self, stage: StageRunner, action: Action) -> Exchanged:
         if action.kind is Kind.REDUCE:
+            if self._marks:
+                mark(reduced(stage, action, self._plan.summed))
             return summed_gradients(stage, action, self._plan.summed)
         if action.kind is Kind.UNSHARD:
             return gathered_parameters(stage, action)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.actions import Action, Subject
 from pipefit.runtime.stage import StageRunner
@@ -32,8 +32,16 @@ def summed_gradients(stage: StageRunner, action: Action, summed: Container[int])
         if parameter.grad is None:  # the layers of this stage did not use it
             parameter.grad = torch.zeros_like(parameter)
         return Exchanged([parameter.grad], [])
-    apart = {id(parameter) for number, parameter in stage.shared.items() if number in summed}
+    apart = _apart(stage, summed)
     return _of_layers(stage, action, lambda layer: _of_layer(stage, layer, apart))
+
+
+def reduced(stage: StageRunner, action: Action, summed: Container[int]) -> list[nn.Parameter]:
+    """The parameters whose gradients a REDUCE of a stage adds up, without those `summed` between stages."""
+    if isinstance(action.subject, Subject):
+        return [stage.shared[action.subject.layer]]
+    apart = _apart(stage, summed)
+    return [parameter for layer in range(*stage.layers_of(action)) for parameter in _trained(stage, layer, apart)]
 
 
 def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorage]:
@@ -75,10 +83,19 @@ def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Ten
     """
     found: list[Tensor] = []
     cost = stage.storages.costs[layer - stage.start]
-    for parameter in stage.updates.parameters((layer, layer + 1)):
-        if not parameter.requires_grad or id(parameter) in apart:
-            continue
+    for parameter in _trained(stage, layer, apart):
         if parameter.grad is None and cost.gradient_bytes >= cost.trained_bytes:
             parameter.grad = torch.zeros_like(parameter)
         found += [] if parameter.grad is None else [parameter.grad]
     return found
+
+
+def _apart(stage: StageRunner, summed: Container[int]) -> set[int]:
+    """The ids of the parameters of a stage among those `summed` between stages."""
+    return {id(parameter) for number, parameter in stage.shared.items() if number in summed}
+
+
+def _trained(stage: StageRunner, layer: int, apart: Container[int]) -> list[nn.Parameter]:
+    """The parameters that a layer trains, but those `apart`, by id."""
+    own = stage.updates.parameters((layer, layer + 1))
+    return [parameter for parameter in own if parameter.requires_grad and id(parameter) not in apart]
