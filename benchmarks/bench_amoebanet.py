@@ -64,7 +64,7 @@ from pipefit.files import load_cluster
 from pipefit.fits import Attempt, Fit
 from pipefit.fitting.certified import find
 from pipefit.fitting.growth import Growth, setting
-from pipefit.plans import Plan
+from pipefit.planner import Answer
 from pipefit.predictions import Prediction
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import ModelProfile
@@ -155,10 +155,10 @@ def fixed(edges: Edges) -> Splitter:
 def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> Edge:
     """The edge under the plans of one partitioner."""
 
-    def plan(_: OnDemand, filters: int) -> Plan:
+    def plan(_: OnDemand, filters: int) -> Answer:
         given = job.setting(costs(filters), filters, recompute)
         edges = split(given)
-        return replace(plan_at(given, edges), prediction=Prediction(**outcome(given, edges)._asdict()))
+        return Answer(replace(plan_at(given, edges), prediction=Prediction(**outcome(given, edges)._asdict())))
 
     def profiles(filters: int) -> OnDemand:
         return OnDemand(job.task(filters), target=job.target)

@@ -36,7 +36,7 @@ TRACING = {
     for name in ("aliases", "binding", "comparison", "constants", "copying", "cuda_autocast", "cuda_casts",
                  "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer", "records",
                  "refusals", "refused_calls", "sample", "sizes", "stand_ins", "structure", "task", "traced",
-                 "whole_modules")
+                 "whole_calls", "whole_modules")
 }  # fmt: skip
 # Tensor parallelism reads operators' schemas, and compares blocks under dispatch modes
 SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/pointwise", "shortening", "tracing")}

@@ -139,7 +139,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster emulated:4", 2, ["emulated:4x256MiB"]),
     ("plan profile.json --cluster emulated:4x24", 2, ["'24' has no unit: write 24GiB"]),
     ("plan profile.json --cluster 4x24GB", 2, ["did you mean emulated:4x24GB?"]),
-    ("plan profile.json --cluster emulated:0x1MiB", 2, ["number of emulated devices", "at least 1"]),
+    ("plan profile.json --cluster emulated:0x1MiB", 2, ["number of emulated devices", "from 1 to 4096"]),
     ("plan profile.json --cluster emulated:4x0MiB", 2, ["at least one byte"]),
     ("plan profile.json --cluster emulated:99999x1MiB", 2, ["4096"]),
     ("plan profile.json --cluster none.toml", 6, ["no file none.toml"]),

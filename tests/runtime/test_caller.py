@@ -333,7 +333,7 @@ def test_a_seed_that_torch_cannot_take_is_refused(seed: Any) -> None:
     """Wherever a seed is given, it is a whole number of 64 bits."""
     task = by_hand()
     plan = plan_of(task, [4])
-    for call in (partial(Trainer, task, plan), partial(train, by_hand, plan, steps=1), partial(LoneStages, task, 2)):
+    for call in (partial(Trainer, task, plan), partial(train, by_hand, plan, steps=1)):
         with pytest.raises(UsageError, match="seed must be a whole number from"):
             call(seed=seed)  # type: ignore[operator]
 

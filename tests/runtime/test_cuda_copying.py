@@ -37,6 +37,7 @@ from pipefit.runtime.cuda_copying import OnStream, StreamCopies
 from pipefit.runtime.cuda_driver import CudaDriver, Driver
 from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
 from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
+from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.lending import Lending, check_lending
 from pipefit.runtime.memory import HostMemory
 from pipefit.schedule import lower
@@ -395,9 +396,9 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     driver, queue = AtOnce(), Settled()
     task, plan = make_chain(), replace(on_gpus(place), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
 
-    def within(plan: Plan, program: Program, **_: object) -> Lending:
-        arenas = arenas_of(plan, program)
-        memory = memory_of(driver, arenas, plan.cluster)
+    def within(hardware: Hardware, program: Program, **_: object) -> Lending:
+        arenas = arenas_of(hardware.plan, program)
+        memory = memory_of(driver, arenas, hardware.plan.cluster)
         return Lending(arenas, lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
 
     monkeypatch.setattr(Lending, "within", within)

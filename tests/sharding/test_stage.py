@@ -95,7 +95,7 @@ def test_what_a_layer_has_beside_a_model_s_own_is_named_apart() -> None:
     (layer, *_), every = whole().rank(Alone(rank=0, size=2)).layers, nn.Module()
     assert isinstance(layer.module, GraphLayer)
     own = {*dir(layer.module)} - {*dir(every)} - {name for name, _ in layer.module.named_parameters()}
-    assert own == {"pipefit_code", "pipefit_group"}
+    assert {name.removeprefix("_").partition("_")[0] for name in own} == {"pipefit"}
 
 
 def test_every_rank_has_the_values_between_stages_whole() -> None:

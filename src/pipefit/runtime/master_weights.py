@@ -11,7 +11,8 @@ factor are applied to them, because half-precision gradients would lose digits t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -43,11 +44,9 @@ class MasterWeights:
         self.agreement = agreement
         self._layers = [[parameter for group in groups for parameter in group["params"]] for groups in layers]
         self.copies: dict[Tensor, nn.Parameter] = {p: _float32(p) for parameters in self._layers for p in parameters}
-        self.optimizer = task.optimizer(
-            [{**group, "params": [self.copies[p] for p in group["params"]]} for groups in layers for group in groups]
-        )
+        own = [{**group, "params": [self.copies[p] for p in group["params"]]} for groups in layers for group in groups]
+        self.optimizer = _made(task, own)
         self._layer_of = {self.copies[p]: n for n, parameters in enumerate(self._layers) for p in parameters}
-        _check_parameters(task, self.copies.values(), self.optimizer)
 
     @property
     def param_groups(self) -> list[Group]:
@@ -118,25 +117,40 @@ def make_optimizer(
     """
     if task.master_weights:
         return MasterWeights(task, layers, agreement)
-    groups = [group for groups in layers for group in groups]
-    given = [parameter for group in groups for parameter in group["params"]]  # before the optimizer changes a group
-    made = task.optimizer(groups)
-    _check_parameters(task, given, made)
-    return made
+    return _made(task, [group for groups in layers for group in groups])
 
 
-def _check_parameters(task: Task, given: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Check that an optimizer has all parameters that it was given, and no others.
+def _made(task: Task, groups: list[Group]) -> Optimizer:
+    """The task's optimizer of these groups.
+
+    It may leave out parameters by what they are, as one for matrices does, but not by where they stand: that would be
+    others in every stage.
 
     Raises:
-        UsageError: it has not, as one that is made of the first group alone: other parameters in every stage.
+        UsageError: its parameters are not those that it has of each group alone.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held != set(map(id, given)):
+    given = [{**group} for group in groups]  # before the optimizer changes a group
+    made = task.optimizer(groups)
+    held, whole = _held(made), {id(parameter) for group in given for parameter in group["params"]}
+    if held != whole and held != _held_of_each(task, given):
         raise UsageError(
             f"the optimizer of {task.name} works on other parameters than the groups that it is given, which are those "
             "of a stage: give it all groups, and set requires_grad=False for what is not to be trained"
         )
+    return made
+
+
+def _held_of_each(task: Task, groups: Sequence[Group]) -> set[int]:
+    """What the task's optimizer works on of each of these groups alone, of which it may take none."""
+    found = set[int]()
+    for group in groups:
+        with suppress(ValueError):  # an optimizer without parameters
+            found |= _held(task.optimizer([{**group}]))
+    return found
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> Any:
