@@ -127,12 +127,12 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
     others in every stage.
 
     Raises:
-        UsageError: its parameters are not those that it has of each group alone.
+        UsageError: it has others besides, or not those that it has of each group alone.
     """
     given = [{**group} for group in groups]  # before the optimizer changes a group
     made = task.optimizer(groups)
     held, whole = _held(made), {id(parameter) for group in given for parameter in group["params"]}
-    if held != whole and held != _held_of_each(task, given):
+    if not held <= whole or (held < whole and held != _held_of_each(task, given)):
         raise UsageError(
             f"the optimizer of {task.name} works on other parameters than the groups that it is given, which are those "
             "of a stage: give it all groups, and set requires_grad=False for what is not to be trained"
