@@ -19,10 +19,11 @@ import torch.distributed as dist
 from pipefit.actions import message_of, parse_action
 from pipefit.capture import Task
 from pipefit.errors import PeerLost
+from pipefit.meter.cpu import Meter
 from pipefit.plans import Plan
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.token import TOKEN, check_members
-from pipefit.runtime.transport import connect
+from pipefit.runtime.transport import Network, connect
 from pipefit.schedule import lower
 from resuming import named
 
@@ -30,7 +31,8 @@ PATIENCE = timedelta(seconds=30)
 
 
 def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host: bool) -> None:
-    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came.
+    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came, and the
+    bytes that were still there in 100 rounds more when all had been joined.
 
     By way of the host, tensors are overwritten as soon as they are on their way, and are empty until they are joined.
     """
@@ -63,8 +65,25 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
         assert not any(big.any() for big, _ in received.values())
     for action, handle in [*handles, *sums]:
         network.join(action, handle)
-    pipe.send((total.item(), {text: (big.unique().tolist(), small.item()) for text, (big, small) in received.items()}))
+    kept = sum(_kept_bytes(direct, plan, rank) for _ in range(100))
+    told = {text: (big.unique().tolist(), small.item()) for text, (big, small) in received.items()}
+    pipe.send((total.item(), told, kept))
     dist.destroy_process_group()
+
+
+def _kept_bytes(network: Network, plan: Plan, rank: int) -> int:
+    """What a meter counts of a sum and of messages to and from the next stages when they have been joined."""
+    here = plan.stages[rank].device
+    with Meter(here) as meter:
+        for text in (f"{rank}AGREE", *([f"{rank}SEND_F0"] if rank < 2 else []), *([f"{rank}RECV_F0"] if rank else [])):
+            tensors, action = [torch.ones(36)], parse_action(text)
+            if text.endswith("AGREE"):
+                handle = network.collect(action, tensors, plan.workers, here)
+            else:
+                handle = network.start(action, tensors, message_of(here, action, plan.placement))
+            network.join(action, handle)
+            del handle, tensors
+    return meter.total
 
 
 def what_is_sent(rank: int, word: str, microbatch: int) -> float:

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from pipefit.meter.cpu import Meter
 from pipefit.sharding import Collectives, ProcessGroupCollectives
 from pipefit.sharding.forms import Split
 from pipefit.sharding.seams import copied, gathered, reduced, scattered, sliced, spread
@@ -19,13 +20,22 @@ def talk(rank: int, store: str, pipe: Connection) -> None:
     """Join the other process, and tell the parent what came of it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
-    pipe.send(both(ProcessGroupCollectives()))
+    group = ProcessGroupCollectives()
+    pipe.send((*both(group), sum(kept_bytes(group) for _ in range(100))))
     dist.destroy_process_group()
 
 
 def both(group: Collectives) -> tuple[dict[str, list[float]], list[float]]:
     """All collectives, and all seams."""
     return all_collectives(group), through_seams(group)
+
+
+def kept_bytes(group: Collectives) -> int:
+    """What a meter counts of what collectives have read and made, when nobody has these tensors any more."""
+    with Meter(group.rank) as meter:
+        for collective in (group.all_gather, group.all_to_all, group.all_reduce, lambda x: group.broadcast(x, 0)):
+            collective(torch.ones(group.size, 36))
+    return meter.total
 
 
 def all_collectives(group: Collectives) -> dict[str, list[float]]:

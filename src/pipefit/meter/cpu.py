@@ -28,6 +28,7 @@ from pipefit.units import format_bytes
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
 _DEVICE = torch.ops.prim.device.default  # asked of fake tensors, more often than all operations together
+_COLLECTIVES = "c10d"  # these return the tensors they were given, which may be no memory of their own
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 
@@ -210,7 +211,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
             kept = self._scalar(args[0], args[1])
         if not isinstance(out, Tensor):
-            if not func.is_view:
+            if not func.is_view and func.namespace != _COLLECTIVES:
                 self._track_all(out)
         elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
             self.resized(out.untyped_storage())

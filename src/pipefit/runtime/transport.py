@@ -26,8 +26,9 @@ from pipefit.program import Program
 from pipefit.runtime.out_of_memory import unless_ran_out
 from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.token import check_members
-from pipefit.sharding import Collectives, ProcessGroupCollectives
+from pipefit.sharding import Collectives, Loan, ProcessGroupCollectives
 
+_UnderWay = list[dist.Work | Loan]  # what is joined, in order
 Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
 
 
@@ -166,7 +167,7 @@ class Network:
     )  # that compute layers together
     inside: InProcess = field(default_factory=InProcess)
 
-    def start(self, action: Action, tensors: list[Tensor], message: Message) -> list[dist.Work] | _Message:
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> _UnderWay | _Message:
         name = channel(self.device, action, self.placement)
         if name is None:
             return self.inside.start(action, tensors, message)
@@ -179,16 +180,16 @@ class Network:
 
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
-    ) -> list[dist.Work]:
-        group, ranks = self.groups[members], [self.workers[owner] for owner in owners]
+    ) -> _UnderWay:
+        group, ranks, loan = self.groups[members], [self.workers[owner] for owner in owners], Loan(tensors)
         try:
             if not ranks:
-                begun = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+                begun = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in loan.tensors]
             else:
                 begin = dist.broadcast if action.kind is Kind.UNSHARD else dist.reduce
-                pairs = zip(tensors, ranks, strict=True)
+                pairs = zip(loan.tensors, ranks, strict=True)
                 begun = [begin(tensor, rank, group=group, async_op=True) for tensor, rank in pairs]
-            return list(map(_under_way, begun))
+            return [*map(_under_way, begun), loan]
         except RuntimeError as error:
             lost = PeerLost(
                 f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "
@@ -196,10 +197,10 @@ class Network:
             )
             raise unless_ran_out(lost, error) from error
 
-    def ready(self, handle: list[dist.Work] | _Message) -> bool:
+    def ready(self, handle: _UnderWay | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
 
-    def join(self, action: Action, handle: list[dist.Work] | _Message) -> None:
+    def join(self, action: Action, handle: _UnderWay | _Message) -> None:
         if isinstance(handle, _Message):
             return self.inside.join(action, handle)
         for work in handle:
@@ -240,7 +241,7 @@ class Network:
             if mine in dist.get_process_group_ranks(group):
                 self._wait(_under_way(dist.all_reduce(number, group=group, async_op=True)))
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work | Loan) -> None:
         if self.timeout is None:
             work.wait()
         else:

@@ -8,6 +8,7 @@ after Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
 
 from pipefit.sharding.chain import RankLoss, ShardedChain, shard_chain, shard_traced, trace_chain
 from pipefit.sharding.collectives import Alone, Collectives, ProcessGroupCollectives
+from pipefit.sharding.loans import Loan
 from pipefit.sharding.lockstep import LockstepCollectives, in_lockstep
 from pipefit.sharding.prices import Prices
 from pipefit.sharding.shards import Shard, assembled, assembled_state
@@ -16,7 +17,7 @@ from pipefit.sharding.steps import Collective
 from pipefit.tensor_shares import Shares
 
 __all__ = [
-    "Alone", "Collective", "Collectives", "LockstepCollectives", "Prices", "ProcessGroupCollectives", "RankLoss",
-    "RankStage", "Shard", "ShardedChain", "ShardedStage", "Shares", "assembled", "assembled_state", "in_lockstep",
-    "shard_chain", "shard_stage", "shard_traced", "trace_chain",
+    "Alone", "Collective", "Collectives", "Loan", "LockstepCollectives", "Prices", "ProcessGroupCollectives",
+    "RankLoss", "RankStage", "Shard", "ShardedChain", "ShardedStage", "Shares", "assembled", "assembled_state",
+    "in_lockstep", "shard_chain", "shard_stage", "shard_traced", "trace_chain",
 ]  # fmt: skip

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipefit.sharding.loans import lent
+
 
 class Collectives(Protocol):
     """One rank's end of its group."""
@@ -60,22 +62,26 @@ class ProcessGroupCollectives:
         return dist.get_world_size(self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self.group)
+        with lent(tensor) as (loan,):
+            dist.all_reduce(loan, group=self.group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.group)
+        with lent(own, *parts) as (loan, *found):
+            dist.all_gather(found, loan, group=self.group)
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         found = torch.empty_like(tensor)
-        dist.all_to_all_single(found, tensor, group=self.group)
+        with lent(tensor, found) as (source, target):
+            dist.all_to_all_single(target, source, group=self.group)
         return found
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        with lent(tensor) as (loan,):
+            dist.broadcast(loan, group_src=source, group=self.group)
         return tensor
 
 
