@@ -4,9 +4,10 @@ real one, in the median; and of larger plans on paced devices and links, the one
     python benchmarks/bench_degrees_real.py [--part measured|paced] [--turns 3] [--steps 5] [--json FILE]
 
 `measured`: each of `MODELS` on two workers of one thread, in four microbatches of four samples, as two stages, as two
-replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Each turn measures the profile
-and the link between two processes (small and large messages of gloo), predicts, and trains all plans, so that what else
-the machine does is in both. A plan's error is the median over turns of measured against predicted seconds of a step.
+replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Devices have no meter, which
+would take its own time. Each turn measures the profile and the link between two processes (small and large messages of
+gloo, in both directions at once, as sums send them), predicts, and trains all plans, so that what else the machine does
+is in both. A plan's error is the median over turns of measured against predicted seconds of a step.
 
 `paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
 not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
@@ -76,7 +77,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-3": {"stages": 1, "data": 2, "tensor": 1, "shard": "parameters"},
     "tp 2": {"stages": 1, "data": 1, "tensor": 2},
 }
-SMALL, LARGE, MESSAGES = 1, 1 << 20, 10  # numbers in a message, and how many go there and back
+SMALL, LARGE, MESSAGES = 1, 1 << 22, 10  # numbers in a message, and how many go there and back
 PACED = 4  # devices
 PASSES, SUMS = 0.5, 0.5  # seconds of a microbatch through all layers, and of all gradients over a link
 NOISE = 0.03
@@ -133,10 +134,10 @@ def plan_of(costs: ModelProfile, cluster: Cluster, way: str) -> Plan:
 
 
 def linked(latency: float, rate: float) -> Cluster:
-    """Two emulated devices with ample memory, and a link between them."""
+    """Two CPU devices with ample memory, and a link between them."""
     ample = Cluster.emulated((2, 1 << 40))
     link = Link(members=ample.links[0].members, bytes_per_second=rate, latency_seconds=latency)
-    return replace(ample, links=(link,))
+    return replace(ample, backend="cpu", links=(link,))
 
 
 def link_between_processes() -> tuple[float, float]:
@@ -155,17 +156,20 @@ def link_between_processes() -> tuple[float, float]:
 
 
 def _exchange(rank: int, store: str, answers: Any) -> None:
-    """Send messages of both sizes there and back, and tell the median seconds of one way."""
+    """Send messages of both sizes in both directions at once, and tell the median seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found = []
     for size in (SMALL, LARGE):
-        tensor, times = torch.zeros(size), []
+        there, back, times = torch.zeros(size), torch.zeros(size), []
         for _ in range(MESSAGES):
+            dist.barrier()
             began = time.perf_counter()
-            for turn in range(2):
-                (dist.send if turn == rank else dist.recv)(tensor, 1 - rank)
-            times.append((time.perf_counter() - began) / 2)
+            sent = dist.isend(there, 1 - rank)
+            dist.recv(back, 1 - rank)
+            assert sent is not None
+            sent.wait()
+            times.append(time.perf_counter() - began)
         found.append(statistics.median(times))
     if rank == 0:
         answers.put(found)
