@@ -136,7 +136,7 @@ class Beside:
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Future[None]:
         self._under_way = [copy for copy in self._under_way if not copy.done()]
-        carrying = partial(carry, tuple(parts), outward=outward)
+        carrying = partial(carry_and_forget, list(parts), outward=outward)
         copy = self._streams[outward].submit(self._pace.keeping(seconds, carrying))
         self._under_way.append(copy)
         return copy
@@ -152,6 +152,16 @@ class Beside:
         for copy in self._under_way:
             copy.exception()  # returns when the copy has ended, which now takes no time of a link
         self._under_way.clear()
+
+
+def carry_and_forget(parts: list[Part], *, outward: bool) -> None:
+    """Carry parts, and let go of their storages: a thread keeps its work for a moment after it has said that this is
+    done, in which whoever joins it may want the memory back.
+    """
+    try:
+        carry(parts, outward=outward)
+    finally:
+        parts.clear()
 
 
 def carry(parts: Sequence[Part], *, outward: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipefit.runtime.copying import Part, carry
+from pipefit.runtime.copying import Part, carry_and_forget
 from pipefit.runtime.cuda_driver import CudaDriver, Driver
 from pipefit.runtime.disk import DiskSlot
 
@@ -131,8 +131,8 @@ class OnStream:
         self._files.clear()
         self._copies.synchronize()
 
-    def _through(self, ready: Any, parts: Sequence[Part], outward: bool) -> None:
+    def _through(self, ready: Any, parts: list[Part], outward: bool) -> None:
         """Carry parts to files or back, when all that was launched before has been computed."""
         with self._here():
             ready.synchronize()
-            carry(parts, outward=outward)
+            carry_and_forget(parts, outward=outward)
