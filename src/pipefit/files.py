@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from pipefit.texts import kind_of, printable
 from pipefit.trace import Trace
 from pipefit.units import parse_rate
 from pipefit.validation import instance, parsed, sentence
-from pipefit.writable import obstacle
+from pipefit.writable import obstacle, temporary_of
 
 __all__ = [
     "Document",
@@ -168,7 +167,7 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
 
 def _replace(target: Path, content: bytes) -> None:
     """Write a temporary file beside the target, flush it to the disk, and then rename it to the target."""
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
+    temporary = temporary_of(target)
     try:
         with temporary.open("xb") as file:
             file.write(content)

@@ -1,13 +1,16 @@
-"""Whether files can be made in a folder: by making one, for rights and names say nothing of /proc or a full disk.
+"""Where files are made: whether a folder takes one, and names for what will replace a file as a whole.
 
-Good for refusing a result's place before hours of work. Costs a file that is made and removed. What changes between
-the question and the writing, such as a disk that fills, it cannot know.
+A folder is asked by making a file in it, for rights and names say nothing of /proc or a full disk. Good for refusing a
+result's place before hours of work. Costs a file that is made and removed. What changes between the question and the
+writing, such as a disk that fills, it cannot know.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
+from pathlib import Path
 
 
 def obstacle(folder: str | os.PathLike[str]) -> str:
@@ -19,3 +22,10 @@ def obstacle(folder: str | os.PathLike[str]) -> str:
     os.close(number)
     os.unlink(name)
     return ""
+
+
+def temporary_of(target: Path) -> Path:
+    """A new hidden name beside `target`. Others have it neither at the same time nor left from before, as they may have
+    the number of a process, on another machine or in another container.
+    """
+    return target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")

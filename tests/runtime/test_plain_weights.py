@@ -355,6 +355,13 @@ def test_an_export_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path, m
     assert not list(tmp_path.glob("*model*"))
 
 
+def test_what_another_process_of_our_number_has_left_is_no_obstacle(saved: Path, tmp_path: Path) -> None:
+    """In a container every program may have the same number, one that was killed as it wrote the file too."""
+    (tmp_path / f".model.safetensors.{os.getpid()}.tmp").touch()
+    export(saved, tmp_path / "model.safetensors")
+    assert len(list(tmp_path.glob(".model*"))) == 1
+
+
 def test_an_export_to_another_kind_of_file_is_refused(saved: Path, tmp_path: Path) -> None:
     """The two kinds are named, and nothing is written."""
     with pytest.raises(UsageError, match=r"is neither a .safetensors nor a .pt file, nor a folder"):

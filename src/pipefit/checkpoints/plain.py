@@ -23,6 +23,7 @@ from pipefit.checkpoints.shards import write_tensors
 from pipefit.errors import FileError, UsageError
 from pipefit.readable import content, path_of
 from pipefit.texts import printable, shortened
+from pipefit.writable import temporary_of
 
 _LARGEST_INDEX = 64 << 20
 
@@ -64,7 +65,7 @@ def export(
         raise FileError(f"{printable(str(target))} is there already: name a new folder for the model")
     tensors = load_state_dict(path)
     once = dict(list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1])
-    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    temporary = temporary_of(target)
     try:
         if target.suffix == ".pt":
             _write_pickle(temporary, {name: tensor.clone() for name, tensor in tensors.items()})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from pathlib import Path
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
+from pipefit.writable import temporary_of
 
 _VERSION = 3
 
@@ -61,12 +61,12 @@ class Cache:
             os.close(file)
 
     def _replace(self, line: bytes) -> None:
-        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
+        temporary = temporary_of(self.path)
         try:
-            beside.write_bytes(self._header + line)
-            beside.replace(self.path)
+            temporary.write_bytes(self._header + line)
+            temporary.replace(self.path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 class _Reader:

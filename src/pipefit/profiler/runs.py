@@ -24,6 +24,7 @@ from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
 from pipefit.validation import validated
+from pipefit.writable import temporary_of
 
 _LARGEST_BYTES = 64 << 20  # of a record
 RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by now, the stages of the next one
@@ -200,12 +201,12 @@ class Runs:
     def _save(self) -> None:
         """Replace the file as a whole."""
         runs = [{"stages": stages, **asdict(outcome)} for stages, outcome in self.outcomes.items()]
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = temporary_of(self.path)
         try:
-            beside.write_text(json.dumps({"conditions": asdict(self.conditions), "runs": runs}))
-            beside.replace(self.path)
+            temporary.write_text(json.dumps({"conditions": asdict(self.conditions), "runs": runs}))
+            temporary.replace(self.path)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise FileError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
 
 
