@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
-import time
 
 import torch
 from torch import Tensor, nn
 
+import asleep
 from pipefit.capture import Task
 
 WIDTH = 8
@@ -48,11 +48,11 @@ def _happen(accident: str) -> None:
         case "raises":
             raise Untold(1, 2)
         case "hangs":
-            time.sleep(1000)
+            asleep.sleep(1000)
         case "forks":
             os.fork()
         case "slow":
-            time.sleep(1.5)
+            asleep.sleep(1.5)
 
 
 def make(accident: str = "none", layers: int = 3) -> Task:
@@ -79,14 +79,14 @@ def make_late(accident: str) -> Task:
 
 def _late_batch(size: int) -> tuple[Tensor, Tensor]:
     if mp.current_process().name == "pipefit-worker-0":
-        time.sleep(1.5)
+        asleep.sleep(1.5)
     return make_batch(size)
 
 
 def make_slowly() -> Task:
     """One worker never comes back from here."""
     if mp.current_process().name == "pipefit-worker-1":
-        time.sleep(1000)
+        asleep.sleep(1000)
     return make()
 
 

@@ -22,7 +22,7 @@ def browsed(made: str, folder: Path, *, dark: bool = False) -> str:
         "--window-size=1280,1000", "--virtual-time-budget=5000",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 # A function of a page: every text, control and focused control with too little contrast (WCAG 2.2, 1.4.3 and 1.4.11),

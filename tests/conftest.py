@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from pipefit.cli import progress
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# Property tests draw the same cases every time, and may take as long as they like: none fails by chance, or on a loaded
+# machine. `pytest --hypothesis-profile default` draws others.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,7 +67,7 @@ def suffered(folder: Path, fault: str, place: str, worker: int, plan: Plan | Non
                 steps=9,
                 seed=SEED,
                 numbers=False,
-                timeout_seconds=TIMEOUT if fault == "stands still (SIGSTOP)" else 30,
+                timeout_seconds=TIMEOUT if fault == "stands still (SIGSTOP)" else 60,
                 start_seconds=START if (fault, place) == ("stands still (SIGSTOP)", "start") else 60,
                 saving=Saving(directory=str(folder), every=EVERY),
             )

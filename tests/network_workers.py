@@ -27,7 +27,7 @@ from pipefit.runtime.transport import Network, connect
 from pipefit.schedule import lower
 from resuming import named
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=60)
 
 
 def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host: bool) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+import asleep
 from pipefit.actions import SENDS, Action, Message
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -303,8 +304,8 @@ def faulty(fault: str, place: str, worker: int, step: int) -> Task:
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 
-def slow_link(worker: int, message: str, step: int, seconds: float) -> Task:
-    """A task with dropout, one of whose workers has a link on which a message of a step takes so long."""
+def slow_link(worker: int, message: str, step: int, arrives: str) -> Task:
+    """A task with dropout, one of whose workers has a link on which a message of a step arrives when a file does."""
     now, original, sender = -1, Network.start, ThreadPoolExecutor(1)
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
@@ -312,15 +313,15 @@ def slow_link(worker: int, message: str, step: int, seconds: float) -> Task:
         now = torch.initial_seed() - SEED
         return FEATURES["dropout"].task().batch(size)
 
-    def send(network: Network, action: Action, tensors: list[Tensor], to: Message, late: float) -> None:
-        time.sleep(late)
+    def send(network: Network, action: Action, tensors: list[Tensor], to: Message) -> None:
+        if (str(action), now) == (message, step):
+            asleep.sleep_until(Path(arrives).exists)
         network.join(action.join, original(network, action, tensors, to))
 
     def start(self: Network, action: Action, tensors: list[Tensor], to: Message) -> Any:
         if action.kind not in SENDS:
             return original(self, action, tensors, to)
-        late = seconds if (str(action), now) == (message, step) else 0.0
-        sending = sender.submit(send, self, action, tensors, to, late)
+        sending = sender.submit(send, self, action, tensors, to)
         return [mock.Mock(wait=lambda timeout: sending.result())]
 
     if mp.current_process().name == f"pipefit-worker-{worker}":
@@ -341,7 +342,7 @@ def happen(fault: str) -> None:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            asleep.stop()
         case "ends":
             os._exit(3)
 

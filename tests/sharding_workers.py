@@ -13,7 +13,7 @@ from pipefit.sharding import Collectives, ProcessGroupCollectives
 from pipefit.sharding.forms import Split
 from pipefit.sharding.seams import copied, gathered, reduced, scattered, sliced, spread
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=60)
 
 
 def talk(rank: int, store: str, pipe: Connection) -> None:

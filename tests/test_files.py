@@ -144,7 +144,7 @@ def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
     cut=st.integers(1, 8),
     schedule=st.sampled_from(["1f1b", "gpipe", "torchgpipe"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_plan_and_its_program_survive(
     tmp_path_factory: pytest.TempPathFactory, seed: int, layers: int, cut: int, schedule: str
 ) -> None:

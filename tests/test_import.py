@@ -19,7 +19,7 @@ def loaded_by(code: str) -> set[str]:
     report = f"import sys\n{code}\nprint(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", report], capture_output=True, text=True, timeout=60, check=True, env=environment
+        [sys.executable, "-c", report], capture_output=True, text=True, timeout=300, check=True, env=environment
     )
     return set(done.stderr.split())
 
@@ -40,7 +40,7 @@ def test_the_package_runs_as_a_module() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-m", "pipefit", "--version"],
-        capture_output=True, text=True, timeout=60, check=True, env=environment,
+        capture_output=True, text=True, timeout=300, check=True, env=environment,
     )  # fmt: skip
     assert done.stdout == f"pipefit {pipefit.__version__}\n"
 

@@ -331,7 +331,7 @@ def verdict(placement: tuple[int, ...], lines: list[list[str]]) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 4), st.integers(1, 4), st.integers(0, 6), st.integers(0, 999))
 def test_what_is_accepted_ends_and_what_is_refused_does_not(
     schedule: str, stages: int, microbatches: int, moves: int, seed: int

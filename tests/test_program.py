@@ -86,7 +86,7 @@ def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:
         parse_place(text)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "torchgpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 6), st.booleans())
 def test_a_program_parses_back_from_its_text(schedule: str, stages: int, microbatches: int, moving: bool) -> None:
     """`parse_program` inverts `str`, with and without segments and moved tensors."""

@@ -69,7 +69,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=300,
         )
         assert left_by(temporary) == []
     return done
@@ -77,7 +77,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def left_by(temporary: str) -> list[str]:
     """Files in a folder of temporary files, and processes to which it belongs, when they have had time to end."""
-    until, word = time.monotonic() + 20, f"TMPDIR={temporary}".encode()
+    until, word = time.monotonic() + 60, f"TMPDIR={temporary}".encode()
     while True:
         found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
         for process in Path("/proc").glob("[0-9]*/environ"):

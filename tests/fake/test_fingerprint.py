@@ -261,7 +261,7 @@ def test_it_is_the_same_in_every_process() -> None:
     paths = os.pathsep.join(["tests", "tests/fake", "src"])
     ran = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=True,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert ran.stdout.strip() == str(here)
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -201,7 +201,6 @@ def test_a_table_prints_its_blocks() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6))
 def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], seed: int) -> None:
     """Byte n of the row of tensors is byte n of the row of blocks, in at most k + m - 1 pieces."""

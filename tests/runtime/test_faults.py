@@ -12,14 +12,23 @@ from typing import Any
 
 import pytest
 
+from asleep import counted
 from faults import EVERY, FAULTS, PAGE, PLACES, SPLIT, START, STEP, TIMEOUT, TITLE, assert_named, plan_on
 from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
 from pipefit.errors import FileError, PipefitWarning, WorkerFailed
 from pipefit.files import save
-from pipefit.runtime import Trainer, train
+from pipefit.runtime import Trainer, launch, train
+from pipefit.runtime.root_cause import Sighting
 from pipefit.runtime.saving import Saving
 from resuming import SEED, named, plan_for, slow_link, undisturbed
+
+
+@pytest.fixture(autouse=True)
+def _sleep_is_counted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine nobody is silent for long but who has a fault."""
+    counted(monkeypatch, tmp_path_factory.mktemp("faults") / "asleep")
+
 
 SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "save", 1), ("stands still (SIGSTOP)", "F1", 1)]
 OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p, w)) not in SAMPLE]
@@ -60,32 +69,40 @@ def test_the_culprit_among_replicas_and_shards_is_told(
 
 LINKS = [(0, "0SEND_F1", "[01]WAIT_(SEND|RECV)_F1"), (1, "1SEND_B0", "[01]WAIT_(SEND|RECV)_B0")]
 SLOW = (
-    r"has waited [23] s at {0} for device [01], which has begun that too: the link between them is slow. Training goes"
+    r"has waited [34] s at {0} for device [01], which has begun that too: the link between them is slow. Training goes"
 )
 
 
-def through_a_link(worker: int, message: str, seconds: float) -> list[float]:
-    """The losses of a training in which a message takes so long."""
-    task = partial(slow_link, worker, message, STEP, seconds)
-    return train(task, plan_for("dropout", "1f1b", SPLIT), steps=7, seed=SEED, numbers=False, timeout_seconds=TIMEOUT)[
-        0
-    ]
+def through_a_link(worker: int, message: str, arrives: Path, timeout_seconds: float) -> list[float]:
+    """The losses of a training in which a message arrives when a file does."""
+    task, plan = partial(slow_link, worker, message, STEP, str(arrives)), plan_for("dropout", "1f1b", SPLIT)
+    return train(task, plan, steps=7, seed=SEED, numbers=False, timeout_seconds=timeout_seconds)[0]
 
 
 @pytest.mark.parametrize(("worker", "message", "place"), [LINKS[0], pytest.param(*LINKS[1], marks=pytest.mark.gallery)])
-def test_a_slow_link_is_told_and_training_goes_on(worker: int, message: str, place: str) -> None:
+def test_a_slow_link_is_told_and_training_goes_on(
+    worker: int, message: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After half of the time that an action may take: between whom, and at which message; the losses are the same."""
+    arrives, usual = tmp_path / "arrives", launch._Supervisor._look_at_link
+
+    def look(self: launch._Supervisor, seen: Sighting) -> None:
+        usual(self, seen)
+        if self.slow:
+            arrives.touch()
+
+    monkeypatch.setattr(launch._Supervisor, "_look_at_link", look)
     with pytest.warns(PipefitWarning, match=SLOW.format(place)):
-        assert through_a_link(worker, message, 2.4) == undisturbed(7)
+        assert through_a_link(worker, message, arrives, 6) == undisturbed(7)
 
 
-def test_a_link_that_loses_a_message_is_named() -> None:
+def test_a_link_that_loses_a_message_is_named(tmp_path: Path) -> None:
     """Beside the worker that waits at its end, which may stand still itself, as far as anybody can see."""
     hangs = (
         r"^worker ([01]) \(device .*\), or its link with device (?!\1)[01], hangs at [01]WAIT_(SEND|RECV)_F1: no sign"
     )
     with pytest.warns(PipefitWarning, match="the link between them is slow"), pytest.raises(WorkerFailed, match=hangs):
-        through_a_link(0, "0SEND_F1", 60.0)
+        through_a_link(0, "0SEND_F1", tmp_path / "never", TIMEOUT)
 
 
 # -------------------------------------------------------------------- files

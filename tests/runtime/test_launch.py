@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import platform
@@ -24,13 +25,16 @@ import pytest
 import torch.distributed as dist
 
 import accidents
+import asleep
 import network_workers
 import pipefit
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime import launch
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.processes import forks, start, tunables
+from pipefit.runtime.root_cause import Watch
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60  # for a loaded machine; a worker needs about four
@@ -41,6 +45,12 @@ def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Pla
     profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
     cluster = pipefit.load_cluster(f"emulated:2x{memory}")
     return pipefit.plan(profile, cluster, batch_size=2 * microbatches, planner="uniform", allow_infeasible=True)
+
+
+@pytest.fixture(autouse=True)
+def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine nobody is silent for long but who has an accident."""
+    asleep.counted(monkeypatch, tmp_path / "asleep")
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +114,7 @@ def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
 def test_a_fork_that_goes_on_training_is_ended_by_name() -> None:
     """A module that forks its worker, and lets both go on, is told before they get in each other's way."""
     with pytest.raises(UsageError, match=r"^device 1 was forked by a module .* goes on training"):
-        pipefit.train(partial(accidents.make, "forks"), plan_of(), steps=20, timeout_seconds=3)
+        pipefit.train(partial(accidents.make, "forks"), plan_of(), steps=20)
 
 
 REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
@@ -133,15 +143,15 @@ def test_a_worker_that_reports_is_heard(
 ) -> None:
     """What a worker knows of its failure arrives as an error of that type, in one line."""
     with pytest.raises(kind) as caught:
-        pipefit.train(task, plan_of(**planned), steps=1, timeout_seconds=3)
+        pipefit.train(task, plan_of(**planned), steps=1)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_worker_that_never_starts_is_named() -> None:
     """Within `start_seconds`, and although the other waits for it at the meeting."""
-    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 8 s"):
-        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=8)
+    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 3 s"):
+        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=3)
 
 
 def test_waiting_for_a_slow_worker_is_no_failure() -> None:
@@ -156,13 +166,14 @@ def test_a_worker_that_waits_is_not_the_one_that_hangs() -> None:
         pipefit.train(partial(accidents.make_late, "hangs"), plan_of(), steps=1, timeout_seconds=2)
 
 
-def test_a_slow_caller_does_not_make_workers_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `on_step` takes is no worker's time, however long it is."""
-    monkeypatch.setattr("pipefit.runtime.launch._GRACE_SECONDS", 0.1)
-    losses, _ = pipefit.train(
-        accidents.make, plan_of(), steps=2, timeout_seconds=2, on_step=lambda report: report.step or time.sleep(3)
-    )
-    assert len(losses) == 2
+def test_a_program_that_was_stopped_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z stops it together with its workers, for as long as one likes, and `on_step` may take as long: here time
+    passes before every look at them.
+    """
+    away = itertools.count(0, 1000)
+    monkeypatch.setattr(launch, "Watch", partial(Watch, clock=lambda: time.monotonic() + next(away)))
+    losses, _ = pipefit.train(partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1)
+    assert len(losses) == 1
 
 
 def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +270,7 @@ def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path) -> None:
         env=environment() | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (run.returncode, run.stdout) == (0, "going\n"), run.stderr
@@ -289,9 +300,14 @@ def test_stopping_leaves_nothing_behind() -> None:
         pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
 
 
-def test_what_cannot_start_is_refused_at_once() -> None:
+def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that cannot be pickled, a task instead of a function, and impossible numbers cost no worker."""
-    plan, began = plan_of(), time.monotonic()
+    plan = plan_of()
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(launch, "start", never)
     with pytest.raises(UsageError, match="cannot be sent to the workers"):
         pipefit.train(lambda: accidents.make("none"), plan, steps=1)
     with pytest.raises(UsageError, match="not a Task"):
@@ -299,7 +315,6 @@ def test_what_cannot_start_is_refused_at_once() -> None:
     for numbers in ({"steps": 0}, {"steps": 1, "timeout_seconds": 0}, {"steps": 1, "timeout_seconds": float("nan")}):
         with pytest.raises(UsageError, match="must be a "):
             pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
-    assert time.monotonic() - began < 3
 
 
 def test_as_many_workers_as_stages() -> None:
@@ -332,7 +347,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=ROOT / "tests", call=WORK))
     run = subprocess.run(
-        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert 'if __name__ == "__main__"' in run.stderr.splitlines()[-1]
 
@@ -347,7 +362,7 @@ def test_torchrun_gives_the_losses_of_one_process(
     alone = capsys.readouterr().out
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     together = subprocess.run(
-        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=100
+        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=300
     )
     assert "step 2: loss " in alone
     assert together.stdout == alone

@@ -29,7 +29,7 @@ from pipefit.schedule import lower
 from tiny import plan_of
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60  # for a loaded machine
+SECONDS = 300  # for a loaded machine
 COPY = 0.01  # seconds of a copy, so that some are always under way
 THEIRS = ("pipefit-", "torchinductor_")  # the sockets' until this process ends; torch's for good
 

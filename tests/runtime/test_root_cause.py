@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipefit.errors import OutOfMemory, PeerLost, PipefitError, WorkerFailed
-from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
+from pipefit.runtime.root_cause import Sighting, Watch, died, hanging, root_cause
 
 LOST, OWN, MEMORY, DEAD = PeerLost("lost"), WorkerFailed("own"), OutOfMemory("full"), died(-9, starting=False)
 ABORTED, CRASHED = died(-6, starting=False, on_gpu=True), died(-6, starting=False)
@@ -55,6 +55,13 @@ def test_the_worker_that_hangs_is_found(workers: str, blamed: int | None) -> Non
         for rank, text in enumerate(workers.split())
     ]
     assert hanging(seen) == blamed
+
+
+def test_a_watch_goes_on_while_somebody_looks() -> None:
+    """Of the time between two looks a second counts at most: a program that was stopped has not seen the rest."""
+    read = iter([5.0, 5.5, 6.0, 1006.0, 1006.25])
+    watch = Watch(1.0, lambda: next(read))
+    assert [watch.now() for _ in range(4)] == [0.5, 1.0, 2.0, 2.25]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_an_update_waits_for_its_gradients_and_nobody_for_the_update(
 
     def late(gpu: LaggingGpu, position: int) -> None:
         if threading.current_thread() is not threading.main_thread():
-            waited.append(arrived.wait(10))
+            waited.append(arrived.wait(60))
         settle(gpu, position)
 
     def launching(action: Action) -> None:

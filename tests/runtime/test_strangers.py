@@ -51,12 +51,12 @@ def disturb(address: tuple[str, int]) -> list[socket.socket]:
     """Strangers at one port: one that says nothing, some with garbage of several lengths, one that leaves at once."""
     stayed = []
     for nbytes in (0, 1, 8, 64, 1 << 16):
-        stranger = socket.create_connection(address, timeout=5)
+        stranger = socket.create_connection(address, timeout=60)
         stranger.setblocking(False)
         with suppress(OSError):  # they may hang up on us
             stranger.send(secrets.token_bytes(nbytes))
         stayed.append(stranger)
-    socket.create_connection(address, timeout=5).close()
+    socket.create_connection(address, timeout=60).close()
     return stayed
 
 
@@ -90,7 +90,7 @@ def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], h
     """
     for address in ports(process):
         if address not in met:
-            met[address] = [socket.create_connection(address, timeout=5) for _ in range(3)]
+            met[address] = [socket.create_connection(address, timeout=60) for _ in range(3)]
             for number, stranger in enumerate(met[address]):
                 stranger.sendall(number.to_bytes(8, "little") + (secrets.token_bytes(4096) if how == "talks" else b""))
                 if how == "leaves":

@@ -183,7 +183,7 @@ def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path:
         pipes.append(ours)
     told = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
     for process in processes:
-        process.join(30)
+        process.join(60)
         assert process.exitcode == 0
     for rank, (total, received, kept) in enumerate(told):
         assert total == 0 + 1 + 2

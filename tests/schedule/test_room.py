@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.devices import Host
@@ -28,7 +28,6 @@ def made(backend: str = "emulated", **host: int) -> Plan:
     return plan
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 60))
 def test_pinned_sizes_hold_all_slots_in_powers_of_two(slot_bytes: int, slots: int) -> None:
     """Pieces are powers of two, hold every slot in one piece each, and are together less than twice the slots."""

@@ -45,7 +45,7 @@ def test_symmetric_links_get_equal_blocks() -> None:
     assert striped(dgx2, 2) == parse_place("+".join(f"device{n}*1" for n in (0, 1, 3, 4, 5, 6, 7)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 1000))
 def test_all_blocks_end_at_once_and_no_others_end_earlier(lanes: list[int], units: int) -> None:
     """A tensor of u units a lane takes u units' time on every link; dealt out in any other way over the same links, it
@@ -62,7 +62,6 @@ def test_all_blocks_end_at_once_and_no_others_end_earlier(lanes: list[int], unit
             assert max(Fraction(share, count) for share, count in zip(dealt, lanes, strict=True)) > 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e9, 6e11), min_size=1, max_size=7))
 def test_blocks_on_links_of_any_rates_end_within_a_per_cent(rates: list[float]) -> None:
     """Shares are whole numbers of parts: where rates are not, the last block ends at most 1 % behind the bound, at

@@ -103,7 +103,7 @@ def test_processes_compute_what_ranks_in_lockstep_do(tmp_path: Path) -> None:
         pipes.append(ours)
     found = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
     for process in processes:
-        process.join(30)
+        process.join(60)
         assert process.exitcode == 0
     for ours, theirs in zip(found, in_lockstep(2, both), strict=True):
         assert ours[0] == theirs[0]

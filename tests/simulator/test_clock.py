@@ -255,7 +255,7 @@ class Ticks:
 MOVES = MESSAGES | COPIES
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     schedule=st.sampled_from(["gpipe", "torchgpipe", "1f1b"]),
     stages=st.integers(1, 4),

@@ -102,7 +102,7 @@ def test_an_effect_splits_its_peak_without_remainder(
     assert all(min(0, change) <= there <= max(0, change) for there, change in zip(found.at_peak, changes, strict=False))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.sampled_from(RECOMPUTE),
@@ -141,7 +141,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, stag
         assert most == min(microbatches, limits.get(schedule, microbatches)) * retained
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 30))
 def test_cutting_stages_into_segments_changes_no_peak(stages: int, layers: int, microbatches: int, seed: int) -> None:
     """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share, if no tensor
@@ -308,7 +308,7 @@ def test_several_stages_on_a_device_share_its_memory() -> None:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["gpipe", "torchgpipe"]),
     st.sampled_from(RECOMPUTE),
@@ -332,7 +332,7 @@ def test_stages_that_share_devices_leak_nothing(
         assert second == third
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.integers(1, 6), st.integers(0, 1 << 30))
 def test_runs_inside_stages_leak_nothing_and_take_their_time(
     data: st.DataObject, schedule: str, stages: int, microbatches: int, seed: int

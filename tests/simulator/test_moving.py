@@ -308,7 +308,6 @@ def test_hosts_lend_nothing() -> None:
     assert all(Category.LENT not in sample.by_category for sample in trace.devices[0].memory)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
     """No byte is lost. Blocks of less than 512 bytes have their proportion to a byte, larger ones to 512 bytes, and
@@ -327,7 +326,7 @@ def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
 # -------------------------------------------------------------------- all at once
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(["gpipe", "torchgpipe", "1f1b"]))
 def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
     stages: int, layers: int, microbatches: int, schedule: str

@@ -24,7 +24,7 @@ def parameters(module: nn.Module) -> int:
 sizes = st.integers(1, 50)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(sizes, min_size=1, max_size=6), sizes, sizes)
 def test_parameters_are_those_of_the_closed_form(widths: list[int], inputs: int, classes: int) -> None:
     """Linear and activation per width and the head: (before + 1) x after parameters for each linear layer."""

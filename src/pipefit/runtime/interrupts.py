@@ -25,9 +25,9 @@ def interrupts_held() -> Iterator[None]:
     # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
     ours = threading.current_thread() is threading.main_thread()
     usual = {number: handler for number in ENDING if ours and callable(handler := signal.getsignal(number))}
-    for number in usual:
-        signal.signal(number, hold)
     try:
+        for number in usual:
+            signal.signal(number, hold)
         ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
         try:

@@ -33,7 +33,7 @@ from pipefit.runtime.links import Position, waited_for
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import Inherited, Passed, forks, start
 from pipefit.runtime.programs import Programs
-from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
+from pipefit.runtime.root_cause import Sighting, Watch, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.token import new_token
 from pipefit.runtime.worker import (
@@ -55,6 +55,7 @@ OnStep = Callable[[StepReport], None]
 OnSaved = Callable[[Saved], None]
 START_SECONDS = 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
+_LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two of them
 _GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
 _PHASES = {
     STARTING: "while it started",
@@ -122,8 +123,8 @@ class _Worker:
     process: Any
     pipe: Connection
     heartbeat: Heartbeat
+    last_sign: float = 0.0  # on the parent's watch
     beats: int = 0
-    last_sign: float = field(default_factory=time.monotonic)
     result: tuple[DeviceTrace, tuple[float, ...]] | None = None
     error: PipefitError | None = None
 
@@ -144,6 +145,7 @@ class _Supervisor:
     on_step: OnStep
     on_saved: OnSaved | None
     workers: list[_Worker] = field(default_factory=list)
+    watch: Watch = field(default_factory=lambda: Watch(_LOOK_SECONDS))
     token: str = field(default_factory=new_token)  # by which the workers know each other
     meeting: int | None = None  # the file through which the workers find each other
     unsaved: str = ""  # why a checkpoint at the end was not written, where that is no warning
@@ -181,7 +183,7 @@ class _Supervisor:
         )
         with theirs, interrupts_held():
             start(process)
-            self.workers.append(_Worker(process, ours, heartbeat))
+            self.workers.append(_Worker(process, ours, heartbeat, self.watch.now()))
 
     def until_done(self) -> None:
         """Wait until every worker has delivered its trace.
@@ -191,7 +193,7 @@ class _Supervisor:
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
             heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
-            seen = list(self._sightings(heard, time.monotonic()))  # before `on_step`, which may take any time
+            seen = list(self._sightings(heard, self.watch.now()))  # before `on_step`, which may take any time
             hangs = hanging(seen)
             for worker in waiting:
                 if worker.pipe in heard:
@@ -241,7 +243,7 @@ class _Supervisor:
             worker.error = died(worker.process.exitcode, starting=starting, on_gpu=on_gpu)
             return
         finally:
-            worker.last_sign = time.monotonic()
+            worker.last_sign = self.watch.now()
         if kind == "step":
             self.on_step(*words)
         elif kind == "saved":

@@ -7,7 +7,8 @@ in silence. Both are told apart from the culprit by what the parent sees of ever
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import PeerLost, PipefitError, WorkerFailed
@@ -60,6 +61,25 @@ def _order(error: PipefitError) -> int:
         case PeerLost():
             return 3
     return 1
+
+
+class Watch:
+    """A clock of the time in which this process looks on: from one look to the next it goes on by `longest` seconds.
+
+    A program that was stopped, as Ctrl-Z stops it together with its workers, or that got no processor, knows nothing of
+    the silence of others meanwhile.
+    """
+
+    def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest, self._clock = longest, clock
+        self._seconds, self._before = 0.0, clock()
+
+    def now(self) -> float:
+        """Seconds since it began; whoever asks looks on."""
+        now = self._clock()
+        self._seconds += min(now - self._before, self._longest)
+        self._before = now
+        return self._seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,67 @@
+"""Sleep that the parent of workers counts, and no other time: who hangs does so for the same seconds on any machine.
+
+A loaded machine may take seconds for what takes none elsewhere. So where a test is about what training says of silence,
+the parent's watch goes on only while a worker sleeps on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipefit.runtime import launch
+from pipefit.runtime.root_cause import Watch
+
+_FOLDER = "PIPEFIT_TEST_ASLEEP"  # in which those who sleep have a file
+
+
+def sleep(seconds: float) -> None:
+    """Sleep for so long."""
+    until = time.monotonic() + seconds
+    sleep_until(lambda: time.monotonic() >= until)
+
+
+def sleep_until(over: Callable[[], bool]) -> None:
+    """Sleep until it is over."""
+    with _told():
+        while not over():
+            time.sleep(0.01)
+
+
+def stop() -> None:
+    """Stop this process, as SIGSTOP does."""
+    with _told():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def counted(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """From now on the parent counts the time in which workers sleep, and no other."""
+    passed, before = 0.0, time.monotonic()
+
+    def clock() -> float:
+        nonlocal passed, before
+        now = time.monotonic()
+        passed, before = passed + (now - before) * any(folder.iterdir()), now
+        return passed
+
+    folder.mkdir()
+    patch.setenv(_FOLDER, str(folder))
+    patch.setattr(launch, "Watch", lambda longest: Watch(longest, clock))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Inside, this process has a file in the folder, if anybody wants to know."""
+    if (folder := os.environ.get(_FOLDER)) is None:
+        yield
+        return
+    mark = Path(folder, str(os.getpid()))
+    mark.touch()
+    yield
+    mark.unlink()
