@@ -44,7 +44,7 @@ PLACES = {
     "STEP": ("in the update", "at {worker}STEP"),
     "save": ("as it saves", "while it saved a checkpoint"),
 }
-SECONDS = 60  # in which all is over on a loaded machine too
+SECONDS = 300  # in which all is over on a loaded machine too
 TITLE = "seconds to the end, steps lost"
 
 

@@ -37,7 +37,7 @@ from pipefit.runtime.processes import forks, start, tunables
 from pipefit.runtime.root_cause import Watch
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 60  # for a loaded machine; a worker needs about four
+START_SECONDS = 300  # for a loaded machine; a worker needs about four
 
 
 def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:

@@ -23,7 +23,7 @@ from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
 from pipefit.writable import temporary_of
 
-_VERSION = 3
+_VERSION = 4
 
 
 class Cache:

@@ -1,18 +1,18 @@
 """Measures what a kernel takes: it runs once on made-up data, while the allocator's events are read.
 
 The data have the shapes, strides and dtypes of the call in question. Meters, modes and the random state of the caller
-are not touched. An operation is not run, and what it takes stays unknown, if it would need more than 1 GiB or 2
-seconds, if its arguments cannot be made up, if what it takes depends on their values, or if it does not come with
-torch.
+are not touched. An operation is not run, and what it takes stays unknown, if it would need more than 1 GiB, or more
+than two seconds of a processor that does 100 GFLOPS a thread, if its arguments cannot be made up, if what it takes
+depends on their values, or if it does not come with torch. No clock is asked: what is known of a model would depend on
+how busy the machine was.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -27,10 +27,7 @@ from pipefit.units import format_bytes
 aten = torch.ops.aten
 
 _OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # operations that come with torch
-_MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
-_BYTES_PER_SECOND = 1e9  # of a slow kernel that moves data
-_SURELY_FAST = 1e8  # floating-point operations: any machine does fewer than these in well under 2 seconds
-_SIDE = 256  # of the product that tells how fast this machine is
+_MOST_BYTES, _MOST_FLOPS = 1 << 30, 2e11  # floating-point operations of a thread
 _RECURRENT = {aten.mkldnn_rnn_layer.default: 1, aten.mkldnn_rnn_layer_backward.default: 2}  # products with each weight
 _BY_VALUE = "it depends on the values of its arguments"
 _BAG_MODE, _MAXIMUM = 8, 2  # the backward of a bag's maximum works on the bags that are not empty
@@ -45,9 +42,9 @@ def measured(
     if why := _refused(func, args):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
     recipe = made_up.Recipe(args, kwargs, torch.is_grad_enabled())
-    dtype = next((t.dtype for t in made_up.tensors(args) if t.dtype.is_floating_point), torch.float32)
-    effort = _Effort(nbytes=_size(args, kwargs, out), flops=_flops(func, args, kwargs, out), dtype=dtype)
-    found = apart(partial(_run, func, recipe, effort, threads))
+    if why := _too_much(_size(args, kwargs, out), _flops(func, args, kwargs, out), threads):
+        return Kernel(operation=operation, peak_bytes=None, reason=why)
+    found = apart(partial(_run, func, recipe, threads))
     if isinstance(found, str):
         return Kernel(operation=operation, peak_bytes=None, reason=found)
     peak, results = found
@@ -66,32 +63,22 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
     return ""
 
 
-class _Effort(NamedTuple):
-    """What it takes to run an operation: bytes of its arguments and results, and floating-point operations."""
-
-    nbytes: int
-    flops: int
-    dtype: torch.dtype
-
-    def too_much(self, threads: int) -> str:
-        """In words, why this is more than measuring may take; empty if it is not."""
-        seconds = self.nbytes / _BYTES_PER_SECOND
-        if self.nbytes > _MOST_BYTES:
-            return f"to run it takes {format_bytes(self.nbytes)}, more than is spent on measuring"
-        if self.flops > _SURELY_FAST:
-            seconds += self.flops / _rate(self.dtype, threads)
-        return f"to run it takes about {seconds:.0f} s, more than is spent on measuring" * (seconds > _MOST_SECONDS)
+def _too_much(nbytes: int, flops: int, threads: int) -> str:
+    """Why an operation with so many bytes of arguments and results takes more than is spent; empty if it does not."""
+    if nbytes > _MOST_BYTES:
+        return f"to run it takes {format_bytes(nbytes)}, more than is spent on measuring"
+    if flops > _MOST_FLOPS * threads:
+        return f"to run it takes {flops / 1e9:,.0f} GFLOP, more than is spent on measuring"
+    return ""
 
 
-def _run(func: Any, recipe: made_up.Recipe, effort: _Effort, threads: int) -> Taken | str:
+def _run(func: Any, recipe: made_up.Recipe, threads: int) -> Taken | str:
     """What the kernel takes, or why that cannot be measured. Called on a thread of its own.
 
     It raises nothing. The frames of an exception would keep the arguments of the call alive until the next garbage
     collection, and a meter would count them until then.
     """
     with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
-        if why := effort.too_much(threads):
-            return why
         try:
             found = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
         except Exception as error:  # noqa: BLE001 - whatever torch raises for made-up data
@@ -104,18 +91,6 @@ def _once(func: Any, recipe: made_up.Recipe, mask: bool) -> Taken:
     args, kwargs = recipe.make(mask)
     peak, out = peak_of(lambda: func(*args, **kwargs))
     return peak, layouts_of(out, made_up.tensors((args, kwargs)))
-
-
-@cache
-def _rate(dtype: torch.dtype, threads: int) -> float:
-    """Floating-point operations a second, from a small product."""
-    factor = torch.full((_SIDE, _SIDE), 0.5, dtype=dtype)
-    taken = []
-    for _ in range(2):
-        began = time.perf_counter()
-        torch.mm(factor, factor)
-        taken.append(time.perf_counter() - began)
-    return 2 * _SIDE**3 / min(taken)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
