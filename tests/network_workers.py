@@ -105,11 +105,11 @@ def show(rank: int, token: str, store: str, pipe: Connection) -> None:
 
 
 class _Late(dist.Store):
-    """A store that takes a second to tell where the others are."""
+    """A store that does not tell where the others are before a stranger has come: a file then has our number."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, folder: Path) -> None:
         super().__init__()
-        self._store = store
+        self._store, self._met = store, folder / met(os.getpid())
 
     def set(self, key: str, value: Any) -> None:
         """Tell all others."""
@@ -117,12 +117,18 @@ class _Late(dist.Store):
 
     def get(self, key: str) -> bytes:
         """What somebody has told, when it has been told."""
-        time.sleep(1)
+        while not self._met.exists():
+            time.sleep(0.01)
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
         """Return when all of these have been told."""
         self._store.wait(keys, timeout)
+
+
+def met(process: int) -> str:
+    """The name of a file that says that a stranger has connected to a process."""
+    return f"met-{process}"
 
 
 def show_memory(pipe: Connection) -> None:
@@ -139,21 +145,21 @@ def show_memory(pipe: Connection) -> None:
 
 
 def late(flags: str) -> Task:
-    """A task with dropout, whose workers listen for a second before any connects, in as many starts as each of them has
-    files in a folder: meanwhile somebody else may take their places.
+    """A task with dropout, whose workers listen until a stranger has come before any connects, in as many starts as
+    each of them has files in a folder: meanwhile somebody else may take their places.
     """
     join_late(Path(flags), mp.current_process().name)
     return named("dropout")
 
 
 def join_late(flags: Path, worker: str) -> None:
-    """Let this worker listen for a second before it connects, if there is a file of its name in a folder."""
+    """Let this worker listen until a stranger has come before it connects, if a folder has a file of its name."""
     join, mine = dist.init_process_group, sorted(flags.glob(f"*-{worker}"))
 
     def joins(backend: str, *, store: dist.Store | None = None, **options: Any) -> None:
         if store is None:  # torchrun's
             store, options["rank"], options["world_size"] = next(dist.rendezvous("env://"))
-        join(backend, store=_Late(store), **options)
+        join(backend, store=_Late(store, flags), **options)
 
     if mine:
         mine[0].unlink()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import network_workers
 import pipefit
 from network_workers import late, show
 from pipefit.errors import PeerLost, PipefitWarning
@@ -84,17 +85,21 @@ def test_every_start_has_a_token_of_its_own() -> None:
     assert {len(bytes.fromhex(token)) for token in tokens} == {16}
 
 
-def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], how: str) -> None:
+def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], how: str, flags: Path) -> None:
     """Connect to every new port of a process as gloo's workers do, with small numbers, and send bytes of no meaning, or
-    say nothing, or leave at once.
+    say nothing, or leave at once. Then it goes on.
     """
     for address in ports(process):
         if address not in met:
             met[address] = [socket.create_connection(address, timeout=60) for _ in range(3)]
-            for number, stranger in enumerate(met[address]):
-                stranger.sendall(number.to_bytes(8, "little") + (secrets.token_bytes(4096) if how == "talks" else b""))
-                if how == "leaves":
-                    stranger.close()
+            garbage = secrets.token_bytes(4096) if how == "talks" else b""
+            try:
+                for number, stranger in enumerate(met[address]):
+                    stranger.sendall(number.to_bytes(8, "little") + garbage)
+                    if how == "leaves":
+                        stranger.close()
+            finally:
+                (flags / network_workers.met(process)).touch()
 
 
 def posing(folder: Path, starts: int, how: str) -> tuple[list[float], list[str]]:
@@ -108,7 +113,7 @@ def posing(folder: Path, starts: int, how: str) -> tuple[list[float], list[str]]
         while not over.is_set():
             for worker in mp.active_children() if len(met) < 2 * starts else ():
                 with suppress(OSError):
-                    impersonate(worker.pid or 0, met, how)
+                    impersonate(worker.pid or 0, met, how, folder)
             time.sleep(0.01)
 
     stranger = threading.Thread(target=pose)
@@ -146,7 +151,7 @@ def test_a_stranger_that_comes_again_and_again_ends_the_training(tmp_path: Path)
     """After five starts, and says why."""
     with pytest.raises(PeerLost, match=r"^worker [01] \(device [01], "):
         posing(tmp_path, 9, "leaves")
-    assert len(list(tmp_path.iterdir())) == 8
+    assert len(list(tmp_path.glob("*-pipefit-worker-*"))) == 8
 
 
 @pytest.mark.gallery
@@ -177,7 +182,7 @@ def test_under_torchrun_a_stranger_costs_one_of_its_restarts(restarts: int, tmp_
         while run.poll() is None:
             with suppress(OSError):
                 for child in children.read_text().split() if len(met) < 3 else ():
-                    impersonate(int(child), met, "leaves")
+                    impersonate(int(child), met, "leaves", tmp_path / "flags")
             time.sleep(0.01)
         out, err = run.communicate()
     assert len(met) == 3 and "PeerLost" in err
