@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf, nan
+
 import pytest
 
 from pipefit.cluster import Cluster, parse_emulated
@@ -141,13 +143,21 @@ def test_impossible_clusters_are_refused() -> None:
         make_cluster(2, link("device0", "device7"))
     with pytest.raises(UsageError, match="two or more different members"):
         link("device0", "device0")
-    with pytest.raises(UsageError, match="must be positive"):
-        link("device0", "device1", speed=0.0)
+    for impossible in (0.0, inf, nan):
+        with pytest.raises(UsageError, match=r"must be positive.* finite"):
+            link("device0", "device1", speed=impossible)
+        with pytest.raises(UsageError, match=r"must be positive.* finite"):
+            Cluster.preset("4x-titan-rtx").machines(2, impossible)
+        with pytest.raises(UsageError, match="memory_bandwidth must be positive and finite"):
+            Host(memory_bytes=1, memory_bandwidth=impossible)
+        for figures in ({"flops": {"float32": impossible}}, {"memory_bandwidth": impossible}):
+            with pytest.raises(UsageError, match="positive and finite"):
+                DeviceKind(**{"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0, **figures})
+    with pytest.raises(UsageError, match="latency not negative, all of them finite"):
+        link("device0", "device1", latency=inf)
     for efficiency in (0.0, 1.5):
         with pytest.raises(UsageError, match="above 0 and at most 1"):
             Link.between("device0", "device1", bytes_per_second=1.0, efficiency=efficiency)
-    with pytest.raises(UsageError, match="memory_bandwidth must be positive"):
-        Host(memory_bytes=1, memory_bandwidth=0.0)
     with pytest.raises(UsageError, match="no devices"):
         Cluster(name="c", backend="cpu", devices=(), hosts=())
     with pytest.raises(UsageError, match="memory_bandwidth"):

@@ -9,10 +9,12 @@ PCIe uplink.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.places import Member, parse_member
+from pipefit.texts import shortened
 from pipefit.units import KIB, MIB, format_bytes
 from pipefit.validation import check_types
 
@@ -77,9 +79,10 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not self.memory_bandwidth > 0 or not self.flops or not all(rate > 0 for rate in self.flops.values()):
+        if not self.flops or not all(0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())):
             raise UsageError(
-                f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
+                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them positive "
+                "and finite"
             )
         if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
             raise UsageError(
@@ -169,9 +172,10 @@ class Host:
                 "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
                 f"{self.memory_bytes} and {self.disk_bytes}"
             )
-        if self.memory_bandwidth is not None and not self.memory_bandwidth > 0:
+        if self.memory_bandwidth is not None and not 0 < self.memory_bandwidth < inf:
             raise UsageError(
-                f"a host's memory_bandwidth must be positive, not {self.memory_bandwidth:g}: leave it out if unknown"
+                f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: leave it out "
+                "if unknown"
             )
 
 
@@ -202,16 +206,21 @@ class Link:
                 "a link joins two or more different members, each with its number, such as device0 and host0, not "
                 f"{', '.join(map(str, self.members)) or 'none'}"
             )
-        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0 or self.lanes < 1:
+        if not 0 < self.bytes_per_second < inf or not 0 <= self.latency_seconds < inf or self.lanes < 1:
             raise UsageError(
-                f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, and latency "
-                f"not negative, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
+                f"{self._named}: bytes_per_second and lanes must be positive, and latency not negative, all of them "
+                f"finite, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
         if not 0 < self.efficiency <= 1:
             raise UsageError(
-                f"link {'-'.join(map(str, self.members))}: efficiency is the part of bytes_per_second that copies "
+                f"{self._named}: efficiency is the part of bytes_per_second that copies "
                 f"reach, above 0 and at most 1, not {self.efficiency:g}"
             )
+
+    @property
+    def _named(self) -> str:
+        """The link by its members, of which the first few tell."""
+        return f"link {shortened('-'.join(map(str, self.members)))}"
 
     @property
     def copy_rate(self) -> float:
