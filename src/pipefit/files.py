@@ -36,7 +36,7 @@ from pipefit.texts import kind_of, printable
 from pipefit.trace import Trace
 from pipefit.units import parse_rate
 from pipefit.validation import instance, parsed, sentence
-from pipefit.writable import obstacle, temporary_of
+from pipefit.writable import obstacle, replace_file
 
 __all__ = [
     "Document",
@@ -112,7 +112,7 @@ def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
     """
     _check_place(path)
     try:
-        _replace(Path(os.path.realpath(path)), text.encode() if isinstance(text, str) else text)
+        replace_file(path, text.encode() if isinstance(text, str) else text)
     except OSError as error:
         raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
 
@@ -163,20 +163,6 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
     if not target.parent.is_dir():
         raise FileError(f"{source} cannot be written: its folder is missing; create {_named(target.parent)}")
     return target
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write a temporary file beside the target, flush it to the disk, and then rename it to the target."""
-    temporary = temporary_of(target)
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _program_text(program: Program) -> ProgramText:

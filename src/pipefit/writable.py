@@ -1,8 +1,8 @@
-"""Where files are made: whether a folder takes one, and names for what will replace a file as a whole.
+"""Whether files can be made in a folder, and how one is replaced as a whole.
 
-A folder is asked by making a file in it, for rights and names say nothing of /proc or a full disk. Good for refusing a
-result's place before hours of work. Costs a file that is made and removed. What changes between the question and the
-writing, such as a disk that fills, it cannot know.
+A file is made to know the first, for rights and names say nothing of /proc or a full disk. Good for refusing a result's
+place before hours of work. What changes between the question and the writing, such as a disk that fills, it cannot
+know.
 """
 
 from __future__ import annotations
@@ -22,6 +22,27 @@ def obstacle(folder: str | os.PathLike[str]) -> str:
     os.close(number)
     os.unlink(name)
     return ""
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a temporary file beside the file that is meant, flush it to the disk, and then rename it.
+
+    Nothing stays beside it however that ends, unless this process is killed.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = temporary_of(target)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def temporary_of(target: Path) -> Path:

@@ -99,6 +99,22 @@ def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs.json"]
 
 
+def test_a_break_while_runs_are_saved_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs before are there, and nothing lies beside them."""
+    store = tmp_path / "runs.json"
+    with pytest.raises(KeyboardInterrupt):
+        MadeUp(breaks_after=2).profile(store)
+    before = store.read_text()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        MadeUp().profile(store)
+    assert store.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["runs.json"]
+
+
 def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
     """A second call that makes no run tells what the first was told."""
     for memory_bytes in (1, 105):

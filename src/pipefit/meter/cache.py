@@ -21,7 +21,7 @@ from pathlib import Path
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
-from pipefit.writable import temporary_of
+from pipefit.writable import replace_file
 
 _VERSION = 4
 
@@ -47,7 +47,7 @@ class Cache:
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._reader.broken:
-                self._replace(line)
+                replace_file(self.path, self._header + line)
             else:
                 self._append(line)
 
@@ -59,14 +59,6 @@ class Cache:
             os.write(file, line if os.fstat(file).st_size else self._header + line)
         finally:
             os.close(file)
-
-    def _replace(self, line: bytes) -> None:
-        temporary = temporary_of(self.path)
-        try:
-            temporary.write_bytes(self._header + line)
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 class _Reader:

@@ -24,7 +24,7 @@ from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
 from pipefit.validation import validated
-from pipefit.writable import temporary_of
+from pipefit.writable import replace_file
 
 _LARGEST_BYTES = 64 << 20  # of a record
 RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by now, the stages of the next one
@@ -201,12 +201,9 @@ class Runs:
     def _save(self) -> None:
         """Replace the file as a whole."""
         runs = [{"stages": stages, **asdict(outcome)} for stages, outcome in self.outcomes.items()]
-        temporary = temporary_of(self.path)
         try:
-            temporary.write_text(json.dumps({"conditions": asdict(self.conditions), "runs": runs}))
-            temporary.replace(self.path)
+            replace_file(self.path, json.dumps({"conditions": asdict(self.conditions), "runs": runs}).encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise FileError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
 
 
