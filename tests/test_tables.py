@@ -131,6 +131,19 @@ def test_a_line_is_not_broken_between_a_figure_and_its_unit(monkeypatch: pytest.
         assert all(figure in "\n".join(lines) for figure in ("0.5 %", "3.20 GiB", "14 ms"))
 
 
+def test_an_indented_line_goes_on_indented_two_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next entry of a list is told from the rest of this one; a sentence goes on at the margin."""
+    words = "one\n  two three four\n  five six\nseven eight nine"
+    shown = "one\n  two three\n    four\n  five six\nseven eight\nnine\n"
+    stream = io.StringIO()
+    write([words], stream, width=12)
+    assert stream.getvalue() == shown
+    monkeypatch.setenv("COLUMNS", "12")
+    terminal = Terminal()
+    write([words], terminal)
+    assert terminal.getvalue() == shown
+
+
 def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of figures is shown in whole cells whatever its last column says: what counts rows names them."""
     cells = tuple(f"{place}{place}.00 MiB" for place in range(1, 10))

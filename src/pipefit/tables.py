@@ -176,12 +176,17 @@ def _plain_text(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width`, with figures beside units and options beside values; longer words stay whole."""
-    lines = (
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        for line in kept_together(text).splitlines()
-    )
-    return "\n".join(lines).replace(NO_BREAK, " ")
+    """Lines of at most `width`, with figures beside units and options beside values; longer words stay whole.
+
+    What an indented line goes on with is indented two more.
+    """
+    return "\n".join(_wrapped_line(line, width) for line in kept_together(text).splitlines()).replace(NO_BREAK, " ")
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    indent = len(line) - len(line.lstrip(" "))
+    further = " " * (indent + 2 if indent else 0)
+    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def kept_together(text: str) -> str:

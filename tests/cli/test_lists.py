@@ -34,7 +34,7 @@ def test_every_model_of_the_zoo_is_listed_with_its_defaults(capsys: pytest.Captu
     for name, factory in MODELS.items():
         arguments = {item.name: item.default for item in inspect.signature(factory).parameters.values()}
         assert found[f"zoo:{name}"] == json.loads(json.dumps(arguments))
-        assert f"zoo:{name} " in text
+        assert f"zoo:{name}\n" in text
         assert factory(**arguments).name
     assert "hf:NAME" in text and "package.module:factory" in text
 

@@ -90,7 +90,7 @@ def _paragraph(name: str, settings: dict[str, object]) -> str:
 
     about = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n")[0]
     given = ", ".join(f"{key}={value}" for key, value in settings.items())
-    return f"{name}  {about}\n  {given}"
+    return f"{name}\n  {about}\n  {given}"
 
 
 _OTHERS = (
