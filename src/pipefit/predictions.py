@@ -64,5 +64,10 @@ def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
 
 
 def fullness(part: float, *, tight: bool) -> str:
-    """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`."""
-    return f"{100 * part:.1f} %" + (" over" if part > 1 else " tight" if tight else "")
+    """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`.
+
+    Where tensors leave much of the budget, and the process of a GPU little of the GPU, it says so: `84.9 %, process
+    tight`.
+    """
+    why = " tight" if part >= TIGHT else ", process tight"
+    return f"{100 * part:.1f} %" + (" over" if part > 1 else why if tight else "")

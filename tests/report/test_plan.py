@@ -175,13 +175,16 @@ def test_little_room_on_a_gpu_is_called_tight() -> None:
         found = Prediction(peak_bytes=(peak,) * 8, step_seconds=1.0, processes=known)
         shown = said(replace(make_plan(equal_profile(2), [2]), cluster=on, prediction=found))
         assert "was not checked" in shown or known or on.backend != "cuda"
-        assert ("on device 0." in shown) == ("Tight: " in shown) == ("% tight" in shown)
-        return "Tight: " in shown
+        tight = "Tight: " in shown
+        assert tight == (" tight" in shown) == ("of device 0." in shown)
+        assert ("%, process tight" in shown) == (tight and peak < edge)
+        assert ("processes take 95 % or more of device" in shown) == (tight and process is not None)
+        return tight
 
     edge = -(-95 * budget // 100)
     assert (told(edge - 1), told(edge)) == (False, True)
-    edge = -(-95 * memory // 100)
-    assert (told(budget, edge - 1), told(1, edge)) == (False, True)
+    end = -(-95 * memory // 100)
+    assert (told(budget, end - 1), told(1, end), told(edge, end)) == (False, True, True)
     assert not told(budget, on=replace(cluster, backend="emulated"))
 
 

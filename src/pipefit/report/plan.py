@@ -10,7 +10,7 @@ from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.grids import Stage
 from pipefit.plans import Plan
-from pipefit.predictions import Prediction, fullness
+from pipefit.predictions import TIGHT, Prediction, fullness
 from pipefit.report.alternatives import paragraph
 from pipefit.report.compactions import table
 from pipefit.tables import Block, Table
@@ -232,7 +232,10 @@ def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction
         yield _taken(cluster, prediction)
         if tight := [str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)]:
             named = f"device{'s' * (len(tight) > 1)} {', '.join(tight)}"
-            yield f"Tight: what is not counted, such as cuDNN's workspaces, may not find room on {named}."
+            least = f"{100 * TIGHT:.0f} % or more of"
+            what = f"processes take {least}" if prediction.processes else f"tensors take {least} the budget of"
+            room = "What is not counted, such as cuDNN's workspaces, may not find room there."
+            yield f"Tight: {what} {named}. {room}"
 
 
 def _taken(cluster: Cluster, prediction: Prediction) -> str:
