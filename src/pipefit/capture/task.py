@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 
+from pipefit.capture.endless_models import of_an_end
 from pipefit.capture.refused_modules import LAZY_REMEDY
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import kind_of
@@ -106,7 +107,8 @@ class Task:
         """
         assert not isinstance(self.module, nn.Module)
         try:
-            made = self.module()
+            with of_an_end(self.name):
+                made = self.module()
         except (PipefitError, DataDependentOutputException):  # the latter: it reads numbers from tensors without bytes
             raise
         except Exception as error:
