@@ -22,8 +22,11 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
         pytest.importorskip("transformers")
     layers = "layers" if model.startswith("zoo:") else "n_layer"
     with mock.patch.object(endless_models, "MOST_MODULES", 100):
-        assert main(f"plan {model} --set {layers}=1000000000000 -c emulated:1x1GiB --batch-size 1".split()) == 2
+        assert main(f"plan {model} --set {layers}=10000 -c emulated:1x1GiB --batch-size 1".split()) == 2
     assert "more than 100 modules" in capsys.readouterr().err
+    if model.startswith("zoo:"):
+        assert main(["plan", *model.split(), "--set", "layers=1000000000000", "-c", "emulated:1x1GiB"]) == 2
+        assert "layers must be a whole number, 1 to 10,000, not 1000000000000" in capsys.readouterr().err
 
 
 def test_a_model_may_have_as_many_modules_as_are_allowed() -> None:

@@ -285,7 +285,8 @@ RATE = "must be a finite number above 0, or None, not"
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
-        ("gpt", {"layers": 0}, f"gpt: layers {WHOLE} 0"),
+        ("gpt", {"layers": 0}, "gpt: layers must be a whole number, 1 to 10,000, not 0"),
+        ("bert", {"layers": 10_001}, "bert: layers must be a whole number, 1 to 10,000, not 10001"),
         ("gpt", {"hidden": -768}, f"gpt: hidden {WHOLE} -768"),
         ("gpt", {"hidden": "big"}, f"gpt: hidden {WHOLE} 'big'"),
         ("gpt", {"hidden": 768.0}, f"gpt: hidden {WHOLE} 768.0"),
@@ -335,7 +336,7 @@ def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence:
 
 def test_a_direct_call_is_checked_too() -> None:
     """Calling a model's own function refuses what `build` refuses, in the same words."""
-    with pytest.raises(UsageError, match="gpt: layers must be a whole number, 1 or more, not 0"):
+    with pytest.raises(UsageError, match="gpt: layers must be a whole number, 1 to 10,000, not 0"):
         zoo.gpt(layers=0)
 
 

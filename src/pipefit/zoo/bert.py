@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
-from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
+from pipefit.zoo.settings import Depth, Rate, Share, Size, check_heads, checked
 from pipefit.zoo.transformer import (
     AttentionKind,
     FeedForward,
@@ -45,7 +45,7 @@ _HIDDEN_TOKEN = 0  # the token that stands for them
 @checked
 def bert(
     *,
-    layers: Size = 12,
+    layers: Depth = 12,
     hidden: Size = 768,
     heads: Size = 12,
     vocabulary: Size = 30522,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.task import Task
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
-from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
+from pipefit.zoo.settings import Depth, Rate, Share, Size, check_heads, checked
 from pipefit.zoo.transformer import (
     AttentionKind,
     FeedForward,
@@ -32,7 +32,7 @@ from pipefit.zoo.transformer import (
 @checked
 def gpt(
     *,
-    layers: Size = 12,
+    layers: Depth = 12,
     hidden: Size = 768,
     heads: Size = 12,
     vocabulary: Size = 50257,

@@ -50,6 +50,14 @@ def at_least(least: int) -> Rule:
     return Rule(lambda value: _is_whole(value, least), f"a whole number, {least} or more")
 
 
+def from_to(least: int, most: int) -> Rule:
+    """A whole number, from `least` to `most`."""
+    return Rule(
+        lambda value: isinstance(value, int) and _is_whole(value, least) and value <= most,
+        f"a whole number, {least} to {most:,}",
+    )
+
+
 def multiple_of(step: int, *, least: int) -> Rule:
     """A whole number that `step` divides, `least` or more."""
     return Rule(
@@ -59,6 +67,7 @@ def multiple_of(step: int, *, least: int) -> Rule:
 
 
 Size = Annotated[int, at_least(1)]
+Depth = Annotated[int, from_to(1, 10_000)]  # layers; more of them would be built for minutes
 Sizes = Annotated[
     tuple[int, ...],
     Rule(

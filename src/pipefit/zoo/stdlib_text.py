@@ -18,7 +18,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.zoo.gpt import gpt
 from pipefit.zoo.optimizers import OptimizerName
-from pipefit.zoo.settings import Rate, Share, Size, checked
+from pipefit.zoo.settings import Depth, Rate, Share, Size, checked
 
 _BYTES = 256
 _LARGEST_MODULES = 24
@@ -27,7 +27,7 @@ _LARGEST_MODULES = 24
 @checked
 def gpt_stdlib(
     *,
-    layers: Size = 8,
+    layers: Depth = 8,
     hidden: Size = 128,
     heads: Size = 4,
     sequence: Size = 128,
