@@ -81,8 +81,8 @@ class DeviceKind:
         check_types(self)
         if not self.flops or not all(0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())):
             raise UsageError(
-                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them positive "
-                "and finite"
+                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them "
+                "positive and finite"
             )
         if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
             raise UsageError(
