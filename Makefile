@@ -42,7 +42,7 @@ TOOLS_NEED := tyro einops spmd_types==0.2.3 torchdata torch_checkpointing docstr
 tools: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
 		--target build/tools $(TOOLS) $(TOOLS_NEED)
-	PYTHONPATH=$(CURDIR)/build/tools $(RUN)/python -m pytest tests/export tests/zoo/test_configurations.py
+	PYTHONPATH=$(CURDIR)/build/tools $(RUN)/python -m pytest -m "gallery or not gallery" tests/export tests/zoo/test_configurations.py
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -154,8 +154,12 @@ class Plan(Shown):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The devices in use, rank by rank, and within a rank as its grid names them: worker w runs the w-th."""
-        return tuple(device for stages in self.ranks for device in self.stages[stages[0]].devices)
+        """The devices in use, host by host, as launchers start workers: worker w runs the w-th.
+
+        Those of a host are in the order of ranks, and within a rank as its grid names them.
+        """
+        devices = (device for stages in self.ranks for device in self.stages[stages[0]].devices)
+        return tuple(sorted(devices, key=lambda device: self.cluster.devices[device].host))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages that a device holds."""

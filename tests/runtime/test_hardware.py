@@ -84,19 +84,26 @@ def test_every_worker_is_on_the_gpu_of_its_stage() -> None:
 def test_a_gpu_is_counted_on_its_host() -> None:
     """Devices 2 and 3 are the first two of the second machine; on one machine with all of them they are not."""
     plan = on_hosts(0, 0, 1, 1, order=(3, 2, 0, 1))
-    assert found(plan, local=2) == [1, 0, 0, 1]
-    assert found(plan) == [1, 0, 0, 1]
-    assert found(plan, local=4) == [3, 2, 0, 1]
+    assert plan.workers == (0, 1, 3, 2)
+    assert found(plan, local=2) == [0, 1, 1, 0]
+    assert found(plan) == [0, 1, 1, 0]
+    assert found(plan, local=4) == [0, 1, 3, 2]
 
 
 def test_workers_on_the_wrong_machine_are_told() -> None:
-    """Two on each of two machines, where the plan has one host's stages at both ends, or three of four on one host."""
-    for hosts, together in (((0, 1, 1, 0), "[0, 3]"), ((0, 0, 0, 1), "[0, 1, 2]")):
-        with pytest.raises(UsageError) as caught:
-            found(on_hosts(*hosts, order=(0, 1, 2, 3)), local=2)
-        assert f"workers [0, 1] were started on one machine, but the plan has workers {together} on host 0" in str(
-            caught.value
-        )
+    """Two on each of two machines, where the plan has three of four on one host."""
+    with pytest.raises(UsageError) as caught:
+        found(on_hosts(0, 0, 0, 1, order=(0, 1, 2, 3)), local=2)
+    assert "workers [0, 1] were started on one machine, but the plan has workers [0, 1, 2] on host 0" in str(
+        caught.value
+    )
+
+
+def test_workers_are_started_host_by_host() -> None:
+    """As launchers start them: a host's workers in a row, though stages go from one host to another and back."""
+    plan = on_hosts(0, 1, 1, 0, order=(1, 0, 2, 3))
+    assert plan.workers == (0, 3, 1, 2)
+    assert found(plan, local=2) == [0, 1, 0, 1]
 
 
 def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
@@ -114,7 +121,7 @@ def test_all_devices_may_share_one_gpu() -> None:
         assert [Hardware(plan, shared=True).device(number).index for number in plan.workers] == [0, 0, 0]
         assert [Hardware(plan, shared).backend for shared in (True, False)] == ["gloo", "nccl"]
         with pytest.raises(UsageError, match="--share-device"):
-            Hardware(plan).device(plan.workers[0])
+            Hardware(plan).device(2)
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", HostBuffers), ("cpu", Network)])

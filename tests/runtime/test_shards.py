@@ -17,8 +17,10 @@ from divided import GRIDS, MODELS, divided, grid_plan, profiled
 from movable import movable
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
+from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.grids import Grid
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -280,10 +282,15 @@ def test_a_rank_that_overflows_makes_all_of_them_skip() -> None:
 
 
 def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
-    """Four workers over gloo, two tensor groups: the same losses and peaks, and a checkpoint of whole tensors."""
+    """Four workers over gloo, two tensor groups, each across two hosts: the same losses and peaks, and a checkpoint of
+    whole tensors.
+    """
     task = divided("tied")
     found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
     plan = grid_plan(found, [0, 3, 6], [(1, 2), (1, 2)], clip_norm=1.0)
+    grids = (Grid(devices=(0, 2), tensor=2), Grid(devices=(1, 3), tensor=2))
+    stages = tuple(replace(stage, grid=grid) for stage, grid in zip(plan.stages, grids, strict=True))
+    plan = replace(plan, stages=stages, cluster=Cluster.emulated((2, 1 << 30)).machines(2, 1e9))
     losses, trace = train(partial(divided, "tied"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
     alone, expected = in_one_process(task, plan, 2)
     assert losses == pytest.approx(expected, rel=1e-12)

@@ -128,7 +128,7 @@ def check_hosts(plan: Plan, rank: int) -> None:
         raise UsageError(
             f"workers {started} were started on one machine, but the plan has workers {together} on host {host}, which "
             f"worker {rank} belongs to: start {len(together)} there, as torchrun --nproc-per-node does, with the "
-            "machines in the order of the plan's stages"
+            "machines in the order of the cluster's hosts"
         )
 
 

@@ -21,8 +21,12 @@ from pipefit.runtime.token import check_members
 from pipefit.runtime.transport import InProcess, Network, Transport, connect
 from pipefit.schedule import whole_run
 
-# Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712).
-_ADVICE = "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it"
+# Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712); under
+# --node-rank those of another machine are, with this set too.
+_ADVICE = (
+    "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and let several "
+    "machines meet by --rdzv-backend=c10d"
+)
 
 
 def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:

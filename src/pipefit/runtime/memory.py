@@ -44,12 +44,12 @@ class HostMemory:
             return self._disks.slots(arena)
         return _in(mmap.mmap(-1, arena.nbytes), arena)
 
-    def lend(self, arena: Arena) -> tuple[str, Callable[[], None]]:
+    def lend(self, arena: Arena) -> tuple[tuple[str, str], Callable[[], None]]:
         file = _nameless(arena)
-        return f"/proc/{os.getpid()}/fd/{file}", lambda: os.close(file)
+        return (_machine(), f"/proc/{os.getpid()}/fd/{file}"), lambda: os.close(file)
 
-    def borrow(self, arena: Arena, told: str) -> list[Slot]:
-        return _in(_mapped(arena, told), arena)
+    def borrow(self, arena: Arena, told: tuple[str, str]) -> list[Slot]:
+        return _in(_mapped(arena, *told), arena)
 
 
 def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:
@@ -78,17 +78,29 @@ def _nameless(arena: Arena) -> int:
     return file
 
 
-def _mapped(arena: Arena, path: str) -> mmap.mmap:
-    """The memory of a file that the arena's lender has made.
+def _machine() -> str:
+    """What only processes of one machine and container have in common, which know each other by their numbers."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _mapped(arena: Arena, machine: str, path: str) -> mmap.mmap:
+    """The memory of a file that the arena's lender has made on its machine.
 
     Raises:
-        UsageError: there is no such file here: the lender runs on another machine.
+        UsageError: that is another machine, where a process of the same number has other files; or there is none.
     """
+    if machine != _machine():
+        raise _unreached(arena, "it is on another machine")
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), arena.nbytes)
     except OSError as error:
-        raise UsageError(
-            f"device {arena.borrower} cannot use what {arena.lender} lends ({error.strerror}): their workers have to "
-            "run on one machine, as one user"
-        ) from error
+        raise _unreached(arena, str(error.strerror)) from error
+
+
+def _unreached(arena: Arena, why: str) -> UsageError:
+    return UsageError(
+        f"device {arena.borrower} cannot use what {arena.lender} lends ({why}): their workers have to run on one "
+        "machine, as one user"
+    )

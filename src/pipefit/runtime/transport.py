@@ -282,7 +282,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
             workers=workers,
             channels={name: group((name.source, name.target)) for name in channels(program.actions, program.placement)},
             groups={devices: group(devices) for devices in _members(plan)},
-            tensor_groups={devices: group(devices) for devices in tensor_groups(plan)},
+            tensor_groups={devices: group(devices) for devices in groups_in_order(plan)},
         )
         network.warm_up(device)
     except RuntimeError as error:
@@ -305,6 +305,22 @@ def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
                 "workers cannot add up such gradients; put the layers that share it in one stage or on other devices"
             )
     return members
+
+
+def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The sets of devices that compute layers together, each in the order of their workers, as process groups are.
+
+    Raises:
+        UsageError: one of them names its hosts in another order.
+    """
+    groups = tensor_groups(plan)
+    for devices in groups:
+        if devices != (right := tuple(sorted(devices, key=plan.workers.index))):
+            raise UsageError(
+                f"devices {', '.join(map(str, devices))} hold tensor shards in this order, but workers are started "
+                f"host by host: name them as {', '.join(map(str, right))} in their grid"
+            )
+    return groups
 
 
 def advice(error: BaseException) -> str:
