@@ -46,7 +46,7 @@ from measured_on import machine
 from pipefit.actions import SENDS, Action
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group
 from pipefit.cost.time import layer_seconds
 from pipefit.devices import Link
 from pipefit.errors import UsageError
@@ -223,8 +223,8 @@ def paced_task(plan: Plan) -> Task:
     """The task, in a worker whose computing and messages are paced as the plan's profile and cluster say."""
     if mp.parent_process() is not None:
         grid = plan.stages[0].grid
-        kind, ring = plan.cluster.devices[0].kind, Ring.of(plan.cluster, grid.group_of(grid.devices[0]))
-        pace(Passes, StageRunner, layer_seconds(plan.measured(0), kind, plan.training.dtype, ring))
+        kind, group = plan.cluster.devices[0].kind, Group.of(plan.cluster, grid.group_of(grid.devices[0]))
+        pace(Passes, StageRunner, layer_seconds(plan.measured(0), kind, plan.training.dtype, group))
         pace_messages(Network, Wires(), plan.cluster)
     return small_gpt()
 
@@ -296,7 +296,7 @@ def pace_messages(network: type[Network], wires: Wires, cluster: Cluster) -> Non
     ) -> Any:
         around = members[(members.index(device) + 1) % len(members)]
         summed = Collective(kind="all_reduce", nbytes=sum(tensor.nbytes for tensor in tensors))
-        seconds = Ring.of(cluster, members).seconds([summed])
+        seconds = Group.of(cluster, members).seconds([summed])
         return [wires.carry(around, seconds, lambda: collect(self, action, tensors, members, device, owners))]
 
     network.start, network.collect = started, collected  # type: ignore[method-assign]

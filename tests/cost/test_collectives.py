@@ -1,12 +1,165 @@
-"""What a sum over devices sends, against a ring that is followed round by round."""
+"""What collectives send and take, against rings and trees that are followed message by message."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise, product
+from typing import NamedTuple
+
 import pytest
 
-from pipefit.cost.collectives import Hop, ring_sum
+from pipefit.cluster import Cluster
+from pipefit.cost.collectives import (
+    Exchange,
+    Group,
+    Hop,
+    brought_by_owners,
+    sum_for_all,
+    sum_for_owners,
+    ways_of_sum,
+)
+from pipefit.places import Member
 from pipefit.simulator import Simulation
+from pipefit.work import Collective
+from pipelines import make_cluster
 from profiles_in_slices import gridded
+
+REACHED = 0.92  # of the rate of a ring, by a tree of NCCL
+HEAD = """name = "made"
+backend = "{backend}"
+kinds.fast = {{ flops = {{ float32 = 1e13 }}, memory_bandwidth = "1TB/s" }}
+"""
+DEVICES = '[[devices]]\ncount = {count}\nkind = "fast"\nmemory = "1GiB"\nhost = {host}\n'
+HOST = '[[hosts]]\nmemory = "64GiB"\n'
+LINK = '[[links]]\nmembers = ["{members}"]\nbytes_per_second = "{rate}MB/s"\nlatency_seconds = {latency}\n'
+
+
+def hosts(*counts: int, near: float = 1e-6, far: float = 1e-5, rates: tuple[int, int] = (100, 10), on: str) -> Cluster:
+    """So many devices on each host: a fast switch inside, and a slow one between all."""
+    text, first = HEAD.format(backend=on) + HOST * len(counts), 0
+    text += "".join(DEVICES.format(count=count, host=host) for host, count in enumerate(counts))
+    for count in counts:
+        if count > 1:
+            text += LINK.format(members=f"device{first}-{first + count - 1}", rate=rates[0], latency=near)
+        first += count
+    return Cluster.parse(text + LINK.format(members="device*", rate=rates[1], latency=far))
+
+
+# ---------------------------------------------------------------- messages, one by one
+
+
+class Message(NamedTuple):
+    """So many bytes from one member to another, when other messages, by their numbers, have arrived."""
+
+    source: int
+    target: int
+    nbytes: float
+    after: tuple[int, ...]
+
+
+def followed(cluster: Cluster, messages: Sequence[Message], reached: float = 1.0) -> float:
+    """When the last message arrives: each takes the wires of its way one after the other, as packets do in a switch, on
+    each of them first come first served, and is then under way for the latency.
+    """
+    missing, ready, behind = (
+        [len(one.after) for one in messages],
+        [0.0] * len(messages),
+        defaultdict[int, list[int]](list),
+    )
+    for number, one in enumerate(messages):
+        for before in one.after:
+            behind[before].append(number)
+    free, events = defaultdict[str, float](float), [(0.0, number, 0) for number, left in enumerate(missing) if not left]
+    while events:
+        now, number, passed = heappop(events)
+        one = messages[number]
+        route = cluster.route(Member.device(one.source), Member.device(one.target))
+        if passed < len(route.wires):
+            wire = route.wires[passed]
+            free[wire] = max(now, free[wire]) + one.nbytes / (route.bytes_per_second * reached)
+            heappush(events, (free[wire], number, passed + 1))
+            continue
+        ready[number] = now + route.latency_seconds
+        for later in behind[number]:
+            missing[later] -= 1
+            if not missing[later]:
+                heappush(events, (max(ready[before] for before in messages[later].after), later, 0))
+    assert not any(missing)
+    return max(ready)
+
+
+def around(members: Sequence[int], nbytes: int, turns: int, pieces: int) -> list[Message]:
+    """A ring: a part of each member in so many pieces, which goes to all others, and around once more for a sum."""
+    found, count = list[Message](), len(members)
+    for part, _ in product(range(count), range(pieces)):
+        for step in range(turns * (count - 1)):
+            source, target = members[(part + step) % count], members[(part + step + 1) % count]
+            after = (len(found) - 1,) if step else ()
+            found.append(Message(source, target, nbytes / count / pieces, after))
+    return found
+
+
+def binary(count: int) -> dict[int, int]:
+    """What is above every place but the first in a tree in order: the middle of a part above the middles of its halves,
+    and where places end before the middle, the left half alone.
+    """
+    above = dict[int, int]()
+
+    def part(low: int, size: int, over: int) -> None:
+        middle = low + size // 2
+        if size > 1 and middle < count:
+            above[middle] = over
+            part(low, size // 2, middle)
+            part(middle, size // 2, middle)
+        elif size > 1:
+            part(low, size // 2, over)
+
+    part(0, 1 << count.bit_length(), 0)
+    return above
+
+
+def trees(counts: Sequence[int]) -> Iterator[dict[int, int]]:
+    """Two trees of devices that are numbered host by host: what is above each, but the root."""
+    firsts, number = [sum(counts[:host]) for host in range(len(counts))], len(counts)
+    inside = {one: one - 1 for one in range(sum(counts)) if one not in firsts}
+    for host_at in (
+        lambda place: place,
+        lambda place: (place + 1) % number if number % 2 else number - 1 - place,
+    ):
+        yield inside | {firsts[host_at(one)]: firsts[host_at(over)] for one, over in binary(number).items()}
+
+
+def up_and_down(every: Sequence[dict[int, int]], nbytes: int, pieces: int) -> list[Message]:
+    """Sums of so many pieces of a half up each tree, and down again. Every hop has room for one piece, as NCCL's have
+    for some: it begins when the one before has arrived.
+    """
+    found, before = list[Message](), dict[tuple[int, int, int], int]()
+    for _, (tree, above) in product(range(pieces), enumerate(every)):
+        below = defaultdict[int, list[int]](list)
+        for one, over in above.items():
+            below[over].append(one)
+
+        def send(source: int, target: int, after: Sequence[int], tree: int = tree) -> int:
+            room = before.get((tree, source, target))
+            before[tree, source, target] = len(found)
+            found.append(Message(source, target, nbytes / 2 / pieces, (*after, *(() if room is None else (room,)))))
+            return before[tree, source, target]
+
+        def rise(one: int, below: dict[int, list[int]] = below) -> list[int]:
+            return [send(child, one, rise(child)) for child in below[one]]
+
+        def fall(one: int, after: Sequence[int], below: dict[int, list[int]] = below) -> None:
+            for child in below[one]:
+                fall(child, [send(one, child, after)])
+
+        root = next(iter({*above.values()} - {*above}))
+        fall(root, rise(root))
+    return found
+
+
+# ---------------------------------------------------------------- rings
 
 
 @pytest.mark.parametrize("members", [[0, 1], [3, 1, 2], [0, 1, 2, 3, 4]])
@@ -23,15 +176,17 @@ def test_a_ring_sends_what_its_rounds_send(members: list[int]) -> None:
             sent[n] += part
     assert all(addends == {(m, k) for m in members} for own in held for k, addends in enumerate(own))
     following = [*members[1:], members[0]]
-    assert ring_sum(members, count * part) == tuple(
-        Hop(member, target, nbytes, 2 * (count - 1))
-        for member, target, nbytes in zip(members, following, sent, strict=True)
+    assert sum_for_all(make_cluster(5), members, count * part).hops == tuple(
+        map(Hop._make, zip(members, following, sent, strict=True))
     )
 
 
 def test_a_sum_of_one_is_none() -> None:
-    """Nobody sends anything."""
-    assert ring_sum([4], 100) == ()
+    """Nobody sends anything, whatever is asked for."""
+    cluster = hosts(3, 2, on="cuda")
+    one = [Collective("all_reduce", 100), Collective("all_gather", 100)]
+    assert sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == Exchange((), 0.0, {})
+    assert Group.of(cluster, [4]).seconds(one) == 0.0
 
 
 def test_a_step_ends_with_the_sum_of_its_gradients() -> None:
@@ -42,3 +197,116 @@ def test_a_step_ends_with_the_sum_of_its_gradients() -> None:
     share = 2 * 2 * gradients // 3
     assert gradients
     assert Simulation(plan, steps=1).step_seconds == (pytest.approx(share / rate + 4 * delay),)
+
+
+@pytest.mark.parametrize("counts", [(4,), (2, 2), (3, 1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_ring_takes_what_its_messages_take(counts: tuple[int, ...], turns: int) -> None:
+    """Within a host and over some, for sums and halves: delays alone to the bit, and bytes in many pieces nearly."""
+    cluster, members, nbytes = hosts(*counts, on="cpu"), range(sum(counts)), 1_200_000 * sum(counts)
+    each = [nbytes // len(members)] * len(members)
+    for half in (sum_for_owners, brought_by_owners):
+        found = sum_for_all(cluster, members, nbytes) if turns == 2 else half(cluster, members, each)
+        assert followed(cluster, around(members, 0, turns, 1)) == pytest.approx(found.delay_seconds)
+        assert followed(cluster, around(members, nbytes, turns, 50)) == pytest.approx(found.seconds, rel=0.04)
+
+
+# ---------------------------------------------------------------- trees
+
+
+FIRST = {1: 2, 3: 2, 5: 6, 7: 6, 9: 10, 11: 10, 2: 4, 6: 4, 10: 12, 4: 8, 12: 8, 8: 0}
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "second"),
+    [
+        (14, FIRST | {13: 12}, {13 - one: 13 - above for one, above in (FIRST | {13: 12}).items()}),
+        (13, FIRST, {(one + 1) % 13: (above + 1) % 13 for one, above in FIRST.items()}),
+    ],
+)
+def test_trees_are_those_of_nccl(count: int, first: dict[int, int], second: dict[int, int]) -> None:
+    """As its source draws them: of 14 hosts the second is the mirror image, and of 13 it is shifted by one."""
+    assert [*trees([1] * count)] == [first, second]
+    found = ways_of_sum(hosts(*[1] * count, on="cuda"), range(count), 2)[1]
+    drawn = Counter(pair for tree in (first, second) for one in tree.items() for pair in (one, one[::-1]))
+    assert Counter((hop.source, hop.target) for hop in found.hops) == drawn
+
+
+COUNTS = [(1, 1), (4, 4), (2, 1, 3), (2, 2, 2, 2), (1,) * 5, (2,) * 7, (1,) * 16]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_trees_take_what_their_messages_take(counts: tuple[int, ...]) -> None:
+    """Delays alone to the bit, and bytes in many pieces nearly; no host sends or receives more than twice the bytes."""
+    cluster, members, nbytes = hosts(*counts, on="cuda"), range(sum(counts)), 3_000_000
+    ring, found = ways_of_sum(cluster, members, nbytes)
+    every = [*trees(counts)]
+    assert followed(cluster, up_and_down(every, 0, 1)) == pytest.approx(found.delay_seconds)
+    assert followed(cluster, up_and_down(every, nbytes, 100), REACHED) == pytest.approx(found.seconds, rel=0.05)
+    host = [number for number, count in enumerate(counts) for _ in range(count)]
+    for ends in zip(*((host[hop.source], host[hop.target]) for hop in found.hops), strict=True):
+        sent = Counter[int]()
+        for end, hop in zip(ends, found.hops, strict=True):
+            sent[end] += hop.nbytes * (host[hop.source] != host[hop.target])
+        assert max(sent.values()) <= 2 * nbytes
+    assert ring == sum_for_all(hosts(*counts, on="cpu"), members, nbytes)
+
+
+@pytest.mark.parametrize("each", [1, 4, 8])
+def test_delays_grow_as_nccl_reckons(each: int) -> None:
+    """Of so many devices on a power of two of hosts: of trees with the hosts' logarithm, of rings as the hosts."""
+    near, far = 1e-6, 1e-5
+    for power in range(1, 7):
+        ring, tree = ways_of_sum(hosts(*[each] * (1 << power), on="cuda"), range(each << power), 8)
+        assert tree.delay_seconds == pytest.approx(2 * ((each - 1) * near + power * far))
+        between = 2 * ((1 << power) - 1)
+        reckoned = between * far + (2 * ((each << power) - 1) - between) * near
+        assert reckoned < ring.delay_seconds * (1 + 1e-9) < reckoned + 2.001 * (far - near)
+
+
+# ---------------------------------------------------------------- which of them
+
+
+@pytest.mark.parametrize("on", ["emulated", "cpu", "cuda"])
+def test_nccl_takes_trees_over_hosts_where_they_are_faster(on: str) -> None:
+    """Few bytes over many hosts go up and down trees, many around a ring; gloo has a ring alone, and so has a host."""
+    several, members = hosts(*[4] * 8, on=on), range(32)
+    few, many = sum_for_all(several, members, 1000), sum_for_all(several, members, 1 << 40)
+    ways = ways_of_sum(several, members, 1000)
+    assert len(ways) == 1 + (on == "cuda")
+    assert few == min(ways, key=lambda way: way.seconds) == ways[-1]
+    assert many == ways_of_sum(several, members, 1 << 40)[0]
+    assert len(ways_of_sum(several, members[:4], 1000)) == 1
+    assert len(ways_of_sum(several, members[3:5], 1000)) == len(ways)
+
+
+def test_between_two_hosts_trees_carry_less() -> None:
+    """A host sends all bytes once, in a ring nearly twice: also many bytes go that way, as NCCL has it."""
+    cluster = hosts(8, 8, on="cuda")
+    ring, trees = ways_of_sum(cluster, range(16), 1 << 30)
+    assert sum_for_all(cluster, range(16), 1 << 30) == trees
+    assert ring.seconds / trees.seconds == pytest.approx(2 * 15 / 16 * REACHED, rel=1e-3)
+
+
+def test_hosts_that_nothing_joins_are_no_tree() -> None:
+    """Of four hosts in a row of links the outer ones hand nothing to others than their neighbours."""
+    text = HEAD.format(backend="cuda") + HOST * 4 + "".join(DEVICES.format(count=1, host=host) for host in range(4))
+    pairs = [*pairwise(range(4)), (3, 0)]
+    text += "".join(LINK.format(members=f'device{a}", "device{b}', rate=1, latency=0) for a, b in pairs)
+    assert len(ways_of_sum(Cluster.parse(text), range(4), 8)) == 1
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (2, 1, 3), (2,) * 8])
+def test_a_group_takes_what_its_exchanges_take(counts: tuple[int, ...]) -> None:
+    """Sums for all, for owners, and what they bring, of few bytes and of many."""
+    cluster, members = hosts(*counts, on="cuda"), range(sum(counts))
+    group, taken = Group.of(cluster, members), set[int]()
+    for nbytes in (len(members) * 10**power for power in range(1, 11)):
+        each = [nbytes // len(members)] * len(members)
+        whole = sum_for_all(cluster, members, nbytes)
+        taken.add(ways_of_sum(cluster, members, nbytes).index(whole))
+        assert group.seconds([Collective("all_reduce", nbytes)]) == pytest.approx(whole.seconds, rel=1e-6)
+        for kind, half in (("reduce_scatter", sum_for_owners), ("all_gather", brought_by_owners)):
+            found = group.seconds([Collective(kind, nbytes)])  # type: ignore[arg-type]
+            assert found == pytest.approx(half(cluster, members, each).seconds, rel=1e-6)
+    assert taken == ({0, 1} if len(counts) > 3 else {1})

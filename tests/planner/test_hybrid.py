@@ -8,21 +8,25 @@ from itertools import accumulate, combinations, pairwise, permutations, product
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asking import asked
 from made_up import AMPLE, devices, hostile, plain, skewed
 from pipefit.cluster import Cluster
+from pipefit.cost.collectives import Group, Line
 from pipefit.decisions import State
 from pipefit.errors import UsageError
 from pipefit.grids import dividing
 from pipefit.planner import Options, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
+from pipefit.planner.hybrid.tables import together_seconds
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
+from pipefit.work import Collective
 from slice_sizes import sized, written
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
@@ -233,3 +237,13 @@ def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:
 def test_advice_about_replicas_can_be_followed(size: int, data: int, batch: int | None, advice: str) -> None:
     """Replicas divide the microbatches that are named, and these divide the batch, if one was asked for."""
     assert dividing(size, data, batch) == advice
+
+
+def test_a_sum_of_replicas_takes_the_way_of_its_size() -> None:
+    """Few bytes that of few messages, more bytes the other one, and none no time; as shards do."""
+    ways, sizes = (Line(3.0, 1.0), Line(1.0, 2.0)), [1, 2, 3, 50]
+    found = together_seconds(ways, np.array([0, *sizes]))
+    assert [*found] == [0, 3, 5, 6, 53]
+    group = Group(members=4, sums=ways, half=Line(1.5, 0.5))
+    assert [group.seconds([Collective("all_reduce", nbytes)]) for nbytes in sizes] == [*found[1:]]
+    assert group.seconds([Collective("all_gather", 2), Collective("reduce_scatter", 4)]) == 2.5 + 3.5

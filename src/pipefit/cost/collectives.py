@@ -1,92 +1,211 @@
-"""Collectives as transfers between their members: who sends how many bytes to whom.
+"""Collectives on the links of a cluster: who sends how many bytes to whom, and what that takes.
 
 A sum over n members goes around a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up one part of the
-bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the bytes to the next one, in
-2 (n - 1) messages, all at the same time. That is the least that any arrangement sends, so it is what NCCL and gloo use
-for gradients; for a few bytes on many devices a tree takes fewer messages, which is not modelled.
+bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the bytes to the next one,
+which is the least that any arrangement sends; and a part passes 2 (n - 1) hops, one after the other. Gloo has no other
+way when torch asks it (`gloo::allreduce` without an algorithm), and NCCL none within a host.
 
-Sums that only their owners get are the first half of this, and what owners bring to all is the other half, with parts
+Over several hosts NCCL also has two trees, each of which adds up a half (Sanders, Speck and Traff, 2009): in every host
+a chain to its first member, and between these a binary tree. Sums go up to the root and come down again. Members in the
+middle of one tree are leaves of the other, so that no host sends more than twice the bytes. A part passes as many hops
+as the longest way to the root has, twice: between hosts, the logarithm of their number. NCCL takes the way that it
+estimates to be the faster one (`ncclTopoTuneModel`); so is it here, by the delays and rates of the cluster's links.
+
+Sums that only their owners get are the first half of a ring, and what owners bring to all is the other half, with parts
 as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners in a second round.
+
+All hops are under way at once, with another piece of the bytes each. So a collective takes the delays that a piece
+meets one after the other, and as long as the busiest wire needs for its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from math import fsum
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.work import Collective
 
-
-class Ring(NamedTuple):
-    """The ring of a tensor-parallel group, whose ranks wait for each other in the middle of a layer.
-
-    `seconds_per_byte` are those of a byte that every rank sends to the next, all at once, and `latency_seconds` what a
-    round takes besides. Other transfers on the same wires are not waited for.
-    """
-
-    members: int
-    seconds_per_byte: float
-    latency_seconds: float
-
-    @staticmethod
-    def of(cluster: Cluster, devices: Sequence[int]) -> Ring:
-        """The ring of these devices, in their order."""
-        ring = zip(devices, (*devices[1:], devices[0]), strict=True)
-        routes = [cluster.route(Member.device(one), Member.device(other)) for one, other in ring if one != other]
-        busy: dict[str, float] = {}  # by wire, the seconds until all hops have sent a byte: some share a wire
-        for route in routes:
-            begin = max((busy.get(wire, 0.0) for wire in route.wires), default=0.0)
-            busy |= dict.fromkeys(route.wires, begin + 1 / route.bytes_per_second)
-        latency = max((route.latency_seconds for route in routes), default=0.0)
-        return Ring(len(devices), max(busy.values(), default=0.0), latency)
-
-    def seconds(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives one after the other: a sum goes around twice; once, if every rank gets its part of
-        it, and so does a gather.
-        """
-        return sum(self._seconds(2 if one.kind == "all_reduce" else 1, one.nbytes) for one in collectives)
-
-    def _seconds(self, times: int, nbytes: int) -> float:
-        sent = times * (self.members - 1) * nbytes / self.members
-        return sent * self.seconds_per_byte + times * (self.members - 1) * self.latency_seconds
+TREE_REACHES = 0.92  # of the rate of links, by NCCL's estimate
 
 
 class Hop(NamedTuple):
-    """What one member sends to another in a collective, in so many messages one after the other."""
+    """The bytes that one member sends to another in a collective."""
 
     source: int
     target: int
     nbytes: int
-    messages: int
 
 
-def ring_sum(members: Sequence[int], nbytes: int) -> tuple[Hop, ...]:
-    """The hops of a sum of `nbytes` over devices; none between members on one device."""
-    count = len(members)
-    if count < 2:
-        return ()
-    share, rounds = 2 * (count - 1) * nbytes // count, 2 * (count - 1)
-    ring = zip(members, (*members[1:], members[0]), strict=True)
-    return tuple(Hop(source, target, share, rounds) for source, target in ring if source != target)
-
-
-def ring_to_owners(members: Sequence[int], shares: Sequence[int]) -> tuple[Hop, ...]:
-    """The hops of sums of which every member gets its own share, of so many bytes: that goes to it from the member
-    behind, around the ring.
+class Exchange(NamedTuple):
+    """A collective: its hops, the seconds of the messages that wait for each other, and those that each wire needs for
+    the bytes of its hops.
     """
-    kept = dict(zip(members, shares, strict=True))
-    return _around(members, sum(shares), lambda source, target: kept[source])
+
+    hops: tuple[Hop, ...]
+    delay_seconds: float
+    wire_seconds: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds where no other transfer is on the wires."""
+        return self.delay_seconds + max(self.wire_seconds.values(), default=0.0)
 
 
-def ring_from_owners(members: Sequence[int], shares: Sequence[int]) -> tuple[Hop, ...]:
-    """The hops that bring every member's share to all others: it goes around the ring to the member before its own."""
-    kept = dict(zip(members, shares, strict=True))
-    return _around(members, sum(shares), lambda source, target: kept[target])
+def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
+    """The ways that a sum of `nbytes` may take over devices: the ring, and trees where there are any."""
+    count = len(members)
+    hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
+    found = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
+    chains = _chains(cluster, members)
+    if cluster.backend == "cuda" and len(chains) > 1:
+        with suppress(UsageError):  # nothing joins some of the hosts
+            found.append(_double_tree(cluster, chains, nbytes))
+    return found
 
 
-def _around(members: Sequence[int], nbytes: int, left_out: Callable[[int, int], int]) -> tuple[Hop, ...]:
-    """Every hop of the ring with all bytes but those that it leaves out."""
-    ring = zip(members, (*members[1:], members[0]), strict=True) if len(members) > 1 else ()
-    return tuple(Hop(one, other, nbytes - left_out(one, other), len(members) - 1) for one, other in ring)
+def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchange:
+    """A sum of `nbytes` over devices that all get it, in the way that takes the least time."""
+    return min(ways_of_sum(cluster, members, nbytes), key=lambda way: way.seconds)
+
+
+def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+    """Sums of which every member gets its own share, of so many bytes: that goes to it from the member behind, around
+    the ring.
+    """
+    whole = sum(shares)
+    hops = _around(members, [whole - share for share in shares])
+    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+
+
+def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+    """What brings every member's share to all others: it goes around the ring to the member before its own."""
+    whole = sum(shares)
+    hops = _around(members, [whole - share for share in (*shares[1:], shares[0])])
+    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+
+
+class Line(NamedTuple):
+    """Seconds of exchanges of any size that go the same way."""
+
+    delay_seconds: float
+    seconds_per_byte: float
+
+    @staticmethod
+    def of(exchange: Exchange, nbytes: int) -> Line:
+        """That through an exchange of so many bytes."""
+        return Line(exchange.delay_seconds, (exchange.seconds - exchange.delay_seconds) / nbytes)
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of so many bytes."""
+        return self.delay_seconds + nbytes * self.seconds_per_byte
+
+
+class Group(NamedTuple):
+    """What collectives of some devices take where no other transfer is on the wires: sums for all in every way that
+    they may go, and a half, by which every member gets its part of a sum, or brings its part to all.
+
+    Groups on links alike are equal.
+    """
+
+    members: int
+    sums: tuple[Line, ...]
+    half: Line
+
+    @staticmethod
+    def of(cluster: Cluster, devices: Sequence[int]) -> Group:
+        """The group of these devices, in their order."""
+        count, nbytes = len(devices), len(devices) << 30
+        half = sum_for_owners(cluster, devices, [1 << 30] * count)
+        ways = ways_of_sum(cluster, devices, nbytes)
+        return Group(count, tuple(Line.of(way, nbytes) for way in ways), Line.of(half, nbytes))
+
+    def seconds(self, collectives: Iterable[Collective]) -> float:
+        """Seconds of collectives one after the other."""
+        return sum(map(self._seconds, collectives))
+
+    def _seconds(self, one: Collective) -> float:
+        ways = self.sums if one.kind == "all_reduce" else (self.half,)
+        return min(way.seconds(one.nbytes) for way in ways)
+
+
+def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0) -> Exchange:
+    """An exchange whose hops reach so much of the rates of links."""
+    hops, of_wires = tuple(hops), defaultdict[str, list[float]](list)
+    for source, target, nbytes in hops:
+        route = cluster.route(Member.device(source), Member.device(target))
+        for wire in route.wires:
+            of_wires[wire].append(nbytes / (route.bytes_per_second * reaches))
+    return Exchange(hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()})
+
+
+def _latency(cluster: Cluster, source: int, target: int) -> float:
+    return cluster.route(Member.device(source), Member.device(target)).latency_seconds if source != target else 0.0
+
+
+def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
+    """The hops of a ring in which every member sends so many bytes to the next one; none to itself."""
+    targets = (*members[1:], members[0])
+    return (Hop(*one) for one in zip(members, targets, sent, strict=True) if one[0] != one[1])
+
+
+def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
+    """Seconds of the messages of a part that goes around so many times, each time to the member before it began: of the
+    part that is the last to arrive.
+    """
+    hops = [_latency(cluster, *hop) for hop in zip(members, (*members[1:], members[0]), strict=True)]
+    in_a_row = zip(*(hops[number:] + hops[:number] for number in range(turns)), strict=True)
+    return turns * sum(hops) - min(map(sum, in_a_row))
+
+
+def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
+    """The members on every host, in the order of the first ones."""
+    found = defaultdict[int, list[int]](list)
+    for device in dict.fromkeys(members):
+        found[cluster.devices[device].host].append(device)
+    return list(found.values())
+
+
+def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> Exchange:
+    """A sum up and down two trees over the members of several hosts."""
+    hops, delay = list[Hop](), 0.0
+    for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
+        for child, parent in tree.items():
+            hops += Hop(child, parent, part), Hop(parent, child, part)
+        ways = (_way_up(tree, last) for *_, last in chains)
+        delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
+    return _exchange(cluster, hops, delay, TREE_REACHES)
+
+
+def _way_up(tree: Mapping[int, int], member: int) -> Iterator[tuple[int, int]]:
+    """The hops from a member to the root."""
+    while (above := tree.get(member)) is not None:
+        yield member, above
+        member = above
+
+
+def _trees(chains: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
+    """Two trees over the members of several hosts: to whom each hands what it has added up.
+
+    In the second one hosts are in the opposite order, or, where their number is odd, each has the place of the next
+    one, so that those in the middle of one tree are leaves of the other.
+    """
+    inside = {member: before for chain in chains for before, member in pairwise(chain)}
+    first = [chain[0] for chain in chains]
+    for order in (first, [*first[1:], first[0]] if len(first) % 2 else first[::-1]):
+        yield inside | {order[place]: order[_above(place, len(order))] for place in range(1, len(order))}
+
+
+def _above(place: int, count: int) -> int:
+    """The place above another one in a binary tree of so many in order, whose leaves are every second one, and whose
+    root is 0.
+    """
+    lowest = place & -place
+    above = place - lowest | lowest << 1
+    return above if above < count else place - lowest

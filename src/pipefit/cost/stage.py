@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from pipefit.actions import Action, Kind, Subject
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.messages import Sent
@@ -151,7 +151,7 @@ class Costs:
         *,
         data: int = 1,
         share: Share | None = None,
-        ring: Ring | None = None,
+        group: Group | None = None,
         sequences: bool = False,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> StageCost:
@@ -159,15 +159,15 @@ class Costs:
 
         The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
         divide; or it is one of the ranks of such a replica, which divide the layers, by `sequences` along positions
-        too, and exchange around the `ring`.
+        too, and exchange in a `group`.
         """
-        degree = self._size // data, 1 if ring is None else ring.members, sequences
+        degree = self._size // data, 1 if group is None else group.members, sequences
         flight = start, stop, degree, sent
-        key = *flight, kind.key, share, ring
+        key = *flight, kind.key, share, group
         if key not in self._stages:
             if flight not in self._flights:
                 self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
-            times = self._seconds(kind, degree, ring)
+            times = self._seconds(kind, degree, group)
             self._stages[key] = StageCost(self._flights[flight], times, kind, self._training.microbatches, share)
         return self._stages[key]
 
@@ -175,14 +175,14 @@ class Costs:
         """The costs of a stage of `plan` on one of the `devices` that hold it."""
         place, grid = plan.stages[stage], plan.stages[stage].grid
         replica, shard = divmod(devices.index(device), grid.tensor)
-        group = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
+        ranks = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
         return self.stage(
             place.start,
             place.stop,
             plan.cluster.devices[device].kind,
             data=grid.data,
             share=self._share(place, grid.devices[replica * grid.tensor + shard]),
-            ring=Ring.of(plan.cluster, group) if grid.tensor > 1 else None,
+            group=Group.of(plan.cluster, ranks) if grid.tensor > 1 else None,
             sequences=grid.sequences,
             sent=Sent.of(plan, stage, shard),
         )
@@ -205,12 +205,12 @@ class Costs:
             self._owners[*there, grid.shard] = owners(self._storages_of(*there), grid)
         return share_among(place, device, self._owners[*there, grid.shard])
 
-    def _seconds(self, kind: DeviceKind, degree: Way, ring: Ring | None) -> tuple[Seconds, ...]:
+    def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[Seconds, ...]:
         """The seconds of all layers, as they were measured in a way, on a device of `kind`."""
-        found = self._times.get((degree, kind.key, ring))
+        found = self._times.get((degree, kind.key, group))
         if found is None:
             measurement = self._measurements[degree]
-            found = self._times[degree, kind.key, ring] = layer_seconds(measurement, kind, self._training.dtype, ring)
+            found = self._times[degree, kind.key, group] = layer_seconds(measurement, kind, self._training.dtype, group)
         return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group
 from pipefit.devices import DeviceKind, Host
 from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
@@ -49,19 +49,19 @@ def _operations(work: Work) -> tuple[Alike, ...]:
 
 
 def layer_seconds(
-    measurement: Measurement, kind: DeviceKind, dtype: str = "float32", ring: Ring | None = None
+    measurement: Measurement, kind: DeviceKind, dtype: str = "float32", group: Group | None = None
 ) -> tuple[Seconds, ...]:
     """Seconds of every layer, and of the loss behind the last one.
 
-    Those of a tensor-parallel rank are with its collectives, which go around the `ring`.
+    Those of a tensor-parallel rank are with its collectives, which it does with its `group`.
     """
-    alike = [_seconds(cost, kind, dtype, ring) for cost in measurement.kinds]
-    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, ring))
+    alike = [_seconds(cost, kind, dtype, group) for cost in measurement.kinds]
+    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, group))
 
 
-def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, ring: Ring | None) -> Seconds:
+def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None) -> Seconds:
     works = cost.forward, cost.backward, cost.update
-    together = (0.0 if ring is None else ring.seconds(work.collectives) for work in works)
+    together = (0.0 if group is None else group.seconds(work.collectives) for work in works)
     return Seconds(*(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True)))
 
 

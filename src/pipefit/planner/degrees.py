@@ -52,7 +52,7 @@ class Degree(NamedTuple):
         """Devices of a stage of this degree."""
         return self.data * self.tensor
 
-    def rings(self, devices: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def groups(self, devices: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Of the first devices, the shards of a replica, and the replicas of a shard."""
         return devices[: self.tensor], devices[: self.devices : self.tensor]
 

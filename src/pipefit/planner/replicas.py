@@ -16,14 +16,14 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group
 from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.grids import Grid
 from pipefit.places import Member, MemberKind
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided import BUCKETS
-from pipefit.planner.hybrid.tables import DegreeTables, sum_seconds
+from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
 from pipefit.planner.question import Found, Planner, Question, Split
 
 Groups = tuple[tuple[int, ...], ...]
@@ -112,12 +112,12 @@ def seconds_together(question: Question, split: Split, degree: Degree) -> float:
     """
     tables, groups, found = DegreeTables(question, degree), groups_of(question, degree), [0.0]
     for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True):
-        shards, replicas = (Ring.of(question.cluster, ring) for ring in degree.rings(groups[device]))
+        shards, replicas = (Group.of(question.cluster, one) for one in degree.groups(groups[device]))
         kind = question.cluster.devices[groups[device][0]].kind
         passes = [
             float((of.forward + of.backward)[start, stop]) for of in map(tables.seconds, (kind,) * 2, (None, shards))
         ]
-        sums = float(sum_seconds(replicas, np.array(tables.gradients[start, stop])))
+        sums = float(together_seconds(replicas.sums, np.array(tables.gradients[start, stop])))
         found.append(sums + question.training.microbatches * (passes[1] - passes[0]))
     return max(found)
 

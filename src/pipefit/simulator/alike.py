@@ -7,8 +7,10 @@ which these take it when they become ready at once. What is then in one class ha
 time: whatever a member waits for is, in its class, what every other member waits for. (Colour refinement; Paige and
 Tarjan, 1987.) So the seconds are exactly those of all devices, and not a float differs.
 
-Where replicas share a wire, as they do on the way to a host, one waits for the other, and all devices are simulated. So
-they are where replicas divide state, or anything moves to a place, and for the shards of a replica.
+Where messages of replicas share a wire, as on the way to a host, one waits for the other, and all devices are
+simulated. So they are where replicas divide state, or anything moves to a place, and for the shards of a replica. A
+collective takes its own seconds of every wire, in a way that depends on its bytes: wires in one class carry the same of
+it in every way that it may go.
 
 Costs: some microseconds for every pair of neighbours, a few times.
 """
@@ -22,12 +24,14 @@ from typing import NamedTuple, TypeVar
 
 from pipefit.actions import Message
 from pipefit.cluster import Route
+from pipefit.cost.collectives import ways_of_sum
 from pipefit.decisions import What
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.rows import common_rows, rows_of
 
 Key = TypeVar("Key")
+_BYTES = 2**20 + 1  # of a sum whose hops carry different numbers of bytes where those of others may
 
 
 class Alike(NamedTuple):
@@ -50,16 +54,19 @@ class Alike(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """What goes from one device to another again and again: a message between stages, or a hop of a collective.
-
-    Of several that become ready at once, messages go first, and then what the `earliest` device has part in.
-    """
+    """What goes from one device to another again and again: a message between stages."""
 
     label: Hashable
     source: int
     target: int
     route: Route
-    hop: bool
+
+
+class _Sum(NamedTuple):
+    """What a collective takes of a wire: its name, and every hop in every way that it may take."""
+
+    name: Hashable
+    hops: Hashable
     earliest: int
 
 
@@ -67,7 +74,7 @@ def alike(plan: Plan) -> Alike | None:
     """The devices that stand for all others; None where each stands for itself."""
     if not _may_be(plan):
         return None
-    return _Refinement(plan, [*_messages(plan), *_hops(plan)]).found()
+    return _Refinement(plan, [*_messages(plan)], _sums(plan)).found()
 
 
 def _may_be(plan: Plan) -> bool:
@@ -95,41 +102,47 @@ def _messages(plan: Plan) -> Iterator[_Edge]:
                 for source, target in ((device, there), (there, device)):
                     route = plan.cluster.route(Member.device(source), Member.device(target))
                     forward = source == device
-                    yield _Edge((*label, forward, source < target), source, target, route, False, min(source, target))
+                    yield _Edge((*label, forward, source < target), source, target, route)
 
 
-def _hops(plan: Plan) -> Iterator[_Edge]:
-    """The hops of rings: of the replicas of a stage, of stages that share a parameter, and of all that agree."""
-    sums = [((number,), stage.devices) for number, stage in enumerate(plan.stages)]
+def _sums(plan: Plan) -> dict[str, list[_Sum]]:
+    """The collectives on every wire: of replicas of a stage, of stages that share a parameter, of all that agree."""
+    own = [((number,), stage.devices) for number, stage in enumerate(plan.stages)]
     shared = [
         (stages, tuple(device for number in stages for device in plan.stages[number].devices))
         for stages in plan.summed.values()
     ]
-    every = [*sums, *shared, *[((), plan.workers)] * plan.training.agrees]
-    for name, members in every:
-        ring = sorted(members)
-        for one, other in zip(ring, (*ring[1:], ring[0]), strict=True):
-            if one != other:
-                route = plan.cluster.route(Member.device(one), Member.device(other))
-                yield _Edge(name, one, other, route, True, ring[0])
+    found = defaultdict[str, list[_Sum]](list)
+    for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
+        members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float]]](list)
+        for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
+            for source, target, nbytes in exchange.hops:
+                route = plan.cluster.route(Member.device(source), Member.device(target))
+                for wire in route.wires:
+                    hops[wire].append((way, nbytes, route.bytes_per_second))
+        for wire, every in hops.items():
+            found[wire].append(_Sum(name, tuple(sorted(every)), members[0]))
+    return found
 
 
 class _Refinement:
     """Classes of devices, wires and edges, as numbers, which are divided as long as that is needed."""
 
-    def __init__(self, plan: Plan, edges: Sequence[_Edge]) -> None:
+    def __init__(self, plan: Plan, edges: Sequence[_Edge], sums: Mapping[str, Sequence[_Sum]]) -> None:
         self.edges = edges
         self.carried = defaultdict[str, list[tuple[int, int, int]]](list)  # edges, positions and turns of every wire
         for number, edge in enumerate(edges):
             for position, wire in enumerate(edge.route.wires):
-                self.carried[wire].append((number, position, 0))
+                self.carried[wire].append((number, position, min(edge.source, edge.target)))
         for wire, uses in self.carried.items():
-            of = {n: (edges[n].hop, edges[n].earliest) for n, *_ in uses}
-            turns = {one: turn for turn, one in enumerate(sorted({*of.values()}))}
-            self.carried[wire] = [(n, position, turns[of[n]]) for n, position, _ in uses]
+            turns = {one: turn for turn, one in enumerate(sorted({earliest for *_, earliest in uses}))}
+            self.carried[wire] = [(n, position, turns[earliest]) for n, position, earliest in uses]
         kinds = [device.kind.key for device in plan.cluster.devices]
-        self.devices = _numbered({d: (n, kinds[d]) for n, stage in enumerate(plan.stages) for d in stage.devices})
-        self.wires = dict.fromkeys(self.carried, 0)
+        there = sorted((d, n) for n, stage in enumerate(plan.stages) for d in stage.devices)
+        self.devices = _numbered(
+            {d: (n, kinds[d]) for d, n in there}
+        )  # in order: the earliest of a class stands for it
+        self.wires = _numbered({wire: _in_turn(sums.get(wire, ())) for wire in {**self.carried, **sums}})
         self.classes = [0] * len(edges)
 
     def found(self) -> Alike | None:
@@ -142,8 +155,7 @@ class _Refinement:
         ends = dict[tuple[int, int], tuple[int, int]]()
         first = dict[int, tuple[int, int]]()
         for edge, one in zip(self.edges, self.classes, strict=True):
-            if not edge.hop:
-                ends[edge.source, edge.target] = first.setdefault(one, (edge.source, edge.target))
+            ends[edge.source, edge.target] = first.setdefault(one, (edge.source, edge.target))
         return Alike(_standing(self.devices), ends, _standing(self.wires))
 
     def _divided(self) -> int:
@@ -152,23 +164,33 @@ class _Refinement:
             self.classes[number] = one
         met = {device: [(one, 0)] for device, one in self.devices.items()}
         for edge, one in zip(self.edges, self.classes, strict=True):
-            if not edge.hop:
-                met[edge.source].append((one, 1))
-                met[edge.target].append((one, 2))
+            met[edge.source].append((one, 1))
+            met[edge.target].append((one, 2))
         self.devices = _numbered({device: (own[0], *sorted(own[1:])) for device, own in met.items()})
         self.wires = _numbered(
             {
-                wire: (self.wires[wire], *sorted((self.classes[n], position, turn) for n, position, turn in uses))
-                for wire, uses in self.carried.items()
+                wire: (
+                    own,
+                    *sorted((self.classes[n], position, turn) for n, position, turn in self.carried.get(wire, ())),
+                )
+                for wire, own in self.wires.items()
             }
         )
         return len({*self.devices.values()}) + len({*self.wires.values()}) + len({*self.classes})
 
     def _of_edge(self, edge: _Edge) -> Hashable:
-        """What an edge is: members of a collective begin it together, and wait for all of it."""
-        ends = None if edge.hop else (self.devices[edge.source], self.devices[edge.target])
+        """What an edge is."""
+        ends = self.devices[edge.source], self.devices[edge.target]
         wires = tuple(self.wires[wire] for wire in edge.route.wires)
-        return edge.hop, edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, wires, ends
+        return edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, wires, ends
+
+
+def _in_turn(sums: Sequence[_Sum]) -> Hashable:
+    """The collectives on a wire. Of several that become ready at once, that goes first in which the earliest device has
+    part; messages go before all of them.
+    """
+    turns = {one: turn for turn, one in enumerate(sorted({one.earliest for one in sums}))}
+    return tuple(sorted((one.name, turns[one.earliest], one.hops) for one in sums))
 
 
 def _numbered(of: Mapping[Key, Hashable]) -> dict[Key, int]:

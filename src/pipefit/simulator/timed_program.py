@@ -12,12 +12,11 @@ Where devices stand for others (`simulator.alike`), so do transfers and wires.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from pipefit.actions import Message
 from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Hop, ring_from_owners, ring_sum, ring_to_owners
+from pipefit.cost.collectives import Exchange, brought_by_owners, sum_for_all, sum_for_owners
 from pipefit.places import Member
 from pipefit.simulator.alike import Alike
 from pipefit.simulator.timed_device import Collected, NamedParts, Own, TimedDevice
@@ -47,7 +46,7 @@ class TimedProgram:
         self._wires: dict[str, int] = {}
         self._numbers: dict[Hashable, int] = {}  # of messages and collectives
         self._members = _members(devices)
-        self._route = cache(cluster.route)
+        self._cluster = cluster
         self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
         self._own_parts: dict[NamedParts, Parts] = {}
         self.parts: list[Parts] = []
@@ -90,7 +89,7 @@ class TimedProgram:
         """The number of a collective of which this is an end."""
         key = begun.what, begun.turn
         if key not in self._numbers:
-            self._numbers[key] = self._ring(begun)
+            self._numbers[key] = self._exchange(begun)
         return self._numbers[key]
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
@@ -111,18 +110,16 @@ class TimedProgram:
             self._message_parts[key] = parts
         return self._add(parts, ends=2)
 
-    def _ring(self, begun: Collected) -> int:
-        """The number of a new collective, whose parts are the hops of a ring, with the delay of all its messages."""
-        begin, parts = self._members[begun.what], []
+    def _exchange(self, begun: Collected) -> int:
+        """The number of a new collective, of which every wire is a part, with the delay of all messages."""
+        begin = self._members[begun.what]
         members = begin if self._alike is None else self._alike.those_of(begin)
-        for hop in hops_of(members, begun):
-            source, target = Member.device(hop.source), Member.device(hop.target)
-            seconds, wires = self._part(source, target, hop.nbytes)
-            parts.append((seconds + (hop.messages - 1) * self._route(source, target).latency_seconds, wires))
-        return self._add(tuple(parts if self._alike is None else dict.fromkeys(parts)), ends=len(begin))
+        _, delay, wires = exchange_of(self._cluster, members, begun)
+        parts = ((delay + seconds, self._wires_of([wire])) for wire, seconds in wires.items())
+        return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
 
     def _part(self, source: Member, target: Member, nbytes: int) -> tuple[float, tuple[int, ...]]:
-        route = self._route(source, target)
+        route = self._cluster.route(source, target)
         return route.seconds(nbytes), self._wires_of(route.wires)
 
     def _wires_of(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -131,11 +128,11 @@ class TimedProgram:
         return tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names)
 
 
-def hops_of(members: list[int], begun: Collected) -> tuple[Hop, ...]:
-    """The hops of a collective: of a sum for all, of sums for owners, or of what owners bring to all."""
+def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
+    """What a collective is: a sum for all, sums for owners, or what owners bring to all."""
     if begun.shares is None:
-        return ring_sum(members, begun.nbytes)
-    return (ring_to_owners if begun.reduces else ring_from_owners)(begun.replicas, begun.shares)
+        return sum_for_all(cluster, members, begun.nbytes)
+    return (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
 
 
 def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:

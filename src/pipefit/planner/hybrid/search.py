@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group
 from pipefit.decisions import Decision, Run, What
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
@@ -310,10 +310,10 @@ class Search:
             classes = [self.classes[number] for number in self.states.classes(choice.take)]
             tables, kinds = self.tables[choice.degree], [self._kind(one) for one in classes]
             devices = [device for one in classes for device in one.devices]
-            (shards, replicas), cluster = choice.degree.rings(devices), self.question.cluster
-            passes = (tables.seconds(kind, Ring.of(cluster, shards), again=way.again) for kind in kinds)
+            (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
+            passes = (tables.seconds(kind, Group.of(cluster, shards), again=way.again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
-            each, end = tables.divided_seconds(times[0] + times[1], times[2], Ring.of(cluster, replicas), way.shard)
+            each, end = tables.divided_seconds(times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard)
             step = self.question.training.microbatches * each + end
             self._times[key] = Times(step, each, np.maximum(times[0], times[1]))
         return self._times[key]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.collectives import Ring
+from pipefit.cost.collectives import Group, Line
 from pipefit.cost.time import layer_seconds
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
@@ -31,7 +31,6 @@ from pipefit.planner.prices import ranges
 from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
 from pipefit.rows import dimensions
-from pipefit.work import Collective
 
 
 class Passes(NamedTuple):
@@ -142,30 +141,30 @@ class DegreeTables:
         how, again = self.question.training, "always" if way.again else self.question.options.recompute
         return surroundings(how.schedule, 0, stages_left, how.microbatches, again, versions=how.versions)
 
-    def seconds(self, kind: DeviceKind, ring: Ring | None = None, *, again: bool = False) -> Passes:
+    def seconds(self, kind: DeviceKind, group: Group | None = None, *, again: bool = False) -> Passes:
         """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
-        together around a ring, and a second forward before the backward if it runs `again`.
+        together as a `group`, and a second forward before the backward if it runs `again`.
         """
-        forward, backward, update = map(ranges, self.before(kind, ring))
+        forward, backward, update = map(ranges, self.before(kind, group))
         again = again or self.question.options.recompute != "never"
         return Passes(forward, backward + forward * again, update)
 
-    def before(self, kind: DeviceKind, ring: Ring | None = None) -> Passes:
+    def before(self, kind: DeviceKind, group: Group | None = None) -> Passes:
         """The same of the blocks before each edge, the loss with the last block."""
-        of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, ring)
+        of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, group)
         edges = np.array(self.question.edges)
         edges[-1] += 1
         return Passes(*(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True)))
 
-    def divided_seconds(self, each: Floats, update: Floats, ring: Ring, shard: Sharding) -> tuple[Floats, Floats]:
-        """The seconds of a microbatch and of the end of a step, of replicas around a ring that divide state: sums for
+    def divided_seconds(self, each: Floats, update: Floats, group: Group, shard: Sharding) -> tuple[Floats, Floats]:
+        """The seconds of a microbatch and of the end of a step, of a `group` of replicas that divide state: sums for
         owners, and what owners bring to the others, run beside the passes if these are divided.
         """
-        sums, brought = sum_seconds(ring, self.gradients), sum_seconds(ring, self.parameters) / 2
         if shard == "none":
-            return each, update + sums
-        end = update / self.degree.data + sums / 2 + brought
-        exchanged = {"optimizer": 0.0 * sums, "gradients": sums / 2, "parameters": sums / 2 + 2 * brought}[shard]
+            return each, update + together_seconds(group.sums, self.gradients)
+        sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, self.parameters))
+        end = update / self.degree.data + sums + brought
+        exchanged = {"optimizer": 0.0 * sums, "gradients": sums, "parameters": sums + 2 * brought}[shard]
         return np.maximum(each, exchanged), end
 
     @cached_property
@@ -233,10 +232,10 @@ class DegreeTables:
         return found
 
 
-def sum_seconds(ring: Ring, nbytes: Floats) -> Floats:
-    """Seconds of a sum of so many bytes around a ring, where no other transfer is under way."""
-    fixed, slope = (ring.seconds([Collective("all_reduce", number)]) for number in (0, 1 << 30))
-    found: Floats = np.where(nbytes > 0, fixed + (slope - fixed) / (1 << 30) * nbytes, 0.0)
+def together_seconds(ways: Sequence[Line], nbytes: Floats) -> Floats:
+    """Seconds of so many bytes in the fastest of these ways, where no other transfer is under way."""
+    every = np.minimum.reduce([way.delay_seconds + way.seconds_per_byte * nbytes for way in ways])
+    found: Floats = np.where(nbytes > 0, every, 0.0)
     return found
 
 

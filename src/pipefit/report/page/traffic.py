@@ -20,7 +20,7 @@ from pipefit.program import Program
 from pipefit.schedule import step_programs
 from pipefit.schedule.arenas import moved_by_devices
 from pipefit.simulator.timed_device import Collected, DeviceReader
-from pipefit.simulator.timed_program import hops_of
+from pipefit.simulator.timed_program import exchange_of
 
 
 class Stretch(NamedTuple):
@@ -55,16 +55,16 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
 
 
 def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
-    """The hops of every collective, around the rings by which their seconds are reckoned."""
-    rings: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
+    """The hops of every collective, the way by which its seconds are reckoned."""
+    found: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
     costs, moved = Costs.of(plan), moved_by_devices(plan, program)
     for device, actions in enumerate(program.actions):
         stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
         reader = DeviceReader(device, program, plan.cluster, stages, moved[device])
         for begun in (reader.collected(one) for one in actions if one.kind in COLLECTIVE and not one.wait):
-            rings.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
-    for begun, members in rings.values():
-        yield from hops_of(members, begun)
+            found.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
+    for begun, members in found.values():
+        yield from exchange_of(plan.cluster, members, begun).hops
 
 
 def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:
