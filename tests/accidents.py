@@ -51,6 +51,8 @@ def _happen(accident: str) -> None:
             asleep.sleep(1000)
         case "forks":
             os.fork()
+        case "falls asleep later":
+            asleep.tell()
         case "slow":
             asleep.sleep(1.5)
 

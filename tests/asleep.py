@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,23 @@ def sleep(seconds: float) -> None:
 
 def sleep_until(over: Callable[[], bool]) -> None:
     """Sleep until it is over."""
-    with _told():
-        while not over():
-            time.sleep(0.01)
+    tell()
+    while not over():
+        time.sleep(0.01)
+    if (mark := _mark()) is not None:
+        mark.unlink()
 
 
 def stop() -> None:
     """Stop this process, as SIGSTOP does."""
-    with _told():
-        os.kill(os.getpid(), signal.SIGSTOP)
+    tell()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def tell() -> None:
+    """This process falls asleep, if anybody wants to know."""
+    if (mark := _mark()) is not None:
+        mark.touch()
 
 
 def counted(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -55,13 +62,6 @@ def counted(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(launch, "Watch", lambda longest: Watch(longest, clock))
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Inside, this process has a file in the folder, if anybody wants to know."""
-    if (folder := os.environ.get(_FOLDER)) is None:
-        yield
-        return
-    mark = Path(folder, str(os.getpid()))
-    mark.touch()
-    yield
-    mark.unlink()
+def _mark() -> Path | None:
+    """The file of this process."""
+    return Path(os.environ[_FOLDER], str(os.getpid())) if _FOLDER in os.environ else None

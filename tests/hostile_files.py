@@ -77,7 +77,7 @@ def memory(field: str) -> int:
 def measured(path: Path) -> dict[str, Any]:
     """What `load` takes and says, in a fork: nothing that is freed is used again."""
     reading, writing = os.pipe()
-    if os.fork() == 0:
+    if (process := os.fork()) == 0:
         Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
         before, start = memory("VmRSS"), time.process_time()
         try:
@@ -94,7 +94,7 @@ def measured(path: Path) -> dict[str, Any]:
     os.close(writing)
     with os.fdopen(reading) as pipe:
         found = json.loads(pipe.read())
-    os.wait()
+    os.waitpid(process, 0)
     return {"size": path.stat().st_size, **found}
 
 

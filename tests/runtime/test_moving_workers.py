@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import asleep
 import pipefit
 from moving_plans import make_chain, make_wide
 from pipefit.cluster import Cluster
@@ -88,13 +89,16 @@ def test_a_worker_that_dies_leaves_no_shared_memory(accident: str) -> None:
     assert not segments()
 
 
-def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs() -> None:
+def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits for its own copy, not for others: it is named, not the neighbour that waits for it; in time."""
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=2, schedule="gpipe"), "host", "host", behind=0)
     link = Link.between("device0", "device1", "host0", bytes_per_second=1.0)
     plan = replace(plan, cluster=replace(plan.cluster, links=(link,)), decisions=plan.decisions[1:])
+    asleep.counted(monkeypatch, tmp_path / "asleep")
     with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs at 1WAIT_OFFLOAD0\[4.0\]@host"):
-        pipefit.train(make_chain, plan, steps=1, timeout_seconds=2)
+        pipefit.train(partial(make_chain, "falls asleep later"), plan, steps=1, timeout_seconds=2)
     assert mp.active_children() == []
 
 

@@ -57,6 +57,7 @@ START_SECONDS = 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two of them
 _GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
+_ENDING_SECONDS = 30.0  # for a worker to end, once it has closed its pipe: one that used a GPU takes a while
 _PHASES = {
     STARTING: "while it started",
     RENDEZVOUS: "while it waited for the others to start",
@@ -238,7 +239,7 @@ class _Supervisor:
         try:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
-            worker.process.join(timeout=_GRACE_SECONDS)  # a process that used a GPU takes a while to end
+            worker.process.join(timeout=_ENDING_SECONDS)
             starting, on_gpu = worker.heartbeat.action == STARTING, self.plan.cluster.backend == "cuda"
             worker.error = died(worker.process.exitcode, starting=starting, on_gpu=on_gpu)
             return

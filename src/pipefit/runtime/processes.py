@@ -29,7 +29,7 @@ from pipefit.runtime.sockets_folder import make_sockets_folder
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-_ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
+_ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
 # What the fork server imports; making an optimizer imports the last
 _IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]
