@@ -269,7 +269,7 @@ def controller(folder: Path) -> Iterator[dict[str, str]]:
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
     with subprocess.Popen(["slurmctld", "-D"], env=environment, stdout=DEVNULL, stderr=DEVNULL) as process:
         try:
-            for _ in range(100):
+            for _ in range(600):
                 if not subprocess.run(["sinfo"], env=environment, capture_output=True, check=False).returncode:
                     break
                 time.sleep(0.1)
