@@ -144,10 +144,11 @@ class Stage:
         return self.devices[0]
 
 
-def dividing(size: int, data: int, batch: int | None) -> str:
+def dividing(size: int, data: int, batch: int | None, microbatches: int = 1) -> str:
     """What so many replicas could divide instead of microbatches of `size` samples, in words.
 
-    `batch` is that of a step, if it was asked for: then microbatches divide it.
+    `batch` is that of a step, if it was asked for: then microbatches divide it; another batch is one of at least so
+    many `microbatches`.
     """
     if batch is None:
         sizes = [size - size % data, size + -size % data]
@@ -156,5 +157,6 @@ def dividing(size: int, data: int, batch: int | None) -> str:
         sizes = [*[number for number in every if number < size][-1:], *[n for n in every if n > size][:1]]
     if sizes := [number for number in sizes if number]:
         return f"microbatches of {' or '.join(map(str, sizes))} samples"
-    batches = [number for number in ((batch or 0) // data * data, -(-(batch or 0) // data) * data) if number]
+    whole = data * microbatches
+    batches = [number for number in ((batch or 0) // whole * whole, -(-(batch or 0) // whole) * whole) if number]
     return f"a batch of {' or '.join(map(str, batches))} samples"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import lcm
 
 from pipefit.alternatives import Alternative
 from pipefit.cluster import Cluster
@@ -74,12 +75,14 @@ class Plan(Shown):
     def _check_slices(self) -> None:
         """Check that replicas can divide a microbatch, and that the profile knows what a slice costs."""
         size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
+        every, asked = lcm(*(stage.grid.data for stage in self.stages)), self.training
         for number, stage in enumerate(self.stages):
             data = stage.grid.data
             if size % data:
                 raise UsageError(
                     f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
-                    f"equally: use {dividing(size, data, self.training.batch_size)}, or another number of replicas"
+                    f"equally: use {dividing(size, every, asked.batch_size, asked.microbatches)}, or another number of "
+                    "replicas"
                 )
             if size // data not in known:
                 raise UsageError(

@@ -19,7 +19,7 @@ from pipefit.schedule import ENDLESS, Entered, lower, lower_evaluation
 from pipefit.sharing import SharedParameter
 from pipefit.training import Training, Versions
 from pipelines import equal_profile, make_cluster, make_plan
-from profiles_in_slices import gridded
+from profiles_in_slices import gridded, resized
 
 
 def divided(schedule: str, shard: Sharding, versions: Versions = "weights") -> Plan:
@@ -172,6 +172,16 @@ def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: i
             "2 replicas that divide optimizer, and versions='everything' gives every version",
         ),
         (gridded(2, 1), 3, "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them"),
+        (
+            gridded(3, 2, samples=12),
+            9,
+            "stage 1 has 2 replicas, which .* 9 samples .* leave out 3 of them, or give the batch 3 more",
+        ),
+        (
+            gridded(3, 2, samples=12),
+            7,
+            "stage 0 has 3 replicas, which .* 7 samples .* leave out 1 of them, or give the batch 5 more",
+        ),
     ],
 )
 def test_what_replicas_cannot_do_is_refused(plan: Plan, last: int | None, message: str) -> None:
@@ -185,12 +195,28 @@ def test_replicas_that_no_plan_can_have_are_refused() -> None:
     plan = make_plan(equal_profile(2), [1, 1], cluster=make_cluster(6))
     stages = (Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)), Stage(start=1, stop=2, grid=Grid.of(3)))
     with pytest.raises(
-        UsageError, match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use a batch of 3 or 6"
+        UsageError,
+        match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use a batch of 12 samples",
     ):
         replace(plan, stages=stages)
     sizes = replace(plan.profile, measurements=(replace(plan.profile.measurements[0], microbatch_size=6),))
     with pytest.raises(UsageError, match=r"slices of 2 samples, and .* at 6: .* microbatch_size=\(6, 2\)\) does"):
         replace(plan, stages=stages, profile=sizes, training=Training(batch_size=6, microbatches=1))
+
+
+def test_a_batch_that_is_named_instead_works() -> None:
+    """Of degrees that differ from stage to stage all divide the microbatches of it, as many as before."""
+    plan = gridded(3, 2, samples=6)
+    one, sizes = plan.profile.measurements[0], (1, 2, 3, 4, 6)
+    profile = replace(plan.profile, measurements=tuple(resized(one, size) for size in sizes))
+    asked = Training(batch_size=8, microbatches=2)
+    with pytest.raises(UsageError, match="cannot divide a microbatch of 4 samples equally: use a batch of 12 samples"):
+        replace(plan, profile=profile, training=asked)
+    assert replace(plan, profile=profile, training=replace(asked, batch_size=12)).training.microbatch_size == 6
+    asked = Training(batch_size=12, microbatches=3)
+    with pytest.raises(UsageError, match="use microbatches of 6 samples"):
+        replace(plan, profile=profile, training=asked)
+    assert replace(plan, profile=profile, training=replace(asked, microbatches=2)).training.microbatch_size == 6
 
 
 def test_degrees_that_are_no_grid_are_refused() -> None:

@@ -9,6 +9,7 @@ the receivers evenly. Gradients are summed over devices that hold the same shard
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 
 from pipefit.actions import SENDS, Action, Kind, Subject
 from pipefit.decisions import Decision, State, What
@@ -137,9 +138,10 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     stage, data = plan.stages[number], plan.stages[number].grid.data
     where = f"stage {number} has {data} replicas"
     if last is not None and last % data:
+        every = lcm(*(one.grid.data for one in plan.stages))
         raise UsageError(
             f"{where}, which cannot divide the {last} samples of the last microbatch equally: leave out "
-            f"{last % data} of them, or give the batch {-last % data} more"
+            f"{last % every} of them, or give the batch {-last % every} more"
         )
     for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):
         if cost.alone:
