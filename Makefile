@@ -1,4 +1,5 @@
-# make demo | test | gallery | mutants | fuzz | tools | check | docs | schemas | format.  Each makes .venv first where it is missing or out of date.
+# make demo | test | gallery | mutants | fuzz | tools | allocator | check | docs | schemas | format.
+# Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds. Of the 15,000 files that it installs a tenth are
 # imported: pip need not compile all, and a first plan leaves the byte code of these. Where Python is told to write none,
 # every call would compile them again, which takes half as long as an answer.
@@ -7,7 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants fuzz tools check docs schemas format
+.PHONY: demo test gallery mutants fuzz tools allocator check docs schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -43,6 +44,11 @@ tools: $(VENV)/.installed
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
 		--target build/tools $(TOOLS) $(TOOLS_NEED)
 	PYTHONPATH=$(CURDIR)/build/tools $(RUN)/python -m pytest -m "gallery or not gallery" tests/export tests/zoo/test_configurations.py
+
+# The simulated allocator beside torch's own, of torch's CUDA build: half a gigabyte for a library of 600 kB.
+allocator: $(VENV)/.installed
+	$(RUN)/python tests/allocator/own/build.py build/allocator
+	$(RUN)/python -m pytest tests/allocator/test_torchs_own.py
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -111,6 +111,14 @@ def test_before_it_runs_out_of_memory_it_gives_back_its_cache(text: str, seed: i
     assert found.retries
 
 
+def test_a_segment_grows_by_what_is_missing_up_to_the_end_of_memory() -> None:
+    """Of 40 MiB for the first tensor 10 are free, so that one page of 20 MiB is enough for 25, and 64 MiB for both."""
+    found = allocator("expandable_segments:True", 64 * MIB)
+    found.allocate(30 * MIB)
+    found.allocate(25 * MIB)
+    assert (found.reserved, found.retries) == (60 * MIB, 0)
+
+
 @given(st.integers(1, 1 << 34))
 def test_one_tensor_reserves_its_segment(nbytes: int) -> None:
     """2 MiB up to 1 MiB, 20 MiB below 10 MiB, then multiples of 2 MiB; expandable, pages of 2 and of 20 MiB."""

@@ -53,7 +53,9 @@ class CachingAllocator:
         if capacity is None and settings.memory_fraction < 1:
             raise UsageError("per_process_memory_fraction is a part of the device's memory: say its capacity")
         self.settings, self.capacity, self.taken = settings, capacity, taken
-        self._limit = None if capacity is None else int(settings.memory_fraction * capacity)
+        self._limit = (
+            None if settings.memory_fraction == 1 or capacity is None else int(settings.memory_fraction * capacity)
+        )
         self.requested = self.allocated = self.reserved = 0
         self.retries = 0  # how often cached segments were given back because the driver had no memory left
         self._peak_requested = self._peak_allocated = self._peak_reserved = 0
@@ -245,7 +247,7 @@ class CachingAllocator:
 
     def _out_of_memory(self, nbytes: int) -> str:
         reserved, capacity = format_bytes(self.reserved - self.allocated), self.capacity or 0
-        left = max(0, min(capacity - self.taken, self._limit or 0) - self.reserved)
+        left = max(0, min(capacity - self.taken, self._limit or capacity) - self.reserved)
         return (
             f"no room for {format_bytes(nbytes)}: {format_bytes(self.allocated)} are allocated and {reserved} more are "
             f"reserved, and of the device's {format_bytes(capacity)} {format_bytes(left)} are left: "
