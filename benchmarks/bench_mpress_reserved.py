@@ -6,11 +6,9 @@ bytes, and what the process takes with context and communicators; and how many d
 
     PYTHONPATH=src:benchmarks OMP_NUM_THREADS=1 python benchmarks/bench_mpress_reserved.py [--only WORD ...] [--tables]
 
-Half a minute of the CPU for a plan of GPT, two for one of Bert, because a dry run with the allocator runs every layer,
-and under PipeDream every microbatch; of these there are 8 in each of two steps instead of M, after which all has
-happened that does under PipeDream. Each row is written to the JSON as soon as it is there, and a row that is there is
-not made again. `--only` takes machines, models and microbatches, as there. `--tables` runs nothing, and puts the tables
-of the JSON into docs/compaction.md.
+Half a minute of the CPU for a plan, because a dry run with the allocator runs every layer. Each row is written to the
+JSON as soon as it is there, and a row that is there is not made again. `--only` takes machines, models and
+microbatches, as there. `--tables` runs nothing, and puts the tables of the JSON into docs/compaction.md.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from pipefit.zoo import build
 
 RESULTS = Path(__file__).parent / "results" / "mpress_reserved.json"
 SETTINGS = {"fixed": AllocatorSettings(), "expandable": AllocatorSettings(expandable=True)}
-ENDLESS = 8  # microbatches in each of two steps under a schedule that never empties the pipeline
 GIB = 1 << 30
 COLUMNS = (
     "machine", "model", "M", "plan", "segments", "requested", "allocated", "reserved", "process", "memory", "short",
@@ -74,9 +71,6 @@ def measured(asked: Asked, way: str) -> list[Row]:
     """The rows of a plan."""
     chosen = WAYS[way]
     plan = solved(asked.question(chosen.means), PLANNERS[chosen.planner], name=chosen.planner)
-    if plan.training.endless:
-        few = replace(plan.training, batch_size=ENDLESS * asked.job.microbatch, microbatches=ENDLESS)
-        plan = replace(plan, training=few)
     task = build(asked.job.model, size=asked.size)
     if asked.job.precision != "float32":
         task = replace(task, precision=asked.job.precision)

@@ -181,15 +181,6 @@ def test_of_equal_layers_all_are_run() -> None:
     assert one.peak_bytes == certify(task, plan).peak_bytes
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
-def test_endless_schedules_reserve_too(found: ModelProfile, schedule: str) -> None:
-    """Under them all microbatches are run; requested bytes are those of a dry run that folds them."""
-    plan = plan_of(wide(), [2, 4], size=700, microbatches=4, schedule=schedule, profiled=found)
-    trace = certify(wide(), plan, allocator=DEFAULT)
-    assert trace.peak_bytes == certify(wide(), plan).peak_bytes
-    assert all(device.allocator.reserved_bytes >= device.peak_bytes for device in trace.devices)
-
-
 def program_of(found: ModelProfile) -> Program:
     """Three microbatches, of which the second stands for the third."""
     return lower(plan_of(wide(), [6], size=700, microbatches=3, schedule="gpipe", profiled=found))

@@ -8,7 +8,7 @@ certified before anyone pays for a GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -35,7 +35,8 @@ from pipefit.program import Program
 from pipefit.runtime.assembly import assemble
 from pipefit.runtime.company import Company, casts
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
-from pipefit.runtime.endless_folding import Effects, fewer, labels
+from pipefit.runtime.endless_folding import Effects, fewer, labels, turns
+from pipefit.runtime.endless_lives import EndlessLives
 from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
@@ -81,7 +82,7 @@ def certify(
 
     With settings of CUDA's caching `allocator`, which only the target `cuda` has, the trace also says what a GPU
     allocates and reserves (`DeviceTrace.allocator`). All layers are run then, since what is reserved depends on where
-    each block lies; under an endless schedule, all microbatches too.
+    each block lies.
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
@@ -150,7 +151,7 @@ class _Ran(NamedTuple):
 
     samples: list[list[MemorySample]]
     alike: bool = True
-    lives: dict[int, LivesOf] = {}
+    lives: Mapping[int, LivesOf | EndlessLives] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +173,11 @@ class _DryRun:
 
     def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
         """All steps, with those layers and microbatches that stand for all if `fold`."""
-        if not fold or (self.reserves and is_endless(self.plan)):
+        if not fold:
             return self._whole(fake)
-        if self.reserves:
-            return self._all_layers(fake)
-        return self._endless(fake) if is_endless(self.plan) else self._folded(fake)
+        if is_endless(self.plan):
+            return self._endless(fake)
+        return self._all_layers(fake) if self.reserves else self._folded(fake)
 
     def trace(self, ran: _Ran, allocator: AllocatorSettings | None) -> Trace:
         """What all devices held, and what an allocator with such settings makes of it."""
@@ -219,23 +220,32 @@ class _DryRun:
         """An endless schedule, with those microbatches that stand for all."""
         last = len(self.programs) - 1
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
-        executed = fewer(self.plan, wanted)
-        short = Shortened.none(self.plan, executed[-1], self._chain(fake))
-        runners, company = self._company(fake, short, kin(self.plan, [*wanted, *executed], self.lending.arenas))
+        executed = fewer(self.plan, wanted, again=self.reserves)
+        short = self._everything(fake)
+        runners, company = self._company(fake, short, kin(self.plan, wanted, self.lending.arenas))
         effects = {account: Effects(account.rest) for account in company.devices_of}
+        lives = {account: EndlessLives() for account in company.devices_of if self.reserves}
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
             company.learn()
             for account, devices in company.devices_of.items():
                 effects[account].learn(known[devices[0]], account.changes)
+                if self.reserves:
+                    lives[account].learn(known[devices[0]], account.before, account.lives)
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
-        for step, (program, known) in enumerate(zip(wanted, labels(self.plan, wanted), strict=True)):
+        of_steps = labels(self.plan, wanted)
+        for step, (program, known) in enumerate(zip(wanted, of_steps, strict=True)):
             for account, (first, *others) in company.devices_of.items():
                 found = list(effects[account].samples(step, program.actions[first], known[first]))
                 samples[first] += found
                 for other in others:
                     samples[other] += _named(found, program.actions[other])
-        return _Ran(samples) if company.alike else self._whole(fake)
+        for account, own in lives.items():
+            of_device = [known[company.devices_of[account][0]] for known in of_steps]
+            own.unfold(of_device, turns(self.plan, of_device))
+        alike = company.alike and all(own.consistent for own in lives.values())
+        told = {n: own for account, own in lives.items() for n in company.devices_of[account]}
+        return _Ran(samples, lives=told) if alike else self._whole(fake)
 
     def _folded(self, fake: FakeTarget) -> _Ran:
         """Those layers, microbatches and devices that stand for all."""

@@ -27,7 +27,7 @@ from pipefit.cost.residency import Whereabouts
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.places import Member
-from pipefit.program import Program
+from pipefit.program import UncheckedProgram
 from pipefit.runtime.block_table import BlockTable, pieces
 from pipefit.runtime.copying import Copier, Part, Slot
 from pipefit.runtime.lending import Borrowed
@@ -134,10 +134,10 @@ class Mover:
     ) -> None:
         self.number, self.cluster, self.stages = number, cluster, stages
         self.borrowed, self.copier, self.resized = borrowed, copier, resized
-        self._program: Program | None = None
+        self._program: UncheckedProgram | None = None
         self._wanted: dict[tuple[int, int | None], dict[int, set[int | str]]] = {}
 
-    def begin(self, program: Program) -> None:
+    def begin(self, program: UncheckedProgram) -> None:
         """`program` is executed from now on."""
         if program is self._program:
             return

@@ -18,7 +18,7 @@ from pipefit.actions import COPIES, OF_ROWS, RECEIVES, SENDS, Action, Kind
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
-from pipefit.program import Program, shifted
+from pipefit.program import UncheckedProgram, shifted
 from pipefit.runtime.absent import received, to_send
 from pipefit.runtime.buffers import held_buffers
 from pipefit.runtime.collectives import EXECUTED, Collectives, Resized
@@ -71,7 +71,9 @@ class DeviceRunner:
         self._before = 0  # microbatches of the steps before, under an endless schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
         self._flights: dict[tuple[int, int | None], Flight] = {}
-        self._instructions_of: dict[int, tuple[Program, Instructions]] = {}  # by the program's id; it is kept alive
+        self._instructions_of: dict[
+            int, tuple[UncheckedProgram, Instructions]
+        ] = {}  # by the id of the program, kept alive
         self._training = True
         self._weights: Sequence[float] = ()
         self._inputs: Sequence[Microbatch] = ()
@@ -91,7 +93,7 @@ class DeviceRunner:
         inputs: Sequence[Microbatch],
         targets: Sequence[Microbatch],
         *,
-        program: Program | None = None,
+        program: UncheckedProgram | None = None,
         weights: Sequence[float] | None = None,
         specializations: Mapping[int, Sequence[Specialization]] | None = None,
         training: bool = True,
@@ -139,7 +141,7 @@ class DeviceRunner:
             oldest = self._before - len(self.plan.stages)  # no more are ever in flight
             self._specializations = {m: one for m, one in self._specializations.items() if m >= oldest}
 
-    def _instructions(self, program: Program) -> Instructions:
+    def _instructions(self, program: UncheckedProgram) -> Instructions:
         """The actions of this device in `program`, with text and stream; made once for each program."""
         if id(program) not in self._instructions_of:
             self._instructions_of[id(program)] = program, instructions(program.actions[self.number])
