@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pipefit.allocator import AllocatorSettings
+from pipefit.cluster import Cluster
 from pipefit.grids import SHARDINGS, Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -23,6 +24,7 @@ from pipefit.runtime.owning_meter import Event
 from pipefit.runtime.representatives import kin, owned_layers
 from pipefit.schedule import step_programs
 from pipefit.trace import Trace
+from pipefit.training import Training
 from replicated import precise, replicated
 from sampled import seeds
 from slices import random_grids, sliced_plan
@@ -96,6 +98,20 @@ def test_some_devices_tell_what_all_allocate_and_reserve(found: ModelProfile, se
     """Every sample by category, and what the allocator of every GPU reserves, are those of a run of all devices."""
     plan = on_gpus(drawn(found, seed, clip_norm=None if seed % 3 else 1.0))
     assert_told_of_all(wide(), plan, allocator=AllocatorSettings())
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
+    """Of eight replicas that divide six layers, as many times as there are answers."""
+    own = profile(wide(), microbatch_size=(8, 1), target="cuda")
+    grid = Grid(devices=tuple(range(8)), data=8, shard=shard)
+    training = Training(batch_size=16, microbatches=2)
+    stages = (Stage(start=0, stop=6, grid=grid),)
+    plan = on_gpus(Plan(profile=own, cluster=Cluster.emulated((8, 1 << 30)), training=training, stages=stages))
+    with mock.patch.object(dry_run, "allocator_peaks", wraps=dry_run.allocator_peaks) as asked:
+        trace, count = run_devices(wide(), plan, allocator=AllocatorSettings())
+    assert count == 2
+    assert asked.call_count == len({device.allocator for device in trace.devices}) < 8
 
 
 @pytest.mark.parametrize("seed", seeds(4, of=60))
