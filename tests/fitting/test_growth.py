@@ -21,8 +21,9 @@ from pipefit.fitting import certified
 from pipefit.fitting.certified import find
 from pipefit.fitting.growth import Demand, Growth, batch, devices, memory, setting, with_devices
 from pipefit.places import Member, MemberKind
-from pipefit.planner import plan
+from pipefit.planner import Answer, plan
 from pipefit.profiler import profile
+from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.trace import Trace
@@ -123,6 +124,57 @@ def test_alternatives_are_those_of_the_answer_alone() -> None:
     assert [one.plan.alternatives for one in found.tried if one.value != found.best.value] == [()] * (
         len(found.tried) - 1
     )
+
+
+LEAN = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        pytest.param(setting("layers", trained, LEAN, range(2, 60)), marks=pytest.mark.gallery),
+        pytest.param(
+            batch(trained(6), replace(LEAN, microbatch_size=None), range(1, 1 << 20)), marks=pytest.mark.gallery
+        ),
+        memory(trained(6), LEAN, range(256, 1 << 20, 256)),
+    ],
+    ids=lambda growth: growth.name,
+)
+def test_plans_that_are_soon_made_spare_searches(growth: Growth) -> None:
+    """Few values are searched. The answer is no worse than that of searching every value, whose search may end before
+    it finds what fits; it is the edge of what is soon found or goes beyond it, and all that is soon found fits in a
+    dry run.
+    """
+    searched = list[int]()
+
+    def counting(known: OnDemand, value: int) -> Answer:
+        searched.append(value)
+        return growth.plan(known, value)
+
+    found = find(replace(growth, plan=counting), certify=False)
+    few, sense = len(searched), 1 if growth.sense == "largest" else -1
+    every = find(replace(growth, plan=counting, searches=False), certify=False)
+    assert sense * found.best.value >= sense * every.best.value
+    assert few < len(searched) - few and found.beyond and found.beyond.value in searched[:few]
+    soon = [one for one in found.tried if one.value not in searched[:few]]
+    assert soon and max(sense * one.value for one in soon) <= sense * found.best.value
+    for one in (found.best, *soon):
+        assert max(certify(growth.task(one.value), one.plan).peak_bytes) <= min(one.plan.cluster.budgets)
+
+
+def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None:
+    """As a search may that ends at its limit of work: the value fits, and its plan is the one that shows it."""
+    growth = setting("layers", trained, LEAN, range(2, 60))
+    lacking = Cluster.emulated((2, 64))
+
+    def in_vain(known: OnDemand, value: int) -> Answer:
+        return replace(LEAN, planner="exact").plan(known, lacking)
+
+    found = find(replace(growth, plan=in_vain), certify=False)
+    again = growth.soon(growth.profiles(found.best.value), found.best.value)
+    assert again is not None
+    assert (found.best.plan.stages, found.best.plan.decisions) == (again.plan.stages, again.plan.decisions)
+    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1) is None
 
 
 @pytest.mark.parametrize("planner", ["exact", "joint"])

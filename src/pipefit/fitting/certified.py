@@ -1,21 +1,24 @@
 """The search: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
 
-A plan costs a profile over fake tensors and a search; a dry run costs every action of two steps. So the search
-uses plans, and only the two neighbours are run. Where a dry run contradicts its plan, the search goes on with the peaks
-of the dry run. Alternatives are looked for to the plan of the answer alone.
+Most values have a plan that is soon made and fits, or are far beyond those that have one. So the values are gone
+through with such plans first, and with whole searches only from the last of them on, mostly of that one and a few more.
+A dry run costs every action of two steps: only the two neighbours are run. Where one contradicts its plan, the search
+goes on with the peaks of the dry run. Alternatives are looked for to the plan of the answer alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fits import Attempt, Fit
 from pipefit.fitting.attempts import attempt
 from pipefit.fitting.growth import Growth
-from pipefit.fitting.search import Edge, edge
+from pipefit.fitting.search import edge
 from pipefit.planner import Answer
+from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify as dry_run
 
 Progress = Callable[[int, int, str], None]
@@ -36,64 +39,134 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         UsageError: every value is refused; with the first refusal. Or no plan can be made as demanded.
     """
     search = _Search(growth, progress)
+    found = search.edge()
     while True:
-        found = edge(search.holds, growth.values)
-        new = [value for value in found if value is not None and search.known[value].certified_bytes is None]
-        if not (certify and new):
+        search.settle(found.fits)
+        tried = [value for value in (found.fits, found.beyond) if value is not None]
+        new = [value for value in tried if certify and search.known[value].certified_bytes is None]
+        contradicted = list(map(search.certify, new))
+        if not any(contradicted):
             return _answer(growth, search, found)
-        for value in new:
-            search.certify(value)
+        found = search.edge_of_all()
+
+
+class _Neighbours(NamedTuple):
+    """The last value that fits, and the next one, which does not; None where there is no such."""
+
+    fits: int | None
+    beyond: int | None
 
 
 @dataclass
 class _Search:
-    """What has been tried so far. The statement is "it fits" while growing, and "it does not fit" while shrinking."""
+    """What has been tried so far."""
 
     growth: Growth
     progress: Progress | None
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    soon: dict[int, Attempt | None] = field(default_factory=dict)  # what fits by a plan that is soon made
     fitting: tuple[int, Answer] | None = None  # the last that fits; earlier ones would hold all that was searched
 
-    def holds(self, value: int) -> bool | None:
-        """The statement at `value`; None where it is refused."""
-        if value not in self.known and value not in self.refused:
-            self._say("planning", value)
-            try:
-                profiles = self.growth.profiles(value)
-            except UsageError as refusal:
-                self.refused[value] = str(refusal)
-            else:
-                found = self.growth.plan(profiles, value)
-                self.known[value] = attempt(value, found.plan)
-                self.fitting = (value, found) if self.known[value].fits else self.fitting
-        known = self.known.get(value)
-        return None if known is None else known.fits == (self.growth.sense == "largest")
+    def edge(self) -> _Neighbours:
+        """The neighbours by plans: by those that are soon made first, then by whole ones from their edge on."""
+        values = self.growth.values
+        if not self.growth.searches:
+            return self.edge_of_all()
+        if self.growth.sense == "largest":
+            last = edge(self._fits_soon, values).holds
+            onwards = values if last is None else values[values.index(last) :]
+        else:
+            last = edge(lambda value: _negated(self._fits_soon(value)), values).fails
+            onwards = values if last is None else values[values.index(last) :: -1]
+        return self.edge_of_all() if last is None else _Neighbours(*edge(self._fits, onwards))
 
-    def certify(self, value: int) -> None:
-        """Replace the planned peaks by those of the dry run."""
+    def edge_of_all(self) -> _Neighbours:
+        """The neighbours by whole plans, and by dry runs where there were some."""
+        if self.growth.sense == "largest":
+            return _Neighbours(*edge(self._fits, self.growth.values))
+        return _Neighbours(*reversed(edge(lambda value: _negated(self._fits(value)), self.growth.values)))
+
+    def settle(self, value: int | None) -> None:
+        """Have a whole plan of the last value that fits; the one that was soon found, where no other is."""
+        if value is None or value in self.known:
+            return
+        self._plan(value)
+        soon = self.soon[value]
+        if soon is not None and not self.known[value].fits:
+            self.known[value], self.fitting = soon, (value, Answer(soon.plan))
+
+    def certify(self, value: int) -> bool:
+        """Replace the planned peaks by those of the dry run: whether that contradicts the plan."""
         self._say("dry run of", value)
         planned = self.known[value]
         trace = dry_run(self.growth.task(value), planned.plan)
         self.known[value] = replace(planned, certified_bytes=trace.peak_bytes)
+        return self.known[value].fits != planned.fits
 
     def complete(self, value: int) -> Attempt:
         """The attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit where its plan did
-            self.fitting = value, self.growth.plan(self.growth.profiles(value), value)
+            found = self.growth.plan(self.growth.profiles(value), value)
+            soon = Answer(self.known[value].plan)
+            self.fitting = value, found if attempt(value, found.plan).fits else soon
         return replace(self.known[value], plan=self.fitting[1].complete())
+
+    @property
+    def tried(self) -> tuple[Attempt, ...]:
+        """What is known of every value that was tried, rising."""
+        soon = {value: found for value, found in self.soon.items() if found is not None}
+        return tuple(found for _, found in sorted({**soon, **self.known}.items()))
+
+    def _fits_soon(self, value: int) -> bool | None:
+        """Whether a plan that is soon made fits; None where the value is refused."""
+        if value not in self.soon and value not in self.refused:
+            profiles = self._profiles(value, "a first look at")
+            if profiles is not None:
+                self.soon[value] = self.growth.soon(profiles, value)
+        return None if value in self.refused else self.soon[value] is not None
+
+    def _fits(self, value: int) -> bool | None:
+        """Whether a plan fits; None where the value is refused."""
+        if value not in self.known and value not in self.refused:
+            if self.soon.get(value) is not None:
+                return True
+            self._plan(value)
+        known = self.known.get(value)
+        return None if known is None else known.fits
+
+    def _plan(self, value: int) -> None:
+        """Plan a value in a whole search, unless it is refused."""
+        profiles = self._profiles(value, "planning")
+        if profiles is not None:
+            found = self.growth.plan(profiles, value)
+            self.known[value] = attempt(value, found.plan)
+            self.fitting = (value, found) if self.known[value].fits else self.fitting
+
+    def _profiles(self, value: int, what: str) -> OnDemand | None:
+        """The profiles of a value; None where it is refused."""
+        self._say(what, value)
+        try:
+            return self.growth.profiles(value)
+        except UsageError as refusal:
+            self.refused[value] = str(refusal)
+            return None
 
     def _say(self, what: str, value: int) -> None:
         if self.progress is not None:
-            done = len(self.known)
+            done = len(self.tried)
             self.progress(done, done + 1, f"{what} {self.growth.named(value)}")
 
 
-def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
+def _negated(statement: bool | None) -> bool | None:
+    return None if statement is None else not statement
+
+
+def _answer(growth: Growth, search: _Search, found: _Neighbours) -> Fit:
     if not search.known:
         raise UsageError(next(iter(search.refused.values())))
-    best, beyond = (found.holds, found.fails) if growth.sense == "largest" else (found.fails, found.holds)
+    best, beyond = found
     if best is None:
         assert beyond is not None  # something was tried
         raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")
@@ -103,6 +176,6 @@ def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
         sense=growth.sense,
         best=search.known[best],
         beyond=None if beyond is None else search.known[beyond],
-        tried=tuple(search.known[value] for value in sorted(search.known)),
+        tried=search.tried,
         refused=search.refused,
     )

@@ -14,11 +14,12 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.fits import Sense, named_value
-from pipefit.fitting.attempts import attempt
+from pipefit.fits import Attempt, Sense, named_value
+from pipefit.fitting.attempts import attempt, soon_fitting
 from pipefit.fitting.on_the_way import Proposal, plan_on_the_way, sizes_asked
 from pipefit.places import Member, MemberKind
-from pipefit.planner import ON_GRIDS, Answer, Asked, Means
+from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question
+from pipefit.planner.spaces import Numbers
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Target
 from pipefit.schedule.whole_stages import Recompute
@@ -83,6 +84,37 @@ class Demand:
         known(microbatch_size or self.microbatch_size or 1)
         return known
 
+    @property
+    def searches(self) -> bool:
+        """Whether a plan takes a search that a short one may spare: of `joint`, unless its stages are to have replicas
+        or shards.
+        """
+        return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
+
+    def soon(
+        self, value: int, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None
+    ) -> Attempt | None:
+        """An attempt that fits, if one is soon found: of the smallest microbatches on one device a stage."""
+        within, asked = cluster or self.cluster, self.asked(microbatch_size)
+        numbers = Numbers(
+            batch_size=asked.get("batch_size"),
+            microbatches=asked.get("microbatches"),
+            microbatch_size=asked.get("microbatch_size"),
+            schedule=self.schedule,
+        )
+        with suppress(UsageError):  # whoever plans it is told
+            size = numbers.sizes(known, chooses=True)[0]
+            costs = known(size)
+            question = Question(
+                profile=costs,
+                cluster=within,
+                training=numbers.training(size, costs, within),
+                options=Options(data=1, tensor=1, recompute=self.recompute, allow_infeasible=True),
+                means=asked["means"],
+            )
+            return soon_fitting(value, question)
+        return None
+
     def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
         """The plan, whether or not it fits: without shards, or with the fewest with which it fits; with sequence
         parallelism where it can be had and lowers what the planner minimises.
@@ -114,7 +146,8 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What grows, through which values, and what follows from each: the task, its profiles, and a plan for them.
+    """What grows, through which values, and what follows from each: the task, its profiles, a plan for them, and an
+    attempt that fits, if one is soon found; `searches` says that a plan is not soon made itself.
 
     A `UsageError` from the task or from its profiles means that the model cannot have this value, and the search goes
     on; one from the plan means that no plan can be made as demanded, and ends it.
@@ -126,6 +159,8 @@ class Growth:
     task: Callable[[int], Task]
     profiles: Callable[[int], OnDemand]
     plan: Callable[[OnDemand, int], Answer]
+    soon: Callable[[OnDemand, int], Attempt | None]
+    searches: bool
 
     def named(self, value: int) -> str:
         """`layers=12`, or `memory=13.50 GiB`."""
@@ -141,6 +176,8 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         task=make,
         profiles=lambda value: demand.profiles(make(value)),
         plan=lambda known, _: demand.plan(known),
+        soon=lambda known, value: demand.soon(value, known),
+        searches=demand.searches,
     )
 
 
@@ -161,6 +198,8 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda value: demand.profiles(task, value),
         plan=lambda known, value: demand.plan(known, microbatch_size=value),
+        soon=lambda known, value: demand.soon(value, known, microbatch_size=value),
+        searches=demand.searches,
     )
 
 
@@ -192,6 +231,8 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda _: known,
         plan=lambda known, number: demand.plan(known, with_devices(cluster, number)),
+        soon=lambda known, number: demand.soon(number, known, with_devices(cluster, number)),
+        searches=demand.searches,
     )
 
 
@@ -205,6 +246,8 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
         task=lambda _: task,
         profiles=lambda _: known,
         plan=lambda known, nbytes: demand.plan(known, with_memory(demand.cluster, nbytes)),
+        soon=lambda known, nbytes: demand.soon(nbytes, known, with_memory(demand.cluster, nbytes)),
+        searches=demand.searches,
     )
 
 

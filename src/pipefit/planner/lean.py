@@ -23,11 +23,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import ceil
 from typing import NamedTuple
 
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
+from pipefit.layer_costs import LayerCost
 from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
@@ -40,6 +42,7 @@ from pipefit.planner.spaces import counts_of
 from pipefit.planner.time import time
 from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from pipefit.texts import counted
 
 _WORK = 250_000  # actions that were read, after which no other plan is
@@ -96,6 +99,44 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
     if not found:
         raise refusal
     return min(found, key=lambda one: one[1].value)
+
+
+def at_hosts(question: Question, part: float) -> Found:
+    """The plan whose hosts update this part of every stage's blocks, and whose blocks all run again, with one device a
+    stage.
+
+    It is cut where stages without that optimizer state have the lowest peak. Hardly any plan fits where none of these
+    does, and it costs one simulation; steps are as long as they get.
+
+    Raises:
+        UsageError: it cannot be carried out, or is not allowed.
+    """
+    means = question.means
+    if not (means.host and means.state) or means.recompute == "never":
+        raise UsageError("hosts may not update layers, or nothing may run again")
+    split = exact(_without_state(question, part)).split
+    plan, found = plan_of(question, split), list[Decision]()
+    for number in range(len(plan.stages)):
+        runs = runs_of(question, plan, number, in_buckets=False)
+        found += moved(number, runs[: ceil(part * len(runs))], UPDATED, ahead=0)
+        found += ran_again(number, runs)
+    simulation = assembled(plan_of(question, split, decisions=tuple(found)))
+    value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
+    return Found(
+        split, question.objective, value, proven=False, decisions=simulation.plan.decisions, simulation=simulation
+    )
+
+
+def _without_state(question: Question, part: float) -> Question:
+    """The question of a model whose optimizer keeps so much less, and of which all stages run again."""
+
+    def less(cost: LayerCost) -> LayerCost:
+        state, early = (round((1 - part) * nbytes) for nbytes in (cost.state_bytes, cost.early_state_bytes))
+        return replace(cost, state_bytes=state, early_state_bytes=early)
+
+    measurements = tuple(replace(one, kinds=tuple(map(less, one.kinds))) for one in question.profile.measurements)
+    options = replace(question.options, recompute="always")
+    return replace(question, profile=replace(question.profile, measurements=measurements), options=options)
 
 
 class _Search:
