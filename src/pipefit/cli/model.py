@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipefit.errors import PipefitError, UsageError, in_one_line
-from pipefit.texts import meant
+from pipefit.texts import meant, printable
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -210,10 +210,18 @@ def _factory(source: str, name: str) -> Callable[..., object]:
     return cast("Callable[..., object]", found)
 
 
+def _as_module(file: str) -> str:
+    """How a file is written as a module, which is found in the current folder and below."""
+    path, here = os.path.abspath(file), os.path.join(os.getcwd(), "")
+    folder, name = ("", path.removeprefix(here)) if path.startswith(here) else os.path.split(path)
+    written = f"write {name[:-3].replace(os.sep, '.')}:factory without .py"
+    return f"{written}, in the folder {printable(folder)}" if folder else written
+
+
 def _module(source: str) -> Any:
     """The module of that name; the current folder comes first, as with `python -m`."""
     if source.endswith(".py"):
-        raise UsageError(f"{source!r} is a file: write {source[:-3].replace(os.sep, '.')}:factory without .py")
+        raise UsageError(f"{source!r} is a file: {_as_module(source)}")
     if not all(part.isidentifier() for part in source.split(".")):
         raise UsageError(f"{source!r} is not the name of a module: {_FORMS}")
     if os.getcwd() not in sys.path:
