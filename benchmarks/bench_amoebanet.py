@@ -163,7 +163,10 @@ def searched(job: Job, recompute: Recompute, split: Splitter, costs: Costs) -> E
     def profiles(filters: int) -> OnDemand:
         return OnDemand(job.task(filters), target=job.target)
 
-    growth = Growth(name="filters", sense="largest", values=job.values, task=job.task, profiles=profiles, plan=plan)
+    growth = Growth(
+        name="filters", sense="largest", values=job.values, task=job.task, profiles=profiles, plan=plan,
+        soon=lambda *_: None, searches=False,
+    )  # fmt: skip
     return edge_of(find(growth, certify=False))
 
 
