@@ -5,9 +5,9 @@ real one, in the median; and of larger plans on paced devices and links, the one
 
 `measured`: each of `MODELS` on two workers of one thread, in four microbatches of four samples, as two stages, as two
 replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Devices have no meter, which
-would take its own time. Each turn measures the profile and the link between two processes (small and large messages of
-gloo, in both directions at once, as sums send them), predicts, and trains all plans, so that what else the machine does
-is in both. A plan's error is the median over turns of measured against predicted seconds of a step.
+would take its own time. Each turn measures the profile and the link between two processes (small and large sums of
+gloo, as soon as both have computed something), predicts, and trains all plans, so that what else the machine does is in
+both. A plan's error is the median over turns of measured against predicted seconds of a step.
 
 `paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
 not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
@@ -77,7 +77,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-3": {"stages": 1, "data": 2, "tensor": 1, "shard": "parameters"},
     "tp 2": {"stages": 1, "data": 1, "tensor": 2},
 }
-SMALL, LARGE, MESSAGES = 1, 1 << 22, 10  # numbers in a message, and how many go there and back
+SMALL, LARGE, SUMS_MADE = 1, 1 << 20, 20  # numbers that are summed, and how often
+COMPUTED = 8  # products of 512 x 512 numbers before a sum
 PACED = 4  # devices
 PASSES, SUMS = 0.5, 0.5  # seconds of a microbatch through all layers, and of all gradients over a link
 NOISE = 0.03
@@ -141,34 +142,33 @@ def linked(latency: float, rate: float) -> Cluster:
 
 
 def link_between_processes() -> tuple[float, float]:
-    """Seconds of a small message between two processes, and the rate of large ones in bytes per second."""
+    """Seconds of a round of a small sum of two processes, and the rate of large ones in bytes per second."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
-        ends = [context.Process(target=_exchange, args=(rank, f"{folder}/store", answers)) for rank in range(2)]
+        ends = [context.Process(target=_add_up, args=(rank, f"{folder}/store", answers)) for rank in range(2)]
         for end in ends:
             end.start()
         found = answers.get()
         for end in ends:
             end.join()
     small, large = found
-    return small, 4 * LARGE / max(large - small, 1e-9)
+    return small / 2, 4 * LARGE / max(large - small, 1e-9)
 
 
-def _exchange(rank: int, store: str, answers: Any) -> None:
-    """Send messages of both sizes in both directions at once, and tell the median seconds."""
+def _add_up(rank: int, store: str, answers: Any) -> None:
+    """Compute, add up tensors of both sizes with the other, and tell the median seconds of a sum."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = []
+    found, square = [], torch.randn(512, 512)
     for size in (SMALL, LARGE):
-        there, back, times = torch.zeros(size), torch.zeros(size), []
-        for _ in range(MESSAGES):
+        tensor, times = torch.zeros(size), []
+        for _ in range(SUMS_MADE):
             dist.barrier()
+            for _ in range(COMPUTED):
+                torch.mm(square, square)
             began = time.perf_counter()
-            sent = dist.isend(there, 1 - rank)
-            dist.recv(back, 1 - rank)
-            assert sent is not None
-            sent.wait()
+            dist.all_reduce(tensor)
             times.append(time.perf_counter() - began)
         found.append(statistics.median(times))
     if rank == 0:

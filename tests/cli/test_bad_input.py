@@ -163,7 +163,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"plan {'a' * 300}:make --cluster dgx1-v100", 2, ["there is no module"]),
     (f"certify x:{'a' * 300} zoo:mlp", 6, ["cannot be read"]),
     ("plan zoo:mlp --cluster dgx1-v100 --batch-size 9223372036854775807", 2, ["batch_size", "4294967296"]),
-    (f"plan zoo:gpt --cluster dgx1-v100 --set layers={'x' * 99}", 2, [f"1 or more, not '{'x' * 56}...\n"]),
+    (f"plan zoo:gpt --cluster dgx1-v100 --set layers={'x' * 99}", 2, [f"1 to 10,000, not '{'x' * 56}...\n"]),
     ("profile mine:ends --microbatch-size 1", 1, ["unexpected SystemExit: 3", "--debug"]),
     ("show dgx1v100", 2, ["no file dgx1v100 and no cluster", "did you mean dgx1-v100?"]),
     ("export plan.json", 2, ["'--to'. Choose from: perfetto, memory-viz"]),
