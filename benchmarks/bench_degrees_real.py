@@ -5,9 +5,10 @@ real one, in the median; and of larger plans on paced devices and links, the one
 
 `measured`: each of `MODELS` on two workers of one thread, in four microbatches of four samples, as two stages, as two
 replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Devices have no meter, which
-would take its own time. Each turn measures the profile and the link between two processes (small and large sums of
-gloo, as soon as both have computed something), predicts, and trains all plans, so that what else the machine does is in
-both. A plan's error is the median over turns of measured against predicted seconds of a step.
+would take its own time. Each turn measures the profile and the link between two processes, predicts, and trains all
+plans, so that what else the machine does is in both. The link is measured by what it is there for: sums of one number,
+and of tensors like all parameters, as soon as both processes have computed something. A plan's error is the median over
+turns of measured against predicted seconds of a step.
 
 `paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
 not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
@@ -22,13 +23,14 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import multiprocessing as mp
 import statistics
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations, count, product
@@ -77,8 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-3": {"stages": 1, "data": 2, "tensor": 1, "shard": "parameters"},
     "tp 2": {"stages": 1, "data": 1, "tensor": 2},
 }
-SMALL, LARGE, SUMS_MADE = 1, 1 << 20, 20  # numbers that are summed, and how often
-COMPUTED = 8  # products of 512 x 512 numbers before a sum
+SUMS_MADE, COMPUTED = 20, 8  # sums of a kind, and products of 512 x 512 numbers before each
 PACED = 4  # devices
 PASSES, SUMS = 0.5, 0.5  # seconds of a microbatch through all layers, and of all gradients over a link
 NOISE = 0.03
@@ -110,7 +111,7 @@ def of_model(model: str, turns: int, steps: int) -> Iterator[Step]:
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(turns):
         costs = profile(make(), microbatch_size=[SIZE, SIZE // 2], tensor=2, device="cpu")
-        cluster = linked(*link_between_processes())
+        cluster = linked(*link_between_processes([tuple(one.shape) for one in make().build().parameters()]))
         for way in WAYS:
             plan = plan_of(costs, cluster, way)
             _, trace = pipefit.train(make, plan, steps=steps)
@@ -141,34 +142,35 @@ def linked(latency: float, rate: float) -> Cluster:
     return replace(ample, backend="cpu", links=(link,))
 
 
-def link_between_processes() -> tuple[float, float]:
-    """Seconds of a round of a small sum of two processes, and the rate of large ones in bytes per second."""
+def link_between_processes(shapes: Sequence[tuple[int, ...]]) -> tuple[float, float]:
+    """Seconds of a round of a small sum of two processes, and bytes per second of sums of tensors of these shapes."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
-        ends = [context.Process(target=_add_up, args=(rank, f"{folder}/store", answers)) for rank in range(2)]
+        ends = [context.Process(target=_add_up, args=(rank, f"{folder}/store", shapes, answers)) for rank in range(2)]
         for end in ends:
             end.start()
-        found = answers.get()
+        small, large = answers.get()
         for end in ends:
             end.join()
-    small, large = found
-    return small / 2, 4 * LARGE / max(large - small, 1e-9)
+    return small / 2, 4 * sum(map(math.prod, shapes)) / max(large - small, 1e-9)
 
 
-def _add_up(rank: int, store: str, answers: Any) -> None:
-    """Compute, add up tensors of both sizes with the other, and tell the median seconds of a sum."""
+def _add_up(rank: int, store: str, shapes: Sequence[tuple[int, ...]], answers: Any) -> None:
+    """Compute, add up a number or tensors with the other process, as trainers do, and tell the median seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found, square = [], torch.randn(512, 512)
-    for size in (SMALL, LARGE):
-        tensor, times = torch.zeros(size), []
+    for tensors in ([torch.zeros(1)], [torch.zeros(shape) for shape in shapes]):
+        times = []
         for _ in range(SUMS_MADE):
             dist.barrier()
             for _ in range(COMPUTED):
                 torch.mm(square, square)
             began = time.perf_counter()
-            dist.all_reduce(tensor)
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                assert work is not None
+                work.wait()
             times.append(time.perf_counter() - began)
         found.append(statistics.median(times))
     if rank == 0:
