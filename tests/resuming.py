@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing as mp
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import asleep
+from full_disk import fill_disk
 from pipefit.actions import SENDS, Action, Message
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -350,7 +350,7 @@ def happen(fault: str) -> None:
 def limited(worker: int, nbytes: int) -> Task:
     """A task with dropout, of which one worker can write no file beyond so many bytes."""
     if mp.current_process().name == f"pipefit-worker-{worker}":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        fill_disk(nbytes)
     return FEATURES["dropout"].task()
 
 

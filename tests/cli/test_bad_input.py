@@ -255,7 +255,7 @@ def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path
     Python writes without a buffer, as in many containers. What stderr does not take is lost, and the code stays.
     """
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
-    command = f"{sys.executable} -m pipefit show plan.json --json"
+    command = f"{sys.executable} -B -m pipefit show plan.json --json"
     for line, code, words in (
         (f"ulimit -f 1; {command} > {tmp_path / 'cut'}", 6, "pipefit: the output cannot be written: File too large; "),
         (f"set -o pipefail; {command} | true", 1, ""),

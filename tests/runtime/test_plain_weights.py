@@ -7,7 +7,6 @@ import json
 import multiprocessing as mp
 import os
 import re
-import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from full_disk import full_disk
 from pipefit.capture import Task
 from pipefit.checkpoints import export, find, load_state_dict, plain
 from pipefit.checkpoints.plain import load_weights
@@ -292,13 +292,8 @@ def test_weights_that_are_not_there_are_told_before_a_worker_starts(
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model"])
 def test_a_full_disk_is_told_in_the_systems_words(saved: Path, tmp_path: Path, name: str) -> None:
     """Whoever writes the file, and nothing of it is left. A limit of the process stands for the disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        with pytest.raises(FileError, match=f"{name} cannot be written: File too large"):
-            export(saved, tmp_path / name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1024), pytest.raises(FileError, match=f"{name} cannot be written: File too large"):
+        export(saved, tmp_path / name)
     assert os.listdir(tmp_path) == ["runs"]
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from full_disk import full_disk
 from pipefit.checkpoints import find, folders, load_state_dict
 from pipefit.checkpoints.manifest import dumps
 from pipefit.checkpoints.shards import write_shard
@@ -46,19 +43,6 @@ def trained(steps: int = 1, **options: Any) -> Trainer:
 
 def step(trainer: Trainer) -> None:
     trainer.step(batch_of(trainer.task, trainer.plan, 7))
-
-
-@contextmanager
-def full_disk(nbytes: int = 4096) -> Iterator[None]:
-    """Inside, the system writes no file beyond so many bytes."""
-    usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, usual)
 
 
 class Gate:
