@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 class Loan:
-    """`tensors` of the same memory as others on the host, which hold it until the loan ends; on a GPU the others
-    themselves, which NCCL's join gives back.
+    """What a collective gets in the place of its `owners`: `tensors` over the same memory, which keep it until the
+    loan ends. On a GPU they are the owners themselves, which NCCL lets go as it is joined.
     """
 
     def __init__(self, owners: Sequence[Tensor]) -> None:
