@@ -1,14 +1,15 @@
 """Claim: with a measured profile, the simulated step of two workers that share a model in any way is within 15 % of the
 real one, in the median; and of larger plans on paced devices and links, the one that is predicted to be faster is.
 
-    python benchmarks/bench_degrees_real.py [--part measured|paced] [--turns 3] [--steps 5] [--json FILE]
+    python benchmarks/bench_degrees_real.py [--part measured|paced] [--models NAME ...] [--turns 3] [--steps 5]
 
-`measured`: each of `MODELS` on two workers of one thread, in four microbatches of four samples, as two stages, as two
-replicas that divide nothing, optimizer state or all, and as two tensor-parallel shards. Devices have no meter, which
-would take its own time. Each turn measures the profile and the link between two processes, predicts, and trains all
-plans, so that what else the machine does is in both. The link is measured by what it is there for: sums of one number,
-and of tensors like all parameters, as soon as both processes have computed something. A plan's error is the median over
-turns of measured against predicted seconds of a step.
+`measured`: each of `MODELS` on two workers of one thread, in four microbatches, as two stages, as two replicas that
+divide nothing, optimizer state or all, and as two tensor-parallel shards. Steps of the small ones take tenths of a
+second, much of which the machine needs to wake up threads. Devices have no meter, which would take its own time. Each
+turn measures the profile and the link between two processes, predicts, and trains all plans, so that what else the
+machine does is in both. The link is measured by what it is there for: sums of one number, and of a large tensor, as
+soon as both processes have computed something. A plan's error is the median over turns of measured against predicted
+seconds of a step. Rows of other models than those asked for are kept.
 
 `paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
 not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
@@ -23,14 +24,13 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import math
 import multiprocessing as mp
 import statistics
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations, count, product
@@ -66,12 +66,18 @@ from pipefit.work import Collective
 from pipefit.zoo import build
 
 RESULTS = Path(__file__).parent / "results" / "degrees_real.json"
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt": ("gpt", {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000, "sequence": 128}),
-    "bert": ("bert", {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000, "sequence": 128}),
-    "mlp": ("mlp", {"widths": (1024, 1024, 1024, 1024), "inputs": 1024}),
+GPT = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000, "sequence": 256}
+SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 1000, "sequence": 128}
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {  # of the zoo, and samples of a microbatch
+    "gpt": ("gpt", 4, GPT),
+    "bert": ("bert", 4, GPT),
+    "mlp": ("mlp", 128, {"widths": (2048, 2048, 2048, 2048), "inputs": 2048}),
+    "resnet": ("resnet", 4, {"blocks": (1, 1, 1, 1), "image_size": 128, "num_classes": 100}),
+    "small gpt": ("gpt", 4, SMALL),
+    "small bert": ("bert", 4, SMALL),
+    "small mlp": ("mlp", 4, {"widths": (1024, 1024, 1024, 1024), "inputs": 1024}),
 }
-SIZE, MICROBATCHES = 4, 4
+MICROBATCHES = 4
 WAYS: dict[str, dict[str, Any]] = {
     "pp 2": {"stages": 2, "data": 1, "tensor": 1},
     "dp 2": {"stages": 1, "data": 2, "tensor": 1, "shard": "none"},
@@ -80,6 +86,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp 2": {"stages": 1, "data": 1, "tensor": 2},
 }
 SUMS_MADE, COMPUTED = 20, 8  # sums of a kind, and products of 512 x 512 numbers before each
+LARGE_BYTES = 1 << 24
 PACED = 4  # devices
 PASSES, SUMS = 0.5, 0.5  # seconds of a microbatch through all layers, and of all gradients over a link
 NOISE = 0.03
@@ -99,25 +106,21 @@ class Step:
 # -------------------------------------------------------------------- measured
 
 
-def measured(turns: int, steps: int) -> list[Step]:
-    """All plans of all models."""
-    return [one for model in MODELS for one in of_model(model, turns, steps)]
-
-
 def of_model(model: str, turns: int, steps: int) -> Iterator[Step]:
     """All plans of a model, predicted and trained by turns."""
-    name, settings = MODELS[model]
+    name, samples, settings = MODELS[model]
     make: Callable[[], Task] = partial(build, name, **settings)
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(turns):
-        costs = profile(make(), microbatch_size=[SIZE, SIZE // 2], tensor=2, device="cpu")
-        cluster = linked(*link_between_processes([tuple(one.shape) for one in make().build().parameters()]))
-        for way in WAYS:
-            plan = plan_of(costs, cluster, way)
+        costs = profile(make(), microbatch_size=[samples, samples // 2], tensor=2, device="cpu")
+        cluster = linked(*link_between_processes())
+        how = Training(batch_size=samples * MICROBATCHES, microbatches=MICROBATCHES)
+        for way, degrees in WAYS.items():
+            plan = pipefit.plan(costs, cluster, how, planner="time", **degrees)  # stages take as equal times as can be
             _, trace = pipefit.train(make, plan, steps=steps)
             predicted, seconds = Simulation(plan).step_seconds[-1], statistics.median(trace.step_seconds[1:])
             taken[way].append((predicted, seconds))
-            print(f"{model:6} {way:14} predicted {predicted:.4f} s  measured {seconds:.4f} s", flush=True)
+            print(f"{model:10} {way:14} predicted {predicted:.4f} s  measured {seconds:.4f} s", flush=True)
     for way, found in taken.items():
         predictions, seconds = zip(*found, strict=True)
         yield Step(
@@ -129,12 +132,6 @@ def of_model(model: str, turns: int, steps: int) -> Iterator[Step]:
         )
 
 
-def plan_of(costs: ModelProfile, cluster: Cluster, way: str) -> Plan:
-    """The plan of a way; stages take as equal times as they can."""
-    how = Training(batch_size=SIZE * MICROBATCHES, microbatches=MICROBATCHES)
-    return pipefit.plan(costs, cluster, how, planner="time", **WAYS[way])
-
-
 def linked(latency: float, rate: float) -> Cluster:
     """Two CPU devices with ample memory, and a link between them."""
     ample = Cluster.emulated((2, 1 << 40))
@@ -142,35 +139,35 @@ def linked(latency: float, rate: float) -> Cluster:
     return replace(ample, backend="cpu", links=(link,))
 
 
-def link_between_processes(shapes: Sequence[tuple[int, ...]]) -> tuple[float, float]:
-    """Seconds of a round of a small sum of two processes, and bytes per second of sums of tensors of these shapes."""
+def link_between_processes() -> tuple[float, float]:
+    """Seconds of a round of a small sum of two processes, and bytes per second of a large one."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
-        ends = [context.Process(target=_add_up, args=(rank, f"{folder}/store", shapes, answers)) for rank in range(2)]
+        ends = [context.Process(target=_add_up, args=(rank, f"{folder}/store", answers)) for rank in range(2)]
         for end in ends:
             end.start()
         small, large = answers.get()
         for end in ends:
             end.join()
-    return small / 2, 4 * sum(map(math.prod, shapes)) / max(large - small, 1e-9)
+    return small / 2, LARGE_BYTES / max(large - small, 1e-9)
 
 
-def _add_up(rank: int, store: str, shapes: Sequence[tuple[int, ...]], answers: Any) -> None:
-    """Compute, add up a number or tensors with the other process, as trainers do, and tell the median seconds."""
+def _add_up(rank: int, store: str, answers: Any) -> None:
+    """Compute, add up a number or a large tensor with the other process, as trainers do; tell the median seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found, square = [], torch.randn(512, 512)
-    for tensors in ([torch.zeros(1)], [torch.zeros(shape) for shape in shapes]):
-        times = []
+    for nbytes in (4, LARGE_BYTES):
+        tensor, times = torch.zeros(nbytes // 4), []
         for _ in range(SUMS_MADE):
             dist.barrier()
             for _ in range(COMPUTED):
                 torch.mm(square, square)
             began = time.perf_counter()
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                assert work is not None
-                work.wait()
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
             times.append(time.perf_counter() - began)
         found.append(statistics.median(times))
     if rank == 0:
@@ -321,26 +318,33 @@ def main() -> None:
     """Run a part, print, and write the JSON, which keeps the other part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["measured", "paced"], default="measured")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], metavar="NAME")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
     warnings.simplefilter("ignore", pipefit.PipefitWarning)
     found: dict[str, Any]
+    known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     if asked.part == "measured":
-        made = measured(asked.turns, asked.steps)
-        error = statistics.median(abs(one.error) for one in made)
-        for one in made:
-            print(f"{one.model:6} {one.way:14} {one.error:+.1%}")
-        print(f"median error {error:.1%}")
-        found = {"rows": [*map(asdict, made)], "median_error": error}
+        made = [asdict(one) for model in asked.models for one in of_model(model, asked.turns, asked.steps)]
+        made += [row for row in known.get("measured", {}).get("rows", []) if row["model"] not in asked.models]
+        made.sort(key=lambda row: [*MODELS].index(row["model"]))
+        for row in made:
+            print(f"{row['model']:10} {row['way']:14} {row['error']:+.1%}")
+        for small in (False, True):
+            errors = [abs(row["error"]) for row in made if row["model"].startswith("small") <= small]
+            print(
+                f"median error {statistics.median(errors):.1%}",
+                "with small models" if small else "without small models",
+            )
+        found = {"rows": made}
     else:
         rows = paced(asked.turns, asked.steps)
         agreed = agreement(rows, NOISE)
         print(*map(line, rows), sep="\n")
         print(f"{agreed.in_order} of {agreed.pairs} pairs in order; tau over all pairs {agreed.tau:.2f}")
         found = {"rows": [*map(asdict, rows)], "agreement": asdict(agreed)}
-    known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     known[asked.part] = {"machine": machine(), "turns": asked.turns, "steps": asked.steps, **found}
     asked.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

@@ -205,7 +205,7 @@ def test_turns_that_differ_to_the_clock_do_not_tell() -> None:
     assert timed([0, 0, 1, 0], own) is None
     assert timed([0, 1, 1, 2], own) is None
     assert timed([0, 0, 1, 2], [own[0], own[1], own[1], own[3]]) is None
-    summed = Collected("sum", 0, 4, (0, 1), None, True)
+    summed = Collected("sum", 0, 4, 1, (0, 1), None, True)
     assert timed([0, 0, 1, 2], [own[0], summed, summed, own[3]]) is None
     assert timed([0, 0, 1, 2], [*own[:3], summed]) is not None
 

@@ -132,6 +132,11 @@ class StageRest:
             return self.whole_bytes_of("parameters", layer, layer + 1)
         return self._trained_bytes[layer - self.storages.start]
 
+    def exchanged_tensors(self, layer: int, *, gathered: bool) -> int:
+        """How many gradients of a layer replicas add up, or how many parameters are `gathered`."""
+        every = gathered and self.share is not None and "parameters" in self.share.divided
+        return sum(every or one.trainable for one in self.storages.costs[layer - self.storages.start].parameters)
+
     @cached_property
     def _trained_bytes(self) -> list[int]:
         """The parameters of every position that are trained; a shared one belongs to its first user."""

@@ -86,6 +86,17 @@ class StageCost:
             return self.storages.measurement.shared[action.subject.layer].gradient_bytes
         return sum(self._collected_bytes(action))
 
+    def collective_tensors(self, action: Action) -> int:
+        """How many tensors these are, where no two are sent as one."""
+        if isinstance(action.subject, Subject):
+            return 1
+        first = self.start if action.layers is None else action.layers[0]
+        return sum(
+            max(self.rest.exchanged_tensors(layer, gathered=action.kind is Kind.UNSHARD), 1)
+            for layer, nbytes in enumerate(self._collected_bytes(action), start=first)
+            if nbytes
+        )
+
     def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
         """Of these bytes, those of the layers that every replica owns; None where each replica gets the sum of all."""
         if self.share is None or isinstance(action.subject, Subject):

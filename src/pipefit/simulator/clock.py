@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, POST, STREAMS
+from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, NOTHING, STREAMS
 from pipefit.simulator.timed_program import TimedProgram
 
 
@@ -76,8 +76,10 @@ class Clock:
                 now += seconds[at]
             elif code == COPY:
                 self._copy(base + transfers[at], now)
-            elif code == POST:
+                now += seconds[at]
+            elif code != NOTHING:
                 self._post(base + transfers[at], now)
+                now += seconds[at]
             after.append(now)
             at += 1
             if at == count:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, Action, Kind, Message, collective, message_of
+from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Kind, Message, collective, message_of
 from pipefit.cluster import Cluster
 from pipefit.cost.stage import StageCost
 from pipefit.cost.states import unchanged
@@ -19,7 +19,8 @@ from pipefit.errors import UsageError
 from pipefit.places import Member, Place
 from pipefit.program import UncheckedProgram
 
-NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
+NOTHING, COMPUTE, POST, RECEIVE, COPY, JOIN = range(6)  # a receive is posted like what the device gives
+STARTS = frozenset({POST, RECEIVE, COPY})  # a transfer
 STREAMS = 3  # of every device: copies outward, copies inward, updates at a place
 
 NamedParts = tuple[tuple[float, tuple[str, ...]], ...]  # seconds, and the names of wires
@@ -33,7 +34,8 @@ class Own(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """An end of a collective: what it is, the how manieth of it this is, and the bytes that every member has.
+    """An end of a collective: what it is, the how manieth of it this is, the bytes that every member has, and in how
+    many tensors.
 
     Where the `replicas` of a stage own `shares` of them, it `reduces` to the owners, or brings theirs to all.
     """
@@ -41,6 +43,7 @@ class Collected(NamedTuple):
     what: Hashable
     turn: int
     nbytes: int
+    tensors: int
     replicas: tuple[int, ...]
     shares: tuple[int, ...] | None
     reduces: bool
@@ -84,7 +87,8 @@ class DeviceReader:
             elif action.wait:
                 code, transfer = JOIN, open_starts.pop(action[:-1])
             elif begun := self._begun(action, copies=position not in copying_nothing):
-                code, transfer = COPY if isinstance(begun, Own) and begun.stream >= 0 else POST, len(starts)
+                copied = isinstance(begun, Own) and begun.stream >= 0
+                code, transfer = COPY if copied else RECEIVE if kind in RECEIVES else POST, len(starts)
                 open_starts[action[:-1]] = transfer
                 starts.append(begun)
             elif kind not in (Kind.LOAD, Kind.RESHARD):
@@ -118,6 +122,7 @@ class DeviceReader:
             what,
             turn,
             stage.collective_bytes(action),
+            stage.collective_tensors(action),
             replicas,
             None if shares is None else tuple(shares),
             action.kind is Kind.REDUCE,

@@ -5,6 +5,9 @@ and wires of its own. The copies of a device run in two streams, one outward and
 they were issued; messages have no stream and wait for their wires alone. What a host updates for a device is a third
 stream, and the memory of the host is the wire on which the updates of several devices wait for each other.
 
+A device that is a CPU core carries itself what it sends: as it begins to, it computes nothing for as long as that
+takes. And gloo sends every tensor of a collective for itself, each with delays of its own; NCCL sends them as one.
+
 Of transfers that become ready at once, the one of the lower number goes first: collectives come behind all others.
 Where devices stand for others (`simulator.alike`), so do transfers and wires.
 """
@@ -19,7 +22,7 @@ from pipefit.cluster import Cluster
 from pipefit.cost.collectives import Exchange, brought_by_owners, sum_for_all, sum_for_owners
 from pipefit.places import Member
 from pipefit.simulator.alike import Alike
-from pipefit.simulator.timed_device import Collected, NamedParts, Own, TimedDevice
+from pipefit.simulator.timed_device import COPY, POST, Collected, NamedParts, Own, TimedDevice
 
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
 
@@ -46,7 +49,7 @@ class TimedProgram:
         self._wires: dict[str, int] = {}
         self._numbers: dict[Hashable, int] = {}  # of messages and collectives
         self._members = _members(devices)
-        self._cluster = cluster
+        self._cluster, self._on_cores = cluster, cluster.backend == "cpu"
         self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
         self._own_parts: dict[NamedParts, Parts] = {}
         self.parts: list[Parts] = []
@@ -68,7 +71,13 @@ class TimedProgram:
             if isinstance(begun, Collected):
                 numbers[own] = self._collective(begun)
         numbers.append(-1)  # that of no transfer
-        return TimedActions(device.codes, device.seconds, [numbers[own] for own in device.transfers])
+        transfers = [numbers[own] for own in device.transfers]
+        seconds = [*map(self._taken, device.codes, device.seconds, transfers)] if self._on_cores else device.seconds
+        return TimedActions(device.codes, seconds, transfers)
+
+    def _taken(self, code: int, seconds: float, transfer: int) -> float:
+        """The seconds that an action takes a core, which carries itself what it sends."""
+        return max((part for part, _ in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
 
     def _number(self, begun: Message | Collected | Own) -> int:
         """The number of what a device begins, -1 where that is an end of a collective."""
@@ -131,8 +140,11 @@ class TimedProgram:
 def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
     """What a collective is: a sum for all, sums for owners, or what owners bring to all."""
     if begun.shares is None:
-        return sum_for_all(cluster, members, begun.nbytes)
-    return (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
+        found = sum_for_all(cluster, members, begun.nbytes)
+    else:
+        found = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
+    alone = begun.tensors if cluster.backend == "cpu" else 1
+    return found._replace(delay_seconds=found.delay_seconds * alone)
 
 
 def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:

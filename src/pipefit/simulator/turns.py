@@ -23,7 +23,7 @@ from pipefit.plans import Plan
 from pipefit.program import shifted
 from pipefit.schedule.endless import period
 from pipefit.simulator.ledger import Effects
-from pipefit.simulator.timed_device import COPY, POST, Collected, Own, TimedDevice
+from pipefit.simulator.timed_device import STARTS, Collected, Own, TimedDevice
 
 Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
 
@@ -100,7 +100,7 @@ class Turns(NamedTuple):
         """What the clock is told of the long step; None where turns differ to it, or join what began before them."""
         codes, seconds, transfers, started = short
         first, start, stop = self.start - self.length, self.start, self.stop
-        begun = [sum(code in (POST, COPY) for code in codes[:position]) for position in (first, start, stop)]
+        begun = [sum(code in STARTS for code in codes[:position]) for position in (first, start, stop)]
         each, turn, tail = begun[2] - begun[1], started[begun[1] : begun[2]], started[begun[2] :]
         alike = (
             codes[first:start] == codes[start:stop]
