@@ -42,10 +42,14 @@ def test_half_of_all_functions_fit_in_ten_lines() -> None:
 
 
 def test_every_mutant_quotes_text_that_is_there_once() -> None:
-    """Whoever changes a line that a mutant quotes writes the same mistake against the new line."""
-    mutants = tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
+    """Whoever changes a line that a mutant quotes writes the same mistake against the new line; its tests exist."""
+    listed = tomllib.loads((HERE / "mutants.toml").read_text())
+    mutants = listed["mutant"]
     texts = {mutant["file"]: (ROOT / "src" / "pipefit" / mutant["file"]).read_text() for mutant in mutants}
     assert [mutant["what"] for mutant in mutants if texts[mutant["file"]].count(mutant["old"]) != 1] == []
+    assert {name for mutant in mutants for name in mutant["tests"]} == {*listed["tests"]}
+    files = {test.partition("::")[0] for tests in listed["tests"].values() for test in tests}
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
 def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
