@@ -43,7 +43,8 @@ SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/poi
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, what follows values, what answers autocast and what an optimizer makes see operations through a dispatch
-# mode; agreement uses what GradScaler uses; a batch is a tree of tensors
+# mode; agreement uses what GradScaler uses; NCCL coalesces; a batch is a tree
+# of tensors
 OTHERS = {
     "capture/caller.py",
     "meter/cpu.py",
@@ -51,6 +52,7 @@ OTHERS = {
     "profiler/feedback.py",
     "profiler/saved.py",
     "runtime/agreement.py",
+    "runtime/coalescing.py",
     "runtime/comparison.py",
     "capture/coupled_updates.py",
     "runtime/initial_weights.py",

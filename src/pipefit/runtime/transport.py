@@ -10,6 +10,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -23,12 +24,13 @@ from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
 from pipefit.program import Program
+from pipefit.runtime.coalescing import begin_together
 from pipefit.runtime.out_of_memory import unless_ran_out
 from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.token import check_members
 from pipefit.sharding import Collectives, Loan, ProcessGroupCollectives
 
-_UnderWay = list[dist.Work | Loan]  # what is joined, in order
+_UnderWay = Sequence[dist.Work | Loan]  # what is joined, in order
 Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
 
 
@@ -173,7 +175,8 @@ class Network:
             return self.inside.start(action, tensors, message)
         begin, peer = (dist.isend, message.target) if action.kind in SENDS else (dist.irecv, message.source)
         try:
-            return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
+            group, rank = self.channels[name], self.workers[peer]
+            return begin_together(group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors])
         except RuntimeError as error:
             lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
             raise unless_ran_out(lost, error) from error
@@ -184,12 +187,12 @@ class Network:
         group, ranks, loan = self.groups[members], [self.workers[owner] for owner in owners], Loan(tensors)
         try:
             if not ranks:
-                begun = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in loan.tensors]
+                begins = [partial(dist.all_reduce, tensor, group=group, async_op=True) for tensor in loan.tensors]
             else:
                 begin = dist.broadcast if action.kind is Kind.UNSHARD else dist.reduce
                 pairs = zip(loan.tensors, ranks, strict=True)
-                begun = [begin(tensor, rank, group=group, async_op=True) for tensor, rank in pairs]
-            return [*map(_under_way, begun), loan]
+                begins = [partial(begin, tensor, rank, group=group, async_op=True) for tensor, rank in pairs]
+            return [*begin_together(group, loan.tensors, begins), loan]
         except RuntimeError as error:
             lost = PeerLost(
                 f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "

@@ -1,0 +1,30 @@
+"""Messages and collectives of several tensors: NCCL carries them out as one, in one kernel, with the delays of one.
+
+Gloo would copy the tensors into one and back, which takes memory that nobody counts. So it gets each for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def begin_together(
+    group: dist.ProcessGroup, tensors: Sequence[Tensor], begins: Sequence[Callable[[], dist.Work | None]]
+) -> list[dist.Work]:
+    """Begin transfers in a process group, one of each tensor; what has to be waited for.
+
+    Raises:
+        RuntimeError: one could not begin.
+    """
+    together = len(tensors) > 1 and tensors[0].is_cuda
+    if together:
+        torch.distributed.ProcessGroup._start_coalescing(group, tensors[0].device)
+    begun = [begin() for begin in begins]
+    if together:
+        begun = [torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)]
+    assert None not in begun, "this worker is in the group"
+    return [work for work in begun if work is not None]
