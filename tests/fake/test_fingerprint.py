@@ -266,6 +266,33 @@ def test_it_is_the_same_in_every_process() -> None:
     assert ran.stdout.strip() == str(here)
 
 
+@pytest.mark.parametrize("watch", [sys.setprofile, sys.settrace])
+def test_it_is_the_same_under_a_profiler_and_a_debugger(watch: Callable[[object], None]) -> None:
+    """Python calls methods in another way then, and torch hands over an empty mapping where it was None."""
+    task = replace(TRACED, loss=lambda y, t: F.mse_loss(y.float().flatten(), t.flatten()))
+    made = profile(task, microbatch_size=2)
+    before = sys.getprofile(), sys.gettrace()
+    watch(lambda *_: None)
+    try:
+        seen = profile(task, microbatch_size=2)
+    finally:
+        sys.setprofile(before[0])
+        sys.settrace(before[1])
+    assert seen == made
+
+
+def test_a_loss_that_fails_is_no_loss_of_another_plan() -> None:
+    """Its own words are told, in place of the guess that a plan was made for another loss."""
+
+    def fails(y: Tensor, t: Tensor) -> Tensor:
+        raise ZeroDivisionError("nothing to divide by")
+
+    plan = in_one_stage(BASE)
+    for run in (certify, Trainer):
+        with pytest.raises(UsageError, match=r"the loss of base fails .* \(ZeroDivisionError: nothing to divide by\)"):
+            run(replace(BASE, loss=fails), plan)
+
+
 def frozen() -> nn.Module:
     made = layers()
     made[0].weight.requires_grad_(False)

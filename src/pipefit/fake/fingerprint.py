@@ -25,7 +25,7 @@ from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer, wholes
 from pipefit.capture.settings import layout, module_settings
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError, in_one_line
+from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.fake.target import FakeTarget
 from pipefit.fingerprints import Fingerprint, digest
 from pipefit.profiles import Measurement
@@ -71,7 +71,11 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
 
 
 def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
-    """`made` with the loss, which is run once, over fake tensors of the shapes that `measurement` says it is given."""
+    """`made` with the loss, which is run once, over fake tensors of the shapes that `measurement` says it is given.
+
+    Raises:
+        UsageError: the loss fails on them.
+    """
     loss, sizes = _loss(chain, measurement)
     return Fingerprinted(replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes))))
 
@@ -178,6 +182,7 @@ def _inner(value: Any, depth: int) -> object:
 class _Recorder(TorchFunctionMode):
     """Writes down every function of torch that is called: its name, dtypes and settings; numbers and shapes apart.
 
+    Without named arguments torch hands over None or an empty mapping, as Python called: under a profiler the latter.
     The kernels that a function runs in turn depend on how its arguments lie: `contiguous` copies a part of each of
     several samples, and not that of a single one.
     """
@@ -189,8 +194,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = resolve_name(func) or getattr(func, "__qualname__", str(func))
-        self.operations.append((name, [self._argument(leaf) for leaf in pytree.tree_leaves((args, kwargs))]))
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        self.operations.append((name, [self._argument(leaf) for leaf in pytree.tree_leaves((args, named))]))
+        return func(*args, **named)
 
     def _argument(self, leaf: Any) -> object:
         if isinstance(leaf, Tensor):
@@ -203,7 +209,11 @@ class _Recorder(TorchFunctionMode):
 
 
 def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
-    """The operations of the loss in one forward, and their sizes."""
+    """The operations of the loss in one forward, and their sizes.
+
+    Raises:
+        UsageError: the loss fails.
+    """
     if chain.criterion is None:
         return "the model's own", ""
     count = len(measurement.costs[-1].outputs)
@@ -215,8 +225,13 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
         with torch.enable_grad(), _Recorder() as recorder:  # the mode around is no part of it
             try:
                 chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
-            except Exception as error:  # noqa: BLE001 - another loss may fail on these shapes in any way
-                recorder.operations.append(type(error).__qualname__)
+            except PipefitError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"the loss of {chain.name} fails on values of the shapes that the model returned as it was "
+                    f"profiled ({in_one_line(error)}): give the loss that it was profiled with, or profile it again"
+                ) from error
     return repr(recorder.operations), repr(recorder.sizes)
 
 

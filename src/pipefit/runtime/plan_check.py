@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
 from pipefit.errors import FileError, UsageError
@@ -15,11 +17,16 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
 
     Raises:
         FileError: the plan was made for another task; says what differs.
+        UsageError: all but the loss is that of the plan, and the loss fails.
     """
     profile = plan.profile
     measurement = plan.measurement if samples is None else profile.at(samples)
-    now = with_loss(fingerprint(task, chain), chain, measurement)
-    found = differences(profile.fingerprint, now.fingerprint, profile.layers)
+    now = fingerprint(task, chain)
+    all_but_loss = replace(now.fingerprint, loss=profile.fingerprint.loss)
+    found = differences(profile.fingerprint, all_but_loss, profile.layers)
+    if not found:
+        now = with_loss(now, chain, measurement)
+        found = differences(profile.fingerprint, now.fingerprint, profile.layers)
     if not found and measurement.sizes != now.sizes:
         found = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
     if found:
