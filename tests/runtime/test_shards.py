@@ -90,6 +90,47 @@ def test_statistics_of_samples_are_whole_where_only_shards_divide_a_stage() -> N
     assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
 
 
+class Returned(nn.Module):
+    """Returns the weights of its embedding, with which the loss computes the words that come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(32, 16), nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.words.weight, self.down(self.up(self.words(x)).tanh())
+
+
+def next_words(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    weight, found = outputs
+    return nn.functional.cross_entropy((found @ weight.t()).flatten(0, 1), targets.flatten())
+
+
+def words(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(32, (size, 6)), torch.randint(32, (size, 6))
+
+
+@pytest.mark.parametrize("degrees", [[(1, 2), (1, 2)], [(2, 2)]])
+def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int, int]]) -> None:
+    """It crosses to the loss as a value, whose gradient comes back to the parameter, divided or not."""
+    task = Task(lambda: Returned().double(), batch=words, loss=next_words, optimizer=MOMENTUM, name="returned")
+    found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
+    plan = grid_plan(found, [0, *range(1, len(degrees)), len(found.layers)], degrees)
+    trainer, batch = Trainer(task, plan), words(8)
+    torch.manual_seed(0)
+    module = Returned().double()
+    module.load_state_dict(trainer.state_dict())
+    optimizer = MOMENTUM(module.parameters())
+    for _ in range(3):
+        loss = next_words(module(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert trainer.step(batch) == pytest.approx(loss.item(), rel=1e-6)
+    assert shares(trainer)
+    assert equal(trainer.state_dict(), dict(module.state_dict()), relative=1e-9)
+
+
 def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
     """The norm of all gradients over two batches, whoever has them; the factor is a number in single precision."""
     task, norm = divided("tied", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
@@ -359,7 +400,7 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
 def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it trains, and so does a certificate of numbers; both say which layer."""
     task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)])
-    assert "5 distinct blocks agree with what 2 tensor-parallel ranks have" in str(certify_numbers(task, plan))
+    assert "what 2 tensor-parallel ranks have agrees with 5 distinct blocks" in str(certify_numbers(task, plan))
     monkeypatch.setattr(seams._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
     for refused in (Trainer, certify_numbers):
         with pytest.raises(UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"):

@@ -161,7 +161,7 @@ class _Form:
 class _Layer(nn.Module):
     """A layer that takes values as they cross, and hands them on so; the last one as it makes them.
 
-    Where it ends a block it hands on an alias of each value, so that a parameter crosses as a value.
+    Where it ends a block it hands on an alias of each value, so that a parameter crosses as a value, to the loss too.
     """
 
     def __init__(self, layer: ChainLayer, *, ends_block: bool, is_last: bool) -> None:
@@ -178,7 +178,7 @@ class _Layer(nn.Module):
         found = as_values(outputs, self._name)
         form = _Form(packing_of(outputs), () if self._is_last else orders_of(found))
         if self._is_last:
-            return found, form
+            return tuple(_aliases((v,))[0] if isinstance(v, nn.Parameter) else v for v in found), form
         found = contiguous(found, form.orders)
         return _aliases(found) if self._ends_block else found, form
 
