@@ -29,13 +29,13 @@ MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
         ({"inputs": (value(-5),)}, "has a negative number of bytes as values: -5"),
         ({"backward_later": (Span(peak_bytes=0, workspace_bytes=-6),)}, "as workspace: -6"),
         ({"fed_back_bytes": 7}, "as buffers that do not feed back: -7"),
-        ({"output_origins": ()}, "has 1 outputs, but origins for 0"),
+        ({"output_origins": ()}, "has 1 output, but origins for 0"),
         ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7; it has 1"),
         ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1; it has 1"),
-        ({"input_gradients": ()}, "has 1 inputs, but gradients for 0"),
+        ({"input_gradients": ()}, "has 1 input, but gradients for 0"),
         ({"input_gradients": (GradientOrigin(kind="own", index=7),)}, "names own gradient storage 7; it has "),
         ({"input_gradients": (GradientOrigin(kind="output", index=1),)}, "names output gradient storage 1; it has 1"),
-        ({"backward_first": (Span(peak_bytes=0, released=(1,)),)}, "releases input 1 in a backward; it has 1 inputs"),
+        ({"backward_first": (Span(peak_bytes=0, released=(1,)),)}, "releases input 1 in a backward; it has 1 input"),
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
@@ -50,11 +50,11 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
     [
         ({"microbatch_size": 0}, "a microbatch has at least one sample, not 0"),
         ({"layers": ()}, "a measurement needs at least one layer"),
-        ({"layers": (0, 9)}, "layer 1 is of kind 9, but there are 2 kinds of layers"),
+        ({"layers": (0, 9)}, "layer 1 is of kind 9, and there are layers of 2 kinds"),
         ({"kinds": (replace(COST, inputs=(), input_gradients=(), saved=()), COST)}, "layer 0 takes no inputs"),
         (
             {"loss": replace(MODEL.loss, inputs=(), input_gradients=())},
-            "layer 1 returns 1 values, but the loss takes 0",
+            "layer 1 returns 1 value, but the loss takes 0",
         ),
         ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\]; there are 2"),
         ({"shared_buffers": (MASK,)}, r"shared buffer 'mask' names layers \[0, 2\]; there are 2"),

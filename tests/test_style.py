@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,20 @@ def test_half_of_all_functions_fit_in_ten_lines() -> None:
         if node.end_lineno is not None
     )
     assert lengths[len(lengths) // 2] <= 10
+
+
+def test_counts_are_written_with_their_nouns() -> None:
+    """`{len(x)} layers` is wrong of one layer: `counted` writes a number with its noun, in the plural or not."""
+    bare = [
+        f"{path.name}:{count.lineno} {ast.unparse(count.value)}{noun.value!r}"
+        for path in SOURCES
+        for text in ast.walk(ast.parse(path.read_text()))
+        if isinstance(text, ast.JoinedStr)
+        for count, noun in pairwise(text.values)
+        if isinstance(count, ast.FormattedValue) and ast.unparse(count.value).startswith("len(")
+        if isinstance(noun, ast.Constant) and re.match(r" (?!is |was |has |as )[a-z-]*s\b", noun.value)
+    ]
+    assert not bare
 
 
 def test_every_mutant_quotes_text_that_is_there_once() -> None:

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.training import Training
 
 
@@ -60,7 +61,7 @@ class AdditiveCosts:
             UsageError: no such blocks.
         """
         if not 0 <= start < stop <= len(self.mem_isolated):
-            raise UsageError(f"blocks {start} to {stop - 1} are no stage of {len(self.mem_isolated)} blocks")
+            raise UsageError(f"blocks {start} to {stop - 1} are no stage of {counted(len(self.mem_isolated), 'block')}")
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
     def __call__(self, stage: int, start: int, stop: int) -> int:

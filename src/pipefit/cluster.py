@@ -20,7 +20,7 @@ from pipefit.places import Member, MemberKind
 from pipefit.presets import cards_asked, preset_text
 from pipefit.presets.toml import parse_cluster
 from pipefit.tables import Shown
-from pipefit.texts import shortened
+from pipefit.texts import counted, shortened
 from pipefit.units import WHOLE, format_bytes, parse_bytes
 from pipefit.validation import check_types, instance, whole
 
@@ -77,7 +77,8 @@ class Cluster(Shown):
         for number, device in enumerate(self.devices):
             if not 0 <= device.host < len(self.hosts):
                 raise UsageError(
-                    f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts"
+                    f"device {number} of cluster {self.name!r} names host {device.host}; it has "
+                    f"{counted(len(self.hosts), 'host')}"
                 )
         for member in dict.fromkeys(chain.from_iterable(link.members for link in self.links)):
             self.check(member, "a link")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.validation import check_types
 
 _HIDDEN = 1e-4  # the part of a step below which what is added is hidden behind other work
@@ -34,5 +35,6 @@ class Compaction:
         check_types(self)
         if self.stage < 0 or self.layers < 1:
             raise UsageError(
-                f"a compaction is of a stage and one layer or more, not of stage {self.stage} and {self.layers} layers"
+                f"a compaction is of a stage and one layer or more, not of stage {self.stage} and "
+                f"{counted(self.layers, 'layer')}"
             )

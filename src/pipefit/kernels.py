@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class Layout:
         if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
             raise UsageError(
                 "a result has as many strides as dimensions, and no negative place or size, not "
-                f"{len(self.strides)} strides for {len(self.shape)} dimensions, offset {self.offset}, "
-                f"storage {self.storage} and {self.storage_bytes} bytes"
+                f"{counted(len(self.strides), 'stride')} for {counted(len(self.shape), 'dimension')}, offset "
+                f"{self.offset}, storage {self.storage} and {self.storage_bytes} bytes"
             )
 
 
@@ -85,5 +86,5 @@ class KernelMemory:
         if not self.unknown:
             return ""
         first, others = self.unknown[0], len(self.unknown) - 1
-        more = f" and {others} other{'s' * (others > 1)}" if others else ""
+        more = f" and {counted(others, 'other')}" if others else ""
         return f"peaks are without what kernels take inside {first.operation}{more}: {first.reason}"

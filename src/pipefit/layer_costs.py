@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NoReturn
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.work import Work
 
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -175,14 +176,14 @@ class LayerCost:
             self._check_size(what, sizes)
         self._check_size("backward_peak", [abs(span.peak_bytes) for span in self._spans])
         if len(self.output_origins) != len(self.outputs):
-            self._refuse(f"has {len(self.outputs)} outputs, but origins for {len(self.output_origins)}")
+            self._refuse(f"has {counted(len(self.outputs), 'output')}, but origins for {len(self.output_origins)}")
         self._check_origins("storage", (*self.output_origins, *(tensor.origin for tensor in self.saved)), self.storages)
         if len(self.input_gradients) != len(self.inputs):
-            self._refuse(f"has {len(self.inputs)} inputs, but gradients for {len(self.input_gradients)}")
+            self._refuse(f"has {counted(len(self.inputs), 'input')}, but gradients for {len(self.input_gradients)}")
         self._check_origins("gradient storage", self.input_gradients, self.gradient_storages)
         for number in (k for span in self._spans for k in span.released):
             if not 0 <= number < len(self.inputs):
-                self._refuse(f"releases input {number} in a backward; it has {len(self.inputs)} inputs")
+                self._refuse(f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}")
 
     def _sizes(self) -> Iterator[tuple[str, Sequence[int]]]:
         """All numbers of bytes that cannot be negative, by what they are."""

@@ -18,7 +18,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from pipefit.texts import shortened
+from pipefit.texts import counted, shortened
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -195,7 +195,9 @@ class JsonText:
 
         shown = self.content[at : at + _GLANCE].decode(errors="replace")
         if get_origin(kind) is tuple and empty == b"[]":
-            raise Refusal(f"{len(get_args(kind))} values are expected, not {shortened(shown)}", path)
+            raise Refusal(
+                f"a list of {counted(len(get_args(kind)), 'value')} is expected, not {shortened(shown)}", path
+            )
         try:
             adapter(kind).validate_json(empty, strict=True)
         except ValidationError as refused:

@@ -60,8 +60,8 @@ class Plan(Shown):
             _check_decision(decision, self.stages, self.cluster)
         if self.prediction is not None and len(self.prediction.peak_bytes) != len(self.cluster.devices):
             raise UsageError(
-                f"the prediction names {len(self.prediction.peak_bytes)} peaks, but cluster {self.cluster.name!r} has "
-                f"{len(self.cluster.devices)} devices"
+                f"the prediction names {counted(len(self.prediction.peak_bytes), 'peak')}, but cluster "
+                f"{self.cluster.name!r} has {counted(len(self.cluster.devices), 'device')}"
             )
         if self.training.precision != self.profile.assumptions.precision:
             raise UsageError(
@@ -107,7 +107,7 @@ class Plan(Shown):
             if max(stage.devices) >= len(self.cluster.devices):
                 raise UsageError(
                     f"stage {number} is on device {max(stage.devices)}; cluster {self.cluster.name!r} has "
-                    f"{len(self.cluster.devices)} devices"
+                    f"{counted(len(self.cluster.devices), 'device')}"
                 )
 
     @property
@@ -140,8 +140,8 @@ class Plan(Shown):
             found = dimensions(sent, received, sizes, gathers=front < behind)
         except UsageError as error:
             raise UsageError(
-                f"{front} replicas of stage {stage - 1} cannot divide what they send among {behind} of stage {stage}: "
-                f"{error}; use as many replicas on both sides, or end the stage at another layer"
+                f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among {behind} of "
+                f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another layer"
             ) from error
         return Division(found, front, behind)
 

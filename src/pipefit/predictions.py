@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipefit.cluster import Cluster
 from pipefit.compactions import Compaction
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.trace import AllocatorPeaks
 from pipefit.validation import check_types
 
@@ -39,8 +40,8 @@ class Prediction:
         for name, told in (("processes", self.processes), ("utilisation", self.utilisation)):
             if told and len(told) != len(self.peak_bytes):
                 raise UsageError(
-                    f"a prediction of {len(self.peak_bytes)} peaks tells the {name} of as many devices, or of none, "
-                    f"not of {len(told)}"
+                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} tells the {name} of as many devices, or "
+                    f"of none, not of {len(told)}"
                 )
         for name, figures in (
             ("peak_bytes", self.peak_bytes),

@@ -68,7 +68,9 @@ class Measurement(Shown):
             raise UsageError("a measurement needs at least one layer")
         for number, kind in enumerate(self.layers):
             if not 0 <= kind < len(self.kinds):
-                raise UsageError(f"layer {number} is of kind {kind}, but there are {len(self.kinds)} kinds of layers")
+                raise UsageError(
+                    f"layer {number} is of kind {kind}, and there are layers of {counted(len(self.kinds), 'kind')}"
+                )
         self._check_values()
         for tensor in (*self.shared, *self.shared_buffers):
             self._check_shared(tensor)
@@ -90,7 +92,8 @@ class Measurement(Shown):
             if len(before.outputs) > len(after.inputs):
                 taker = "the loss" if number + 1 == len(self.layers) else f"layer {number + 1}"
                 raise UsageError(
-                    f"layer {number} returns {len(before.outputs)} values, but {taker} takes {len(after.inputs)}"
+                    f"layer {number} returns {counted(len(before.outputs), 'value')}, but {taker} takes "
+                    f"{len(after.inputs)}"
                 )
 
     def _check_shared(self, tensor: SharedTensor) -> None:
@@ -214,7 +217,9 @@ class ModelProfile(Shown):
             counts["its blocks hold"] = self.edges[-1]
         for what, count in counts.items():
             if count != len(self.layers):
-                raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but {what} {count}")
+                raise UsageError(
+                    f"the profile of {self.model!r} names {counted(len(self.layers), 'layer')}, but {what} {count}"
+                )
         if self.additive is not None and (measured := len(self.additive.mem_isolated)) != len(self.block_names):
             raise UsageError(
                 f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
@@ -280,13 +285,13 @@ class ModelProfile(Shown):
         known = {m.tensor for m in self.measurements if m.microbatch_size == microbatch_size}
         if sequences and tensor in known:
             raise UsageError(
-                f"{self.model} was profiled at microbatch size {microbatch_size} for {tensor} ranks without sequence "
-                f"parallelism: profile it again with --tensor {tensor} --sequences"
+                f"{self.model} was profiled at microbatch size {microbatch_size} for {counted(tensor, 'rank')} without "
+                f"sequence parallelism: profile it again with --tensor {tensor} --sequences"
             )
         if known:
             raise UsageError(
                 f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not for layers "
-                f"divided between {tensor} ranks: profile it again with --tensor {tensor}"
+                f"divided between {counted(tensor, 'rank')}: profile it again with --tensor {tensor}"
             )
         sizes = ", ".join(str(size) for size in dict.fromkeys(m.microbatch_size for m in self.measurements))
         raise UsageError(

@@ -69,7 +69,7 @@ class UncheckedProgram(Shown):
             return (subject,)
         if subject is None or subject.number >= len(self.bundles):
             raise UsageError(
-                f"{action} moves nothing that is known: name a tensor, or one of {len(self.bundles)} bundles"
+                f"{action} moves nothing that is known: name a tensor, or one of {counted(len(self.bundles), 'bundle')}"
             )
         return self.bundles[subject.number]
 

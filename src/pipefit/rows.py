@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
+from pipefit.texts import counted
 
 Rows = tuple[int, int]  # of a microbatch: the first, and the one behind the last
 
@@ -74,7 +75,7 @@ def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) 
     if not differing:
         return None
     known = zip((one, other), samples, strict=True)
-    shapes = " and ".join(f"{'x'.join(map(str, value.shape))} for {count} samples" for value, count in known)
+    shapes = " and ".join(f"{'x'.join(map(str, value.shape))} for {counted(count, 'sample')}" for value, count in known)
     alike = len(one.shape) == len(other.shape) and len(differing) == 1
     if not alike or (one.shape[differing[0]], other.shape[differing[0]]) != samples:
         raise UsageError(f"value {number} has no dimension of the samples that could be divided: it is {shapes}")

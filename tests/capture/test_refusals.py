@@ -317,7 +317,7 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "no argument": (lambda: fed(lambda: batch(2)), ("fails when it is asked for 2 samples", "the number of samples")),
     "other sizes": (
         lambda: fed(lambda n: (torch.randn(n, 8), torch.randn(n + 1, 8))),
-        ("targets of a batch of mine has the shape (3, 8) where 2 samples were asked for", "along dimension 0"),
+        ("targets of a batch of mine has the shape (3, 8) where a batch of 2 samples was asked", "along dimension 0"),
     ),
     "no samples": (lambda: fed(lambda n: (torch.randn(n, 8), torch.tensor(1.0))), ("the shape ()", "dimension 0")),
     "sparse batch": (

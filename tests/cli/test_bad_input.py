@@ -83,7 +83,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"profile zoo:mlp --microbatch-size 1 --threads {10**30}", 2, ["threads", "from 1 to 1024"]),
     ("profile zoo:mlp --microbatch-size 1 --threads 99999", 2, ["threads", "from 1 to 1024"]),  # OpenMP would crash
     (f"train train.json mine:works --seed {10**30}", 2, ["seed must be a whole number from"]),
-    ("profile mine:ignores --microbatch-size 2", 2, ["has the shape (3, 2) where 2 samples were asked for"]),
+    ("profile mine:ignores --microbatch-size 2", 2, ["has the shape (3, 2) where a batch of 2 samples was asked for"]),
     ("profile mine:empty --microbatch-size 2", 2, ["KeyError: 'no data'", "number of samples"]),
     ("profile zoo:mlp", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),

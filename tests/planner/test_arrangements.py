@@ -125,7 +125,7 @@ def test_numbers_that_contradict_each_other_are_refused() -> None:
     """Three numbers of which two are enough, and a training beside numbers; a batch that would do is named."""
     with pytest.raises(UsageError, match="microbatches of 4 samples: use 12 samples, or 16"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=13, microbatch_size=4)
-    with pytest.raises(UsageError, match="3 microbatches of 4 samples are no batch of 8"):
+    with pytest.raises(UsageError, match="microbatches=3 of microbatch_size=4 are no batch of 8"):
         plan(profile(alike(4)), devices(AMPLE), batch_size=8, microbatches=3, microbatch_size=4)
     with pytest.raises(UsageError, match="not both"):
         plan(profile(alike(4)), devices(AMPLE), training("1f1b", 4), schedule="gpipe")

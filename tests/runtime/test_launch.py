@@ -321,7 +321,7 @@ def test_as_many_workers_as_stages() -> None:
     """A trainer in a group of another size says how many it wants."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UsageError, match="2 devices, but 1 workers were started"):
+        with pytest.raises(UsageError, match="2 devices, and the launcher started 1 worker:"):
             pipefit.Trainer(accidents.make(), plan_of())
     finally:
         dist.destroy_process_group()

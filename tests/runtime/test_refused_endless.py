@@ -86,7 +86,7 @@ def test_an_update_of_weights_that_are_needed_is_refused() -> None:
     without = replace(
         program, actions=tuple(tuple(a for a in own if a.kind is not Kind.STASH) for own in program.actions)
     )
-    with pytest.raises(UsageError, match="1 microbatches in flight need the weights that an update would change"):
+    with pytest.raises(UsageError, match="weights that are needed by 1 microbatch in flight"):
         trainer._run_program(without, inputs=[[torch.randn(2, 8)]], targets=[[torch.randn(2, 4)]])
 
 

@@ -143,7 +143,7 @@ COPIES: dict[str, tuple[Rearrange, str, str]] = {
     "updated before it is copied": (
         behind("0STEP0[1:3]", parse_action("0STASH0[1:3]")),
         r"0STEP0\[1:3\] would change weights that forwards still use: a STASH must come before it",
-        "need the weights that an update would change: the program has to copy them first",
+        "weights that are needed by coming forwards: the program has to copy them first",
     ),
     "used before all is copied": (
         behind("0STEP0[0:1]", parse_action("0WAIT_STASH0[0:1]")),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pipefit.allocator.blocks import Block, Segment
+from pipefit.texts import counted
 from pipefit.units import format_bytes
 
 
@@ -62,7 +63,9 @@ def describe(segments: Sequence[SegmentState]) -> str:
     reserved, allocated = (
         sum(sizes) for sizes in ([s.nbytes for s in segments], [s.allocated_bytes for s in segments])
     )
-    head = f"{len(segments)} segments, {format_bytes(reserved)} reserved, {format_bytes(allocated)} allocated"
+    head = (
+        f"{counted(len(segments), 'segment')}, {format_bytes(reserved)} reserved, {format_bytes(allocated)} allocated"
+    )
     return "\n".join([head, *map(str, segments)])
 
 

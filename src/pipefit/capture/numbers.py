@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # Smaller gradients (a share of the largest one), losses and buffers count as that large: they may be rounding alone
@@ -70,9 +71,9 @@ class Numbers:
             return f"the numbers of {self.name} cannot be compared: its losses are {losses} before anything is trained"
         exact = "equal bit by bit" if not self.apart else f"at most {self.apart:.1e} of the largest value apart"
         return (
-            f"{self.name} computes as a chain what it computes as a module: {len(self.losses)} microbatches of "
-            f"{self.microbatch_size}, losses {losses}, {_counted(self.gradients, 'gradient')} and "
-            f"{_counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
+            f"{self.name} computes as a chain what it computes as a module: {counted(len(self.losses), 'microbatch')} "
+            f"of {self.microbatch_size}, losses {losses}, {counted(self.gradients, 'gradient')} and "
+            f"{counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
         )
 
     def check(self) -> None:
@@ -209,7 +210,3 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _loss_name(number: int) -> str:
     return f"the loss of microbatch {number + 1}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"

@@ -14,7 +14,7 @@ from pipefit.capture.records import opened
 from pipefit.capture.stand_ins import real
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
-from pipefit.texts import kind_of
+from pipefit.texts import counted, kind_of
 
 Sample = tuple[Any, Any]
 
@@ -74,8 +74,8 @@ def _made(task: Task, size: int) -> Any:
         raise
     except Exception as error:
         raise UsageError(
-            f"the batch function of {task.name} fails when it is asked for {size} samples ({in_one_line(error)}): it "
-            "is called with the number of samples, and returns (inputs, targets)"
+            f"the batch function of {task.name} fails when it is asked for {counted(size, 'sample')} "
+            f"({in_one_line(error)}): it is called with the number of samples, and returns (inputs, targets)"
         ) from error
 
 
@@ -89,9 +89,9 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != size):
                 raise UsageError(
-                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} where {size} "
-                    f"samples were asked for: every tensor of a batch holds its samples along dimension 0; what is the "
-                    "same for all samples belongs into the module"
+                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} where a "
+                    f"batch of {counted(size, 'sample')} was asked for: every tensor of a batch holds its samples "
+                    "along dimension 0; what is the same for all samples belongs into the module"
                 )
 
 

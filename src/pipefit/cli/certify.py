@@ -86,11 +86,13 @@ def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
     """
     from pipefit.errors import OutOfMemory
     from pipefit.post_mortems import of_dry_run
+    from pipefit.texts import counted
 
     over = [device for device in trace.devices if device.lack_bytes]
     if not over:
         return None
     worst = max(over, key=lambda device: device.lack_bytes)
-    error = OutOfMemory(f"{worst.shortage} ({len(over)} of {len(trace.devices)} devices are over): {worst.remedy}")
+    how_many = f"{len(over)} of {counted(len(trace.devices), 'device')} over"
+    error = OutOfMemory(f"{worst.shortage} ({how_many}): {worst.remedy}")
     error.post_mortem = of_dry_run(plan, trace)
     return error

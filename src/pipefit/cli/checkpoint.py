@@ -86,7 +86,7 @@ def _described(found: Checkpoint) -> list[Block]:
 
     manifest = found.manifest
     shards = counted(len(manifest.shards), "shard")
-    stages = f"{len(manifest.stages)} stage{'s' * (len(manifest.stages) > 1)}"
+    stages = counted(len(manifest.stages), "stage")
     made_by = f"pipefit {printable(manifest.pipefit_version)} and torch {printable(manifest.torch_version)}"
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
     held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.texts import counted
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -104,8 +105,8 @@ def _needs(plan: Plan) -> str:
 def _introduction(layers: tuple[str, ...], cluster: str) -> str:
     tokens = _MICROBATCH * _MICROBATCHES * _MODEL["sequence"]
     return (
-        f"A byte-level GPT of {len(layers)} layers learns the sources of Python's standard library, {tokens} bytes a "
-        f"step in {_MICROBATCHES} microbatches, on {cluster}."
+        f"A byte-level GPT of {counted(len(layers), 'layer')} learns the sources of Python's standard library, "
+        f"{tokens} bytes a step in {_MICROBATCHES} microbatches, on {cluster}."
     )
 
 

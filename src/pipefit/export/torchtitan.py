@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pipefit.errors import UsageError
 from pipefit.export.decoders import Abilities, Decoder, check_tokens, decoder_of
 from pipefit.plans import Plan
+from pipefit.texts import counted
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 _PRECISIONS = ("float32", "bfloat16")  # its autocast is for one device and its replicas
@@ -43,7 +44,7 @@ def torchtitan_config(plan: Plan) -> str:
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
     recomputes = "FullAC.Config()" if any(found.recomputed) else "None"
     return (
-        f'"""A plan of pipefit: {plan.profile.model} in {len(parts)} stages."""\n\n'
+        f'"""A plan of pipefit: {plan.profile.model} in {counted(len(parts), "stage")}."""\n\n'
         "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
         "from torchtitan.distributed.activation_checkpoint import FullAC\n\n"
         "parallelism = ParallelismConfig(\n"

@@ -89,5 +89,5 @@ def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> P
     told = replace(plan, prediction=replace(plan.prediction, processes=tuple(device.allocator for device in devices)))
     if not short or plan.provenance is None:
         return told
-    remark = f"Planned {len(short) + 1} times: in the first plan {short[0]}."
+    remark = f"Planned {counted(len(short) + 1, 'time')}: in the first plan {short[0]}."
     return replace(told, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))

@@ -158,7 +158,9 @@ def check_pins(
     if asked == SINGLE:
         return
     if asked.devices > devices:
-        raise UsageError(f"a stage of {asked} needs {asked.devices} devices, and there are {devices}: use fewer")
+        raise UsageError(
+            f"a stage of {asked} needs {counted(asked.devices, 'device')}, and there are {devices}: use fewer"
+        )
     _check_slices(profile, size, asked.data, batch)
     profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
 

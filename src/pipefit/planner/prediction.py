@@ -22,6 +22,7 @@ from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.texts import counted
 from pipefit.training import Training
 
 
@@ -49,7 +50,9 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
         UsageError: no device, or fewer blocks than devices.
     """
     if not 1 <= devices <= blocks:
-        raise UsageError(f"{blocks} blocks cannot be split over {devices} devices: each holds at least one")
+        raise UsageError(
+            f"{counted(blocks, 'block')} cannot be split over {counted(devices, 'device')}: each holds at least one"
+        )
     partials: dict[int, _Partial] = {0: _Partial((), ())}
     for stage in range(devices):
         last = blocks - (devices - 1 - stage)

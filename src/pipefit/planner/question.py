@@ -124,15 +124,15 @@ class Question:
         if asked is not None and asked > blocks:
             why = f" ({self.profile.indivisible})" if self.profile.indivisible else ""
             raise UsageError(
-                f"{self.profile.model} has {self.profile.parts}{why}, too few for {asked} stages: "
+                f"{self.profile.model} has {self.profile.parts}{why}, too few for {counted(asked, 'stage')}: "
                 f"ask for {blocks} or fewer"
             )
         each = (self.options.data or 1) * (self.options.tensor or 1)
         if asked is not None and asked * each > devices:
             of = f" of {each} devices" if each > 1 else ""
             raise UsageError(
-                f"cluster {self.cluster.name} has {devices} devices, too few for {asked} stages{of}: "
-                f"ask for {max(1, devices // each)} or fewer"
+                f"cluster {self.cluster.name} has {counted(devices, 'device')}, too few for "
+                f"{counted(asked, 'stage')}{of}: ask for {max(1, devices // each)} or fewer"
             )
         self.profile.at(self.training.microbatch_size)
 

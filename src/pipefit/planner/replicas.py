@@ -25,6 +25,7 @@ from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided import BUCKETS
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
 from pipefit.planner.question import Found, Planner, Question, Split
+from pipefit.texts import counted
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -56,15 +57,16 @@ def representative(question: Question, degree: Degree) -> Question:
     for layer, cost in zip(question.profile.layers, question.measured(degree).costs, strict=True):
         if degree.data > 1 and cost.alone:
             raise UsageError(
-                f"layer {layer} {cost.alone}: that would become another in each of {degree.data} replicas, so leave "
-                "data out, and its stage can be on one device"
+                f"layer {layer} {cost.alone}: that would become another in each of {degree.data} replicas, "
+                "so leave data out, and its stage can be on one device"
             )
     how, options, profile = question.training, question.options, question.profile
     asked = options.stages
     if asked is not None and asked > len(groups):
         raise UsageError(
-            f"{asked} stages of {degree.data} replicas need {asked * degree.devices} devices, and cluster "
-            f"{question.cluster.name} has {len(question.cluster.devices)}: use fewer of either"
+            f"{counted(asked, 'stage')} of {degree.data} replicas would need "
+            f"{counted(asked * degree.devices, 'device')}, and cluster {question.cluster.name} has "
+            f"{len(question.cluster.devices)}: use fewer of either"
         )
     alike = [one for one in profile.measurements if one.way[1:] == degree[1:]]
     ranks = tuple(replace(one, tensor=1, sequences=False) for one in alike)

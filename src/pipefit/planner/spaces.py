@@ -81,14 +81,14 @@ class Numbers:
         given = self.batch_size, self.microbatches, self.microbatch_size
         if None not in given and self.batch_size != (self.microbatches or 0) * (self.microbatch_size or 0):
             raise UsageError(
-                f"{self.microbatches} microbatches of {self.microbatch_size} samples are no batch of "
-                f"{self.batch_size}: leave one of the three numbers out"
+                f"microbatches={self.microbatches} of microbatch_size={self.microbatch_size} are no batch "
+                f"of {self.batch_size}: leave one of the three numbers out"
             )
         batch, size = self.batch_size, self.microbatch_size
         if batch is not None and size is not None and batch > size and batch % size:
             raise UsageError(
-                f"a batch of {batch} does not divide into microbatches of {size} samples: use {batch - batch % size} "
-                f"samples, or {batch + -batch % size}"
+                f"a batch of {batch} does not divide into microbatches of {counted(size, 'sample')}: use "
+                f"{counted(batch - batch % size, 'sample')}, or {batch + -batch % size}"
             )
 
 
@@ -233,10 +233,10 @@ def _count(batch_size: int, size: int) -> int:
     """
     count, left = divmod(batch_size, size)
     if left:
-        fitting = " or ".join(str(number * size) for number in (count, count + 1) if number)
+        fitting = " or ".join(counted(number * size, "sample") for number in (count, count + 1) if number)
         raise UsageError(
-            f"a batch of {batch_size} is not a whole number of microbatches of {size} samples: use {fitting} samples, "
-            "or another microbatch size"
+            f"a batch of {batch_size} is not a whole number of microbatches of {counted(size, 'sample')}: use "
+            f"{fitting}, or another microbatch size"
         )
     return count
 

@@ -32,6 +32,7 @@ from pipefit.profiles import (
     Target,
 )
 from pipefit.sharding import Alone
+from pipefit.texts import counted
 
 __all__ = ["Progress", "profile_fake", "profile_sizes"]
 
@@ -72,8 +73,9 @@ def profile_sizes(
         if found:
             size = other.measurements[0].microbatch_size
             raise UsageError(
-                f"{task.name} is another model at {size} samples than at {sizes[0]} ({'; '.join(found)}), so that no "
-                "plan could use both: profile it at one size, or let its operations not depend on the number of samples"
+                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} ({'; '.join(found)}), "
+                "so that no plan could use both: profile it at one size, or let its operations not depend on the "
+                "number of samples"
             )
     every = (first, *others)
     kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))

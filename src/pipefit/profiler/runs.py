@@ -21,6 +21,7 @@ from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
 from pipefit.readable import content
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.units import format_bytes
 from pipefit.validation import validated
@@ -74,10 +75,10 @@ class Conditions:
         devices = ", ".join(map(format_bytes, self.budgets))
         return (
             f"{self.kind} runs",
-            f"{len(self.budgets)} devices of {devices}",
+            f"{counted(len(self.budgets), 'device')} of {devices}",
             f"kernels of {self.target}",
             f"torch {self.torch}",
-            f"{self.threads} thread{'s' * (self.threads > 1)}",
+            counted(self.threads, "thread"),
             f"recompute {self.recompute}",
         )
 
@@ -216,5 +217,5 @@ def _outcome(run: dict[str, Any]) -> tuple[Stages, Outcome]:
     stages = tuple((int(start), int(stop)) for start, stop in run["stages"])
     peaks = tuple(None if peak is None else int(peak) for peak in run["peaks"])
     if len(stages) != len(peaks):
-        raise ValueError(f"a run of {len(stages)} stages has {len(peaks)} peaks")
+        raise ValueError(f"a run of {counted(len(stages), 'stage')} has {counted(len(peaks), 'peak')}")
     return stages, Outcome(peaks=peaks, failure=str(run["failure"]))

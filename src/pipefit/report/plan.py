@@ -78,7 +78,7 @@ def holds_for(plan: Plan) -> str:
     made = plan.profile.assumptions
     if not made.cpu:
         return ""
-    threads = f"{made.threads} thread{'s' * (made.threads > 1)}"
+    threads = counted(made.threads, "thread")
     return (
         f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere "
         "kernels may take more or less."

@@ -26,7 +26,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     head = (
         f"{profile.model}: {profile.parts}, fingerprint {profile.fingerprint.digest}\n"
         f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
-        f"with torch {taken.torch} and {taken.threads} thread{'s' * (taken.threads > 1)}"
+        f"with torch {taken.torch} and {counted(taken.threads, 'thread')}"
     )
     if taken.cpu:
         head += f"\nkernels measured on {taken.cpu} with {taken.capability}"

@@ -12,7 +12,7 @@ from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.runtime.runner import Microbatch
-from pipefit.texts import dtype_name
+from pipefit.texts import counted, dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -
     samples = counts.pop()
     if not 0 < samples <= training.batch_size:
         raise UsageError(
-            f"the batch holds {samples} samples, but the plan trains batches of {training.batch_size}: "
+            f"the batch holds {counted(samples, 'sample')}, but the plan trains batches of {training.batch_size}: "
             "make a plan for this batch size"
         )
     _check_like("inputs", inputs, measurement.costs[0].inputs)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pipefit.actions import Action
 from pipefit.cost.residency import Whereabouts
 from pipefit.places import Member
+from pipefit.texts import counted
 
 
 class Block(NamedTuple):
@@ -64,7 +65,7 @@ class BlockTable:
 
     def __str__(self) -> str:
         blocks = (f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks))
-        tensors = f"{len(self.tensors)} tensors of {sum(self.tensors)} B"
+        tensors = f"{counted(len(self.tensors), 'tensor')} of {sum(self.tensors)} B"
         return f"{self.action}: {tensors}, {self.state}; {'; '.join(blocks)}"
 
     def _held(self, block: int) -> str:

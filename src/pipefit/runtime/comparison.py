@@ -38,6 +38,7 @@ from pipefit.runtime.plan_check import check_model
 from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
 from pipefit.sharding.comparison import compare_blocks
+from pipefit.texts import counted
 from pipefit.units import format_bytes
 from pipefit.validation import instance, seed_number
 
@@ -95,7 +96,7 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
         if compared.left_out:
             yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"
         else:
-            yield f"; {compared.blocks} distinct blocks agree with what {ranks} tensor-parallel ranks have of them"
+            yield f"; what {ranks} tensor-parallel ranks have agrees with {counted(compared.blocks, 'distinct block')}"
 
 
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -238,10 +239,10 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
         for value, dimension in enumerate(plan.division(number).dimensions):
             if dimension is not None and not _close(own[value], torch.cat([o[value] for o in others], dimension), plan):
                 raise UsageError(
-                    f"{degrees[number - 1]} replicas of stage {number - 1} and {degrees[number]} of stage {number} "
-                    f"would exchange wrong rows: in slices for {data} replicas value {value} between them has other "
-                    "numbers than in a whole microbatch, as where a layer puts samples in another order. Use as many "
-                    "replicas on both sides, or end the stage at another layer"
+                    f"{counted(degrees[number - 1], 'replica')} of stage {number - 1} and {degrees[number]} of stage "
+                    f"{number} would exchange wrong rows: in slices for {data} replicas value {value} between them has "
+                    "other numbers than in a whole microbatch, as where a layer puts samples in another order. Use as "
+                    "many replicas on both sides, or end the stage at another layer"
                 )
 
 

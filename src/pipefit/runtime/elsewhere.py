@@ -15,6 +15,7 @@ import torch
 from pipefit.errors import PipefitWarning
 from pipefit.meter.machine import this_machine
 from pipefit.profiles import Assumptions
+from pipefit.texts import counted
 
 CERTIFIED = "the peaks certified are those of the profile"
 TRAINED = "what this run takes may differ from its plan"
@@ -49,4 +50,4 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
 
 
 def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
+    return counted(count, "thread")

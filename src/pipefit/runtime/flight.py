@@ -21,7 +21,7 @@ from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.moving import Luggage
 from pipefit.runtime.second_forward import Buffers
 from pipefit.runtime.weights import Version
-from pipefit.texts import layers_text
+from pipefit.texts import counted, layers_text
 
 Loss = Callable[[Values, Values], Tensor]  # of the last layer's values and the targets
 
@@ -83,7 +83,9 @@ class Flight:
             return tensors
         first, end = load.part
         if end - first != self.samples:
-            raise UsageError(f"{load} takes {end - first} rows, and the slice of the microbatch has {self.samples}")
+            raise UsageError(
+                f"{load} takes {counted(end - first, 'row')}, and the slice of the microbatch has {self.samples}"
+            )
         return [tensor[first:end] for tensor in tensors]
 
     def abandon(self) -> None:

@@ -20,6 +20,7 @@ from pipefit.runtime.tensor_groups import TensorGroups, Together
 from pipefit.runtime.token import check_members
 from pipefit.runtime.transport import InProcess, Network, Transport, connect
 from pipefit.schedule import whole_run
+from pipefit.texts import counted
 
 # Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712); under
 # --node-rank those of another machine are, with this set too.
@@ -50,8 +51,9 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
     count = len(hardware.plan.workers)
     if dist.get_world_size() != count:
         raise UsageError(
-            f"the plan uses {count} devices, but {dist.get_world_size()} workers were started: "
-            f"start one for each device, as torchrun --nproc-per-node {count} does"
+            f"the plan uses {counted(count, 'device')}, and the launcher started "
+            f"{counted(dist.get_world_size(), 'worker')}: start one for each device, as torchrun --nproc-per-node "
+            f"{count} does"
         )
     if not hardware.shared:
         check_hosts(hardware.plan, dist.get_rank())

@@ -12,7 +12,7 @@ from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.runtime.restoring import check_task
 from pipefit.runtime.saving import Saving
-from pipefit.texts import printable, shortened
+from pipefit.texts import counted, printable, shortened
 from pipefit.validation import seed_number, whole
 
 Path = str | os.PathLike[str]
@@ -96,7 +96,9 @@ def _resumed(path: Path, plan: Plan, steps: int, seed: int | None) -> Checkpoint
     checkpoint.check_headers()  # before anything starts; workers read the bytes, and hold them to their hashes
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
     if manifest.step >= steps:
-        raise UsageError(f"{named} has {manifest.step} steps, and {steps} are wanted in all: give more (--steps)")
+        raise UsageError(
+            f"{named} has {counted(manifest.step, 'step')}, and {steps} are wanted in all: give more (--steps)"
+        )
     if seed is not None and seed != manifest.seed:
         raise UsageError(
             f"{named} was trained with seed {manifest.seed}, by which all that follows is drawn: leave seed {seed} out"

@@ -23,7 +23,7 @@ from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
 from pipefit.runtime.orders import OnNan, Orders, Path, orders
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import not_finite
-from pipefit.texts import printable
+from pipefit.texts import counted, printable
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, instance, number, whole
 
@@ -184,7 +184,7 @@ class _Told:
     def go_on(self, first: int, why: str, plan: Plan) -> None:
         """The training goes on after `first` steps, under that plan."""
         del self.losses[first - self._first :]
-        _warn(f"{why}, with {len(plan.workers)} workers on {printable(plan.cluster.name)}")
+        _warn(f"{why}, with {counted(len(plan.workers), 'worker')} on {printable(plan.cluster.name)}")
 
 
 def _warn(text: str) -> None:

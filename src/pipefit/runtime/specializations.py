@@ -29,6 +29,7 @@ from pipefit.profiles import Measurement
 from pipefit.runtime.flight import Loss
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.sharding.chain import RankLoss, shard_chain
+from pipefit.texts import counted
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
 
@@ -134,8 +135,9 @@ class Specializations:
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
             mode = "training" if training else "evaluation"
             raise UsageError(
-                f"{self.task.name} has other layers than the plan when it is traced for {mode} with {size} samples: "
-                "use batches that divide into the plan's microbatches, and evaluate with a module of your own"
+                f"{self.task.name} has other layers than the plan when it is traced for {mode} with "
+                f"{counted(size, 'sample')}: use batches that divide into the plan's microbatches, and evaluate with a "
+                "module of your own"
             )
 
     def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:

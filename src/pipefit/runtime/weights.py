@@ -27,7 +27,7 @@ from pipefit.capture.storages import storage_key
 from pipefit.cost.states import Layers
 from pipefit.errors import UsageError
 from pipefit.runtime.weight_copies import Copied, WeightCopies, WeightCopy
-from pipefit.texts import layers_text
+from pipefit.texts import counted, layers_text
 
 Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
 
@@ -149,9 +149,10 @@ class Weights:
         """
         users = max(self._newest.users.values(), default=0)
         if users or not self._copied.issuperset(range(*layers)):
-            who = f"{users} microbatches in flight" if users else "coming forwards"
+            who = f"{counted(users, 'microbatch')} in flight" if users else "coming forwards"
             raise UsageError(
-                f"{who} need the weights that an update would change: the program has to copy them first, with a STASH"
+                f"an update would change weights that are needed by {who}: the program has to copy them first, with a "
+                "STASH"
             )
 
     def updated(self, layers: Layers) -> None:

@@ -17,6 +17,7 @@ from pipefit.plans import Plan
 from pipefit.schedule.bundles import moved_states
 from pipefit.schedule.order import check_alone
 from pipefit.schedule.state_copies import check_moved
+from pipefit.texts import counted
 
 
 def check_endless(plan: Plan) -> None:
@@ -45,9 +46,9 @@ def check_endless(plan: Plan) -> None:
         every, count = decision.microbatches.every, plan.training.microbatches
         if count % every:
             raise UsageError(
-                f"{decision}: it is for a share of every {every} microbatches, but under schedule {name} their numbers "
-                f"go on from step to step, and {every} does not divide the {count} of a step, so that steps would "
-                f"differ: take a share of every {_divisors(count)}, or all"
+                f"{decision}: it is for a share of every {counted(every, 'microbatch')}, but under schedule {name} "
+                f"their numbers go on from step to step, and {every} does not divide the {count} of a step, so that "
+                f"steps would differ: take a share of every {_divisors(count)}, or all"
             )
 
 

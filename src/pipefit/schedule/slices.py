@@ -140,7 +140,7 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
     if last is not None and last % data:
         every = lcm(*(one.grid.data for one in plan.stages))
         raise UsageError(
-            f"{where}, which cannot divide the {last} samples of the last microbatch equally: leave out "
+            f"{where}, which cannot divide the {counted(last, 'sample')} of the last microbatch equally: leave out "
             f"{last % every} of them, or give the batch {-last % every} more"
         )
     for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.structure import Values
+from pipefit.texts import counted
 
 _SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and most experts of a token
 
@@ -52,8 +53,8 @@ class Shortening:
     def said(self) -> str:
         """What was cut, for a sentence."""
         if self.length:
-            return f", with sequences of {_SHORT} instead of {self.length} positions and without dropout"
-        return f", with {_FEW} instead of {self.samples} samples" if self.samples else ""
+            return f", with sequences of {_SHORT} instead of {counted(self.length, 'position')} and without dropout"
+        return f", with {_FEW} instead of {counted(self.samples, 'sample')}" if self.samples else ""
 
     def cut(self, values: Values, targets: Values) -> tuple[Values, Values]:
         """A batch, cut."""

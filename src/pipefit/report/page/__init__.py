@@ -248,7 +248,7 @@ def _subject(plan: Plan, decision: Decision) -> str:
         case Run():
             return span
         case SavedTensors(tensors=tensors):
-            return f"{len(tensors)} saved tensor{'s' * (len(tensors) > 1)} of {span}"
+            return f"{counted(len(tensors), 'saved tensor')} of {span}"
         case State(kind=kind):
             return f"{kind} of {span}"
 
