@@ -37,7 +37,7 @@ def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
     lines = plain(describe_fit(fit)).splitlines()
     assert lines[0].startswith("layers=4 is the largest that fits: mine <b> of ")
     assert [line.split()[0] for line in lines[4:7]] == ["2", "4", "6"]
-    assert lines[-2].endswith("which leaves it 0 B free.")
+    assert lines[-2].endswith(", 0 B below its budget.")
     assert lines[-1].startswith("layers=6 does not fit: device")
 
 

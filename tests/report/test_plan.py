@@ -127,7 +127,7 @@ def test_a_device_that_is_too_small_is_marked() -> None:
     shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True)
     assert any(row[7].endswith(" over") for row in stage_table(shown).rows)
     short = max(shown.prediction.peak_bytes) - 9000
-    assert f"{format_bytes(short)} more than it has." in said(shown)
+    assert f"{format_bytes(short)} over its budget." in said(shown)
 
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:

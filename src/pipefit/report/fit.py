@@ -67,7 +67,7 @@ def _limits(fit: Fit) -> Iterator[str]:
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (
         f"Device {best.device} limits: stage {best.stage} ({first_to_last(best.blocks)}) needs "
-        f"{format_bytes(best.need_bytes)}, which leaves it {format_bytes(-best.over_bytes)} free."
+        f"{format_bytes(best.need_bytes)}, {format_bytes(-best.over_bytes)} below its budget."
     )
     if fit.beyond is not None:
         yield f"{fit.named(fit.beyond.value)} does not fit: {fit.beyond.miss}."

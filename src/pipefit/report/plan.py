@@ -126,16 +126,16 @@ def _bar(full: float) -> str:
 
 
 def _limit(plan: Plan) -> str:
-    """The fullest device, and how much room it has or lacks."""
+    """The fullest device, and how far it is from its budget, which leaves a reserve to its process."""
     if plan.prediction is None:
         return "This plan holds no predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
     device = _fullest(plan, stage)
     budget, peak = plan.cluster.budgets[device], plan.prediction.peak_bytes[device]
     room = (
-        f"which leaves it {format_bytes(budget - peak)} free"
+        f"{format_bytes(budget - peak)} below its budget"
         if peak <= budget
-        else f"{format_bytes(peak - budget)} more than it has"
+        else f"{format_bytes(peak - budget)} over its budget"
     )
     return f"Device {device} limits: stage {number} needs {format_bytes(peak)}, {room}."
 
