@@ -63,8 +63,8 @@ class Shares:
     def sentence(self) -> str:
         """What is divided, without a full stop."""
         return (
-            f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
-            f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
+            f"{self.ranks} ranks divide {100 * self.of_bytes:.0f} % of {format_bytes(self.parameter_bytes)} of "
+            f"parameters ({format_bytes(self.rank_bytes)} each) and {100 * self.of_flops:.0f} % of the operations"
         )
 
     def __str__(self) -> str:

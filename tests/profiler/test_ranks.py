@@ -129,7 +129,7 @@ def odd() -> Task:
 def test_ranks_that_divide_nothing_are_refused() -> None:
     """With the share that is divided, and the reason."""
     with pytest.raises(
-        UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0% of .* no part for each of 5"
+        UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0 % of .* no part for each of 5"
     ):
         profile(odd(), microbatch_size=4, tensor=5)
 

@@ -22,7 +22,7 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.files import load_cluster
-from pipefit.grids import Grid
+from pipefit.grids import Grid, Stage
 from pipefit.places import Member, parse_place
 from pipefit.planner import plan
 from pipefit.plans import Plan
@@ -323,6 +323,25 @@ def test_layers_that_fill_a_device_are_told_with_the_largest_first() -> None:
         rows = (re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in of_layers.split("<tr>"))
         sizes = [parse_bytes(row[1], least=0) for row in rows if row and not re.search("others$|^what", row[0])]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_devices_alike_are_filled_in_one_table_under_their_peak() -> None:
+    """Two stages of two replicas have two tables, not four, each headed by what its devices have at their peak."""
+    costs = equal_profile(6)
+    (one,) = costs.measurements
+    stages = tuple(
+        Stage(start=start, stop=start + 3, grid=Grid(devices=devices, data=2))
+        for start, devices in ((0, (0, 2)), (3, (1, 3)))
+    )
+    made = make_plan(costs, (3, 3), cluster=make_cluster(4), microbatches=4)
+    sizes = replace(costs, measurements=(one, replace(one, microbatch_size=2)))
+    training = replace(made.training, batch_size=8)
+    made = replace(made, profile=sizes, stages=stages, training=training, prediction=None)
+    peaks = simulate(made).peak_bytes
+    heads = re.findall(r"<summary>(device[^,]*, .*?) at", page(made))
+    assert [head.replace("\N{NO-BREAK SPACE}", " ") for head in heads] == [
+        f"devices {one} {other}, {format_bytes(peaks[one])}" for one, other in ((0, 2), (1, 3))
+    ]
 
 
 def test_a_measured_trace_is_drawn_beside_the_plan() -> None:

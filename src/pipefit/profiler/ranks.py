@@ -39,7 +39,7 @@ def sharded_chains(
     for sharded in found:
         if sharded.shares.divides_nothing:
             raise UsageError(
-                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0% of its parameters and of "
+                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its parameters and of "
                 f"its operations: {_why(sharded)}; choose another number, or replicas"
             )
     return [*found, *(_along_positions(traced, one) for one in found if sequences and traced is not None)]

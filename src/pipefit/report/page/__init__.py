@@ -34,7 +34,7 @@ from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
 from pipefit.simulator.contents import all_contents
 from pipefit.tables import Table, html
-from pipefit.texts import counted
+from pipefit.texts import counted, numbered
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
@@ -205,17 +205,19 @@ def _drawing() -> str:
 
 
 def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
-    """For every device the layers with the most bytes as the action begins at which it is fullest."""
+    """The layers with the most bytes as the action begins at which a device is fullest; once for devices alike."""
     yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
+    alike: dict[tuple[str, str], list[int]] = {}
     for device, found in enumerate(all_contents(plan, trace)):
         if found is not None:
-            told = (
-                f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
-            )
+            peak = f"{format_bytes(found.peak.total_bytes)} at {found.peak.action}"
             table = html([filled(plan, found), *([largest(plan, found)] if found.tensors else [])])
-            opened = " open" if shares[device] == max(shares) else ""
-            yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
+            alike.setdefault((peak, table), []).append(device)
+    for (peak, table), devices in alike.items():
+        told = f"device{'s' * (len(devices) > 1)} {numbered(devices)}, {peak}"
+        opened = " open" if any(shares[device] == max(shares) for device in devices) else ""
+        yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
 
 
 def _decided(plan: Plan) -> Iterator[str]:
