@@ -67,12 +67,27 @@ def plan(
     if isinstance(model, ModelProfile):
         return plan_of_profile(model, cluster, training, **asked)
     from pipefit.capture import Task
+    from pipefit.fake.apart import apart
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
+    kernels: Target = target or cluster.target
+    return apart(kernels, lambda: _plan_of_task(model, cluster, training, kernels, certify, allocator, progress, asked))
+
+
+def _plan_of_task(
+    model: Task,
+    cluster: Cluster,
+    training: Training | None,
+    kernels: Target,
+    certify: bool,
+    allocator: AllocatorSettings | None,
+    progress: Progress | None,
+    asked: Asked,
+) -> Plan:
+    """The plan of a task, whose profiles are made on the way."""
     from pipefit.fitting.on_the_way import Proposal, in_order, plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
 
-    kernels: Target = target or cluster.target
     sizes = sizes_asked(training, asked)
     ahead = in_order(sizes, training, asked, len(cluster.devices))
     known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,3 +193,14 @@ def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path:
         assert received == {
             f"{rank}RECV_{way}{m}": ([what_is_sent(sender, way, m)], m) for way, sender in senders for m in range(20)
         }
+
+
+def test_sums_inside_one_process_cross_gpus() -> None:
+    """Each member's tensors are on a device of its own, and torch adds tensors of one device only."""
+    first, second = (mock.create_autospec(Tensor, device=torch.device("cuda", number)) for number in range(2))
+    transport = InProcess()
+    transport.collect(parse_action("0REDUCE"), [first], (0, 1), 0)
+    transport.collect(parse_action("0REDUCE"), [second], (0, 1), 1)
+    second.to.assert_called_once_with(first.device)
+    first.add_.assert_called_once_with(second.to.return_value)
+    second.copy_.assert_called_once_with(first)

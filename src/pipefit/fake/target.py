@@ -16,8 +16,8 @@ by replacing Python functions. What it does for CUDA alone is done here too: the
 on every machine, no context is made there, and no random generator of the caller's changes.
 
 The first `cuda` target registers the device type for the rest of the process. Then `torch.accelerator.is_available()`
-is false and `device_count()` zero, and `current_accelerator()` is `fakecuda`. Autograd follows the streams of that
-accelerator alone: in such a process backwards on a GPU run on its default stream, whatever stream their forward was on.
+is false and `device_count()` zero, and `current_accelerator()` is `fakecuda`. Autograd has streams for that accelerator
+alone: in such a process a backward on a real GPU fails. Hence `apart`, and `check_backwards` of `runtime/hardware`.
 
 Not imitated:
 

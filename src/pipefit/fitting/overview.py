@@ -18,6 +18,7 @@ from typing import TypedDict
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.fake.apart import apart
 from pipefit.fake.fingerprint import precision_of
 from pipefit.fake.sizes import Chains
 from pipefit.files import load_cluster
@@ -91,6 +92,19 @@ def fit(
             "fits on a few: name a cluster of equal devices, or ask pipefit plan"
         )
     kernels = target or cluster.target
+    return apart(kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress))
+
+
+def _looked_at(
+    model: Task,
+    cluster: Cluster,
+    microbatches: int | None,
+    schedule: str,
+    kernels: Target,
+    threads: int,
+    progress: Progress | None,
+) -> Overview:
+    """The answer of `fit`, for the kernels of a target."""
     profiles = OnDemand(model, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
     chain = profiles.chain()
     look = _Look(

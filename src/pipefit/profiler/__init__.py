@@ -10,6 +10,7 @@ import torch
 from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.fake.apart import apart
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
 from pipefit.profiles import MOST_THREADS, ModelProfile, Target
@@ -61,10 +62,15 @@ def profile(
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()
+
+    def faked() -> ModelProfile:
+        with recording("profiling"), torch.random.fork_rng(devices=[]):
+            return profile_sizes(
+                task, sizes, target=followed, threads=threads, tensor=degrees, sequences=along, progress=progress
+            )
+
+    found = apart(followed, faked)
+    if real is None:
+        return found
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
-        found = profile_sizes(
-            task, sizes, target=followed, threads=threads, tensor=degrees, sequences=along, progress=progress
-        )
-        if real is None:
-            return found
         return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)

@@ -29,6 +29,7 @@ from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
+from pipefit.runtime.hardware import check_backwards
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
 from pipefit.runtime.weight_copies import Copied, WeightCopy, copied_weights, using
 from pipefit.sharding import Alone, shard_chain
@@ -44,6 +45,7 @@ def add_seconds(
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
+    check_backwards([device])
     copied = on_a_copy(task)
     copied = replace(copied, module=in_mode(copied.build(), True))
     with threads_of(threads):

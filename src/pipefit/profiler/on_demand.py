@@ -19,6 +19,7 @@ from pipefit.beside import beside
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
+from pipefit.fake.apart import run_a_backward
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
 from pipefit.profiler.fake import Progress, profile_sizes
@@ -129,13 +130,7 @@ class OnDemand:
 
 def profiled_beside(target: Target, *works: Callable[[], T]) -> tuple[Callable[[], T], ...]:
     """Begin with works that profile (`pipefit.beside`). Those for the CPU run kernels, whose threads a fork has not."""
-    return beside(*works, forks=target != "cpu", check=_run_a_backward)
-
-
-def _run_a_backward() -> None:
-    """Torch refuses it in the fork of a process that has run one. There a profile would say that a layer fails."""
-    with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.backward(torch.ones((), requires_grad=True))
+    return beside(*works, forks=target != "cpu", check=run_a_backward)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import Target
 from pipefit.runtime.assembly import assemble
 from pipefit.runtime.batches import cut_batch
+from pipefit.runtime.hardware import check_backwards
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.no_peers import NoPeers
 from pipefit.runtime.plan_check import check_casts, check_model
@@ -57,7 +58,9 @@ class LoneStages:
         Raises:
             OutOfMemory: the stage passed the meter's cap.
             FileError: the plan was made for another task; says what differs.
+            UsageError: torch runs no backward on that GPU in this process.
         """
+        check_backwards([device])
         check_casts(plan, self.task)
         check_model(plan, self.task, self.chain)
         programs = step_programs(plan)

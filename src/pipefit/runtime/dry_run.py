@@ -24,6 +24,7 @@ from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cost.communicators import communicators
 from pipefit.errors import PipefitWarning, UsageError
+from pipefit.fake.apart import apart
 from pipefit.fake.chain import chain_again
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
@@ -132,12 +133,16 @@ def _traces(
     lending = Lending.dry(plan, whole_run(plan))
     like = sample(task, plan.training.microbatch_size)
     dry = _DryRun(task, plan, programs, lending, like, steps, kernels, reserves, chains)
-    with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        ran = dry.run(fake, fold=fold)
+
+    def run() -> tuple[_Ran, KernelMemory]:
+        with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
+            return dry.run(fake, fold=fold), fake.unknown
+
+    ran, unknown = apart(target, run)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
-    assumed = (*fake.unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel in READINGS))
+    assumed = (*unknown.kernels, *(kernel for kernel in plan.profile.kernels.unknown if kernel in READINGS))
     if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
         warnings.warn(gap, PipefitWarning, stacklevel=3)
     return [dry.trace(ran, allocator) for allocator in allocators]

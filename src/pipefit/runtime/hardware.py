@@ -132,18 +132,15 @@ def check_hosts(plan: Plan, rank: int) -> None:
         )
 
 
-def check_streams(devices: Iterable[torch.device]) -> None:
-    """Check that GPUs train on their default streams, where backwards could not follow another one.
+def check_backwards(devices: Iterable[torch.device]) -> None:
+    """Check that torch can run backwards on these devices: in a process with a fake GPU it cannot on real ones.
 
     Raises:
-        UsageError: one does not, in a process that has profiled or certified for CUDA.
+        UsageError: one is a GPU, in such a process.
     """
-    if not follows_fake_streams():
-        return
-    for device in devices:
-        if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-            raise UsageError(
-                f"{device} trains on a stream of its own, in a process that has profiled or certified for CUDA, where "
-                "backwards run on the default stream and would not wait for it: profile in another process, or train "
-                "on the default stream"
-            )
+    if follows_fake_streams() and any(device.type == "cuda" for device in devices):
+        raise UsageError(
+            "this process has profiled or certified for CUDA with fake GPUs of its own, after which torch runs no "
+            "backward on a real one: plan and certify before the first backward, or in another process, and load the "
+            "plan here"
+        )

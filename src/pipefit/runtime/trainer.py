@@ -39,7 +39,7 @@ from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.comparison import Comparisons
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.hardware import Hardware, check_streams
+from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import connected, groups_of, joins_workers
@@ -377,7 +377,7 @@ class Trainer:
     def _run_program(self, program: Program, **options: Any) -> None:
         """Run all devices of this process."""
         devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
-        check_streams(devices)
+        check_backwards(devices)
         with torch.random.fork_rng(devices, device_type="cuda"):
             try:
                 run_in_turn(self.runners, program=program, groups=self._groups, **options)

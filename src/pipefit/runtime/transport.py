@@ -84,7 +84,7 @@ class _Sum:
         """Add the tensors up in the order of the members, for all of them or for the owners."""
         for number, (first, *others) in enumerate(zip(*(self.tensors[member] for member in members), strict=True)):
             for other in others:
-                first.add_(other)
+                first.add_(other.to(first.device))
             for member, other in zip(members[1:], others, strict=True):
                 if not owners or owners[number] == member:
                     other.copy_(first)

@@ -1,0 +1,110 @@
+"""Work over fake GPUs leaves none in a process that may train on real ones. Here GPUs are only said to be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from pipefit.errors import InfeasibleError, PipefitWarning
+from pipefit.fake import apart as room
+from pipefit.fake.apart import apart
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = """
+from unittest import mock
+import torch
+import pipefit
+from pipefit.fake.target import follows_fake_streams
+from tiny import task_of
+task = task_of(lambda: [torch.nn.Linear(8, 8) for _ in range(2)], outputs=8)
+def answers():
+    plan = pipefit.plan(task, "4x-a100-80gb", batch_size=2, stages=1, microbatches=1, planner="uniform", certify=False)
+    return plan.stages, pipefit.certify(task, plan).peak_bytes, pipefit.profile(task, microbatch_size=2, target="cuda")
+with mock.patch.object(torch.cuda, "is_available", return_value=True):
+    found = answers()
+    try:
+        pipefit.plan(task, "4x-a100-80gb", batch_size=4, stages=99)
+    except pipefit.PipefitError as error:
+        print(error)
+print("fake before:", follows_fake_streams())
+print("the same:", answers() == found)
+print("fake after:", follows_fake_streams())
+"""
+
+
+@pytest.fixture(autouse=True)
+def gpus() -> Iterator[None]:
+    """There are GPUs, and none is fake yet."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(room, "follows_fake_streams", return_value=False),
+    ):
+        yield
+
+
+def test_a_script_may_plan_certify_and_profile_before_it_trains() -> None:
+    """Nor does an error leave a fake GPU; answers are those of a process that has one."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    error, *told = done.stdout.splitlines()
+    assert "99" in error
+    assert told == ["fake before: False", "the same: True", "fake after: True"]
+
+
+def test_only_what_follows_cuda_is_done_in_a_fork() -> None:
+    """The CPU's kernels have threads, which a fork has not."""
+    assert apart("cuda", os.getpid) != os.getpid()
+    assert apart("cpu", os.getpid) == os.getpid()
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert apart("cuda", os.getpid) == os.getpid()
+
+
+def test_an_error_of_ours_comes_from_the_fork() -> None:
+    """It is raised here; the work is not done a second time."""
+    done = []
+
+    def work() -> None:
+        done.append(1)
+        raise InfeasibleError("too large")
+
+    with pytest.raises(InfeasibleError, match="too large"):
+        apart("cuda", work)
+    assert not done
+
+
+def test_warnings_tell_where_they_come_from() -> None:
+    """As if the work had been done here."""
+    with pytest.warns(PipefitWarning, match="assumed") as told:
+        apart("cuda", lambda: warnings.warn("assumed", PipefitWarning, stacklevel=1))
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle"])
+def test_what_a_fork_cannot_do_is_done_here(why: str) -> None:
+    """An error that is not ours may be of the fork alone; torch may refuse backwards there; some answers stay."""
+    here = os.getpid()
+
+    def work() -> object:
+        if why == "a failure of the fork's own" and os.getpid() != here:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return threading.Lock() if why == "no pickle" else os.getpid()
+
+    refuse = RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+    with mock.patch.object(room, "run_a_backward", side_effect=refuse if why == "no backward" else None):
+        found = apart("cuda", work)
+    assert found == here or why == "no pickle"
