@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from elsewhere import elsewhere
 from gpu_lender import lend
 from moving_plans import movable, with_disk
 from pipefit.capture import Task
@@ -55,7 +56,7 @@ def moving_to(place: str) -> tuple[Plan, Plan]:
     """All layers on the one GPU of two, and the same with every other storage that the stage keeps moved away."""
     task = gpt()
     layers = len(list(task.build().children()))
-    found = profile(task, microbatch_size=8, target="cuda")
+    found = elsewhere(profile, task, microbatch_size=8, target="cuda")
     still = plan_of(task, [layers], size=8, microbatches=4, schedule="gpipe", memory_bytes=1 << 34, profiled=found)
     still = replace(still, cluster=replace(still.cluster, backend="cuda", devices=still.cluster.devices * 2))
     link = replace(still.cluster.links[0], members=parse_place("device0*1+device1*1+host0*1").members)
@@ -89,7 +90,7 @@ def test_what_is_moved_to_the_host_comes_back(place: str) -> None:
     still, moved = moving_to(place)
     (expected, high), (losses, low) = trained(still), trained(moved)
     assert losses == expected
-    peaks = [certify(gpt(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
+    peaks = [elsewhere(certify, gpt(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
     assert [high, low] == [pytest.approx(peak, rel=0.01) for peak in peaks]
     assert low < high
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elsewhere import elsewhere
 from pipefit.capture import Task
 from pipefit.decisions import Decision, What
 from pipefit.places import parse_place
@@ -51,7 +52,7 @@ def memory_given_back() -> Iterator[None]:
 
 def on_gpus(task: Task, split: list[int], *decisions: Decision) -> Plan:
     """Stages with these decisions on GPUs that reach each other and the host."""
-    found = profile(task, microbatch_size=8, target="cuda")
+    found = elsewhere(profile, task, microbatch_size=8, target="cuda")
     plan = plan_of(task, split, size=8, microbatches=4, memory_bytes=1 << 34, profiled=found)
     devices = plan.cluster.devices * (2 if len(split) == 1 else 1)
     link = replace(plan.cluster.links[0], members=parse_place("device0*1+device1*1+host0*1").members)
@@ -81,7 +82,7 @@ def test_state_that_is_moved_comes_back(name: str) -> None:
     (losses, state, high), (others, other, low) = trained(still), trained(moved)
     assert losses == others
     assert all(torch.equal(state[name], tensor) for name, tensor in other.items())
-    peaks = [certify(make(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
+    peaks = [elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
     assert [high, low] == [pytest.approx(peak, rel=0.01) for peak in peaks]
     assert low < high
 
@@ -94,7 +95,7 @@ def test_layers_that_the_host_updates_train_nearly_the_same() -> None:
     (losses, _, high), (others, _, low) = trained(still), trained(plan)
     assert losses[0] == others[0]
     assert others == pytest.approx(losses, rel=1e-4)
-    assert low == pytest.approx(certify(make(), plan, target="cuda").devices[0].step_peak_bytes(1), rel=0.01)
+    assert low == pytest.approx(elsewhere(certify, make(), plan, target="cuda").devices[0].step_peak_bytes(1), rel=0.01)
     assert low < high
 
 
