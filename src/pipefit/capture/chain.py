@@ -94,21 +94,21 @@ class Chain:
         return shared_parameters([layer.module for layer in self.layers])
 
     def flatten(self, inputs: Any) -> Values:
-        """The tensors of `inputs` that the first layer takes, in its order.
+        """The tensors of `inputs` that the first layer takes, in its order, laid out in memory as at capture.
 
         Raises:
             UsageError: `inputs` are not like those the model was captured with.
         """
-        return self.inputs.flatten(inputs)
+        return self.inputs.laid_out(inputs)
 
     def flatten_targets(self, targets: Any) -> Values:
-        """The tensors of `targets`; none where there are no targets.
+        """The tensors of `targets`, laid out in memory as at capture; none where there are no targets.
 
         Raises:
             UsageError: `targets` are not like those the model was captured with.
         """
         if self.targets is not None:
-            return self.targets.flatten(targets)
+            return self.targets.laid_out(targets)
         if targets is None:
             return ()
         raise UsageError(

@@ -1,7 +1,8 @@
 """In which order the dimensions of values lie in memory, so that between layers each can be contiguous without a copy.
 
 A value that is laid out otherwise, as after a transpose, crosses with its dimensions in the order of memory, and the
-next layer sees it as it was made. One that no order makes dense, as a slice or an expanded one, is copied.
+next layer sees it as it was made. One that no order makes dense, as a slice or an expanded one, is copied. So is a
+tensor of a batch whose samples do not follow each other, since microbatches of it would be laid out otherwise than it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pipefit.capture.structure import Values
 from pipefit.layer_costs import Order
+
+if TYPE_CHECKING:
+    from pipefit.capture.structure import Values
 
 Orders = tuple[Order, ...]  # of several values; empty where each has the order of its dimensions
 
@@ -46,6 +50,22 @@ def _new_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a new tensor of this shape."""
     behind = (1, *(max(size, 1) for size in shape[:0:-1]))
     return tuple(accumulate(behind[: len(shape)], mul))[::-1]
+
+
+def laid_out(tensor: Tensor, order: Order) -> Tensor:
+    """`tensor` with its dimensions in this order in memory, or in their own without one; a copy if need be."""
+    if order and dense_order(tensor) == order:
+        return tensor
+    return as_made(contiguous((tensor,), (order,)), (order,))[0]
+
+
+def sample_order(tensor: Tensor) -> Order:
+    """The order of a tensor's dimensions in memory if its samples are one behind the other there; else their own.
+
+    Parts of such a tensor are laid out as it is, as those of pictures whose channels are last.
+    """
+    order = () if tensor.is_contiguous() else dense_order(tensor) or ()
+    return order if order[:1] == (0,) else ()
 
 
 def as_made(values: Values, orders: Orders) -> Values:

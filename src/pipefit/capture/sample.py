@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
+from pipefit.capture.orders import laid_out, sample_order
 from pipefit.capture.records import opened
 from pipefit.capture.stand_ins import real
 from pipefit.capture.task import Task
@@ -44,7 +45,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     refuse_gradients((inputs, targets), task.name)
     _refuse_strange((inputs, targets), task.name)
     with real():
-        return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
+        inputs, targets = pytree.tree_map_only(Tensor, task.cast, (inputs, targets))
+        return pytree.tree_map_only(Tensor, lambda tensor: laid_out(tensor, sample_order(tensor)), (inputs, targets))
 
 
 def _refuse_strange(batch: Sample, name: str) -> None:

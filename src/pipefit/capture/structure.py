@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from pipefit.capture.orders import Orders, laid_out, sample_order
 from pipefit.capture.records import closed
 from pipefit.errors import UsageError
 from pipefit.texts import dtype_name
@@ -28,7 +29,7 @@ class Tree:
 
     `taken` numbers the leaves that are handed over as tensors, in the flat tuple's order; `leaves` holds the others.
     `texts` has every leaf in words, a tensor with the shape of `n` samples; `lengths` the lengths of sequences of whole
-    numbers, such as tokens, each once.
+    numbers, such as tokens, each once; `orders` those in which dimensions of the tensors lie in memory.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Tree:
     plain: bool = False  # a tensor, or a tuple or list of tensors: either will do for the other
     texts: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    orders: Orders = ()
 
     @staticmethod
     def of(what: str, tree: Any) -> Tree:
@@ -57,7 +59,8 @@ class Tree:
                 f"{type(tree if strange is None else strange).__name__}"
                 f"{'; convert it with torch.as_tensor' if hasattr(strange, '__array__') else ''}"
             )
-        return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree), _lengths(leaves))
+        orders = tuple(sample_order(leaves[number]) for number in taken)
+        return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree), _lengths(leaves), orders)
 
     def flatten(self, tree: Any) -> Values:
         """The tensors of `tree`.
@@ -82,6 +85,16 @@ class Tree:
                     f"{'a tensor' if number in self.taken else repr(constant)}; give all batches one form"
                 )
         return tuple(leaves[number] for number in self.taken)
+
+    def laid_out(self, tree: Any) -> Values:
+        """The tensors of `tree`, which lie in memory as they did at capture, so that kernels take the same ways.
+
+        Raises:
+            UsageError: it is not of this shape; says what differs.
+        """
+        pairs = zip(self.flatten(tree), self.orders, strict=True)
+        # Tensors of other dimensions are refused where shapes are held to the plan's
+        return tuple(laid_out(tensor, order if tensor.ndim == len(order) else ()) for tensor, order in pairs)
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """A tree of this shape with the tensors `values` in it."""
