@@ -58,6 +58,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: pipefit.plan(TASK, CLUSTER, microbatches="4"), "microbatches must be an int or None, not '4'"),
     (lambda: pipefit.plan(TASK, CLUSTER, batch_size=4, progress=3), "progress must be a function or None, not 3 (int)"),
     (lambda: pipefit.plan(TASK, CLUSTER, target="gpu"), "target must be 'cpu' or 'cuda' or None, not 'gpu'"),
+    (lambda: pipefit.plan(TASK, CLUSTER, precision="mixed-bfloat16"), "it belongs to the task, pipefit.Task(module"),
+    (lambda: pipefit.plan(PLAN.profile, CLUSTER, microbatch=3), "plan has no argument 'microbatch': did you mean"),
     (lambda: pipefit.plan_again("plan.json", CLUSTER), "old must be a Plan, not 'plan.json': pipefit.load reads one"),
     (lambda: pipefit.plan_again(PLAN, "dgx1-v100"), "cluster must be a Cluster, not 'dgx1-v100'"),
     (lambda: pipefit.fit(TASK, CLUSTER, microbatches={}), "microbatches must be an int or None, not {} (dict)"),

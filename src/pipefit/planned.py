@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from pipefit.cluster import Cluster
-from pipefit.planner import Asked
+from pipefit.planner import ELSEWHERE, Asked
 from pipefit.planner import plan as plan_of_profile
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Training
-from pipefit.validation import check_arguments, instance
+from pipefit.validation import check_arguments, check_names, instance
 
 if TYPE_CHECKING:
     from pipefit.allocator import AllocatorSettings
@@ -62,6 +62,7 @@ def plan(
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
+    check_names("plan", asked, Asked, ELSEWHERE)
     check_arguments(Asked, asked)
     check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
     if isinstance(model, ModelProfile):

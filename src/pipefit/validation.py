@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_o
 
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal
-from pipefit.texts import printable, shortened
+from pipefit.texts import printable, shortened, unknown
 
 T = TypeVar("T")
 
@@ -47,6 +47,20 @@ def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
     for name, fits, meant in _annotated(kind):
         if name in given and not fits(given[name]):
             raise UsageError(f"{name} must be {meant}, not {_repeated(given[name])}")
+
+
+def check_names(function: str, given: Mapping[str, object], kind: Any, elsewhere: Mapping[str, str]) -> None:
+    """Check that a TypedDict has all arguments that a function is given, by their names.
+
+    Raises:
+        UsageError: one is unknown; says where it belongs if `elsewhere` does, or else which there are.
+    """
+    known = [name for name, *_ in _annotated(kind)]
+    for name in given:
+        if name in elsewhere:
+            raise UsageError(f"{function} has no argument {name!r}: {elsewhere[name]}")
+        if name not in known:
+            raise UsageError(unknown(f"{function} has no argument {name!r}", name, known))
 
 
 def whole(name: str, value: int, least: int, most: int | None = None) -> int:

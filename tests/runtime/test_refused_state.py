@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit.decisions import What
-from pipefit.errors import UsageError
+from pipefit.cluster import Cluster
+from pipefit.decisions import State, What
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.planner import plan
 from pipefit.runtime import Trainer
+from pipefit.simulator import simulate
+from pipefit.training import Training
 from state_away import away, one_stage, task_named
-from tiny import batch_of, plan_of, task_of
+from tiny import batch_of, plan_of, profile_of, task_of
 
 
 class Counting(torch.optim.SGD):
@@ -74,6 +78,26 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
     plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2, what),))
     with pytest.raises(UsageError, match=f"optimizer {words}, so that it cannot update a stage in parts: leave"):
         Trainer(task, plan).step(batch_of(task, plan))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining])
+def test_planners_leave_state_where_such_an_optimizer_updates_it(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Where the state of plain SGD is moved so that a model fits, that of such an optimizer stays, and nothing fits."""
+    layers = [nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)]
+    task = task_of(lambda: layers, optimizer=lambda groups: optimizer(groups, momentum=0.9))
+    made = profile_of(task, 2)
+    asked = Training(batch_size=4, microbatches=2)
+    (whole,) = simulate(plan(made, Cluster.emulated((1, 1 << 30)), asked)).peak_bytes
+    tight = Cluster.emulated((1, whole - sum(cost.parameter_bytes for cost in made.at(2).costs) // 2))
+    if optimizer is torch.optim.SGD:
+        found = plan(made, tight, asked)
+        assert any(isinstance(decision.subject, State) for decision in found.decisions)
+        Trainer(task, found).step(batch_of(task, found))
+    else:
+        with pytest.raises(InfeasibleError):
+            plan(made, tight, asked)
 
 
 class Hoarding(torch.optim.SGD):

@@ -46,7 +46,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     _refuse_strange((inputs, targets), task.name)
     with real():
         inputs, targets = pytree.tree_map_only(Tensor, task.cast, (inputs, targets))
-        return pytree.tree_map_only(Tensor, lambda tensor: laid_out(tensor, sample_order(tensor)), (inputs, targets))
+        inputs, targets = pytree.tree_map_only(Tensor, lambda one: laid_out(one, sample_order(one)), (inputs, targets))
+        return inputs, targets
 
 
 def _refuse_strange(batch: Sample, name: str) -> None:

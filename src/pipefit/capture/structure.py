@@ -93,8 +93,11 @@ class Tree:
             UsageError: it is not of this shape; says what differs.
         """
         pairs = zip(self.flatten(tree), self.orders, strict=True)
-        # Tensors of other dimensions are refused where shapes are held to the plan's
-        return tuple(laid_out(tensor, order if tensor.ndim == len(order) else ()) for tensor, order in pairs)
+        # What has other dimensions, or is sparse or nested, is refused where it is held to the plan's
+        return tuple(
+            laid_out(tensor, order if tensor.ndim == len(order) else ()) if _is_plain(tensor) else tensor
+            for tensor, order in pairs
+        )
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """A tree of this shape with the tensors `values` in it."""
@@ -108,6 +111,10 @@ class Tree:
         if self.spec.type is dict and isinstance(tree, Mapping) and set(tree) == set(self.spec.context):
             return {key: tree[key] for key in self.spec.context}
         return tree
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_flat(tree: Any) -> bool:

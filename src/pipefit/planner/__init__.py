@@ -46,7 +46,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.texts import unknown
 from pipefit.training import Training, Versions
-from pipefit.validation import check_arguments, instance
+from pipefit.validation import check_arguments, check_names, instance
 
 __all__ = [
     "ON_GRIDS",
@@ -128,6 +128,10 @@ class Asked(TypedDict, total=False):
     means: Means
 
 
+ELSEWHERE = {"precision": "it belongs to the task, pipefit.Task(module, ..., precision=...), or to a Training"} | {
+    name: f"it belongs to the task, pipefit.Task(module, ..., {name}=...)"
+    for name in ("batch", "loss", "optimizer", "groups", "scheduler", "granularity")
+}
 PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 
 
@@ -154,6 +158,7 @@ def plan(
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
         InfeasibleError: the plan does not fit; says by how much and what would.
     """
+    check_names("plan", asked, Asked, ELSEWHERE)
     check_arguments(Asked, asked)
     return answered(profile, cluster, training, **asked).complete()
 

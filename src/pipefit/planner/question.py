@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -101,6 +101,8 @@ class Found(NamedTuple):
 class Question:
     """One planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
 
+    No state moves where the optimizer updates all layers at once: what has moved is updated run by run.
+
     Raises:
         UsageError: more stages than blocks or devices, no such schedule, or a microbatch size that was not profiled.
     """
@@ -134,7 +136,8 @@ class Question:
                 f"cluster {self.cluster.name} has {counted(devices, 'device')}, too few for "
                 f"{counted(asked, 'stage')}{of}: ask for {max(1, devices // each)} or fewer"
             )
-        self.profile.at(self.training.microbatch_size)
+        if any(cost.undivided for cost in self.measurement.costs):
+            object.__setattr__(self, "means", replace(self.means, state=False, spill=False))
 
     @cached_property
     def measurement(self) -> Measurement:

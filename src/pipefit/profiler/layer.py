@@ -133,6 +133,7 @@ class LayerMeter:
             fed_back=second.fed_back,
             fed_back_bytes=second.fed_back_bytes,
             unrepeatable=second.unrepeatable,
+            undivided=updates.undivided,
             backward_first=first.spans,
             backward_later=later.spans,
             gradient_bytes=gradient_bytes,

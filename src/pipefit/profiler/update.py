@@ -13,12 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.runtime.master_weights import Group, MasterWeights
+from pipefit.runtime.parts import Undivided, step_part
 from pipefit.work import Work
+
+_SIDE = 4  # of the parameters that an optimizer is tried on
 
 LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
 MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
@@ -44,6 +48,7 @@ class Updates(NamedTuple):
     state_bytes: int
     early_state_bytes: int
     work: Work
+    undivided: str = ""  # why the optimizer updates all layers at once, in words
 
 
 def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
@@ -62,8 +67,9 @@ def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, 
         stepper.step()
         later = Peak.of(meter)
         follow()
-        return Updates(first, later, state, early, meter.work)
+        return Updates(first, later, state, early, meter.work, undivided)
 
+    undivided = _undivided(optimizer, next((group for of_layer in groups for group in of_layer), {}))
     with reading(Reading()) as numbers, updating():
         found = steps()
     for number in NUMBERS[1:] * bool(numbers.count):
@@ -72,6 +78,28 @@ def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, 
                 continue
         return steps()  # outside of `updating`, so that what it reads is named
     return found
+
+
+def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
+    """Why an optimizer cannot be stepped for some layers alone, in words: it is tried on two small ones.
+
+    Of one that fails without its model nothing is said.
+    """
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        tried = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(2)]
+        for parameter in tried:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            whole = optimizer([[options | {"params": [parameter]}] for parameter in tried])
+            whole.step()
+            for parameter in tried:
+                parameter.grad = torch.ones_like(parameter)
+            step_part(whole, tried[:1], tried[1:])
+        except Undivided as found:
+            return found.reason
+        except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
+            return ""
+    return ""
 
 
 def state_bytes(

@@ -11,7 +11,6 @@ Costs microseconds a parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,11 +21,22 @@ from pipefit.runtime.master_weights import MasterWeights
 _PUT_IN = frozenset({"param_groups", "_opt_called"})  # what may differ between a part and its whole
 
 
+class Undivided(UsageError):
+    """An optimizer does more in a step than its groups say; `reason` goes on behind its name."""
+
+    def __init__(self, optimizer: Optimizer, reason: str) -> None:
+        super().__init__(
+            f"optimizer {type(optimizer).__name__} {reason}, so that it cannot update a stage in parts: leave its "
+            "state where it is, as planners do, or use an optimizer such as AdamW or SGD"
+        )
+        self.reason = reason
+
+
 def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Step those groups of an optimizer that hold these parameters, and none of the `others`.
 
     Raises:
-        UsageError: the optimizer does more in a step than its groups say.
+        Undivided: the optimizer does more in a step than its groups say.
     """
     before = [other._version for other in others]
     if isinstance(optimizer, MasterWeights):
@@ -38,34 +48,27 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
         part.step()
     whole.__dict__["_opt_called"] = True  # a scheduler of torch asks whether the optimizer has been stepped before it
     if before != [other._version for other in others]:
-        _refuse(whole, "changes parameters that are not in the groups it is given")
+        raise Undivided(whole, "changes parameters that are not in the groups it is given")
     changed = sorted(
         name for name in part.__dict__.keys() - _PUT_IN if part.__dict__[name] is not whole.__dict__.get(name)
     )
     if changed:
-        _refuse(whole, f"changes its attribute {changed[0]!r} in every step")
+        raise Undivided(whole, f"changes its attribute {changed[0]!r} in every step")
 
 
 def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     """The optimizer with those of its groups alone that hold these parameters.
 
     Raises:
-        UsageError: a group holds others too, or steps have hooks.
+        Undivided: a group holds others too, or steps have hooks.
     """
     wanted = set(map(id, parameters))
     groups = [group for group in optimizer.param_groups if not wanted.isdisjoint(map(id, group["params"]))]
     if not wanted.issuperset(id(parameter) for group in groups for parameter in group["params"]):
-        _refuse(optimizer, "has put parameters of several layers into one group")
+        raise Undivided(optimizer, "has put parameters of several layers into one group")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        _refuse(optimizer, "has hooks on its steps")
+        raise Undivided(optimizer, "has hooks on its steps")
     part: Optimizer = object.__new__(type(optimizer))
     part.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     part.param_groups = groups
     return part
-
-
-def _refuse(optimizer: Optimizer, reason: str) -> NoReturn:
-    raise UsageError(
-        f"optimizer {type(optimizer).__name__} {reason}, so that it cannot update a stage in parts: leave its state "
-        "where it is, or use an optimizer such as AdamW or SGD"
-    )
