@@ -8,9 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from pipefit.message_order import channels
+from pipefit.runtime import transport
 from pipefit.runtime.coalescing import begin_together
+from pipefit.runtime.transport import Network
+from pipefit.schedule import lower
+from pipelines import equal_profile, make_plan
 
 
 class OnGpu:
@@ -36,13 +42,38 @@ def begun_of(tensors: list[Any]) -> tuple[list[Any], list[Any]]:
     return seen, works
 
 
-def test_on_a_gpu_they_are_one() -> None:
-    """NCCL gets them between a start and an end, which is what is waited for."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_on_a_gpu_they_are_one(count: int) -> None:
+    """NCCL gets them between a start and an end, which is what is waited for; one alone too, for torch would make a
+    communicator for it that is another one than that of several.
+    """
     start, end = (("_start_coalescing", OnGpu.device), ("_end_coalescing", OnGpu.device))
-    assert begun_of([OnGpu(), OnGpu()]) == ([start, 0, 1, end], [end])
+    assert begun_of([OnGpu()] * count) == ([start, *range(count), end], [end])
 
 
-@pytest.mark.parametrize("tensors", [[], [OnGpu()], [torch.ones(1), torch.ones(1)]])
-def test_one_alone_and_those_of_gloo_are_left_as_they_are(tensors: list[Any]) -> None:
+@pytest.mark.parametrize("tensors", [[], [torch.ones(1), torch.ones(1)]])
+def test_those_of_gloo_are_left_as_they_are(tensors: list[Any]) -> None:
     """Gloo would copy them; and where there is nothing to do, there is nothing to wait for."""
     assert begun_of(tensors) == ([*range(len(tensors))], [*range(len(tensors))])
+
+
+def test_the_first_message_of_a_channel_goes_the_way_of_all() -> None:
+    """What makes a communicator before the first step is what the steps do: else they would make another one."""
+    begun = list[Any]()
+    plan = make_plan(equal_profile(2), [1, 1])
+    program = lower(plan)
+
+    def begin(group: Any, tensors: Any, begins: Any) -> list[Any]:
+        begun.append(len(tensors))
+        return []
+
+    network = Network(
+        timeout=None,
+        device=0,
+        placement=program.placement,
+        workers={0: 0, 1: 1},
+        channels=dict.fromkeys(channels(program.actions, program.placement)),  # type: ignore[arg-type]
+    )
+    with mock.patch.object(dist, "get_rank", return_value=0), mock.patch.object(transport, "begin_together", begin):
+        network.warm_up(torch.device("cpu"))
+    assert begun == [1, 1]

@@ -1,5 +1,8 @@
 """Messages and collectives of several tensors: NCCL carries them out as one, in one kernel, with the delays of one.
 
+A message of one tensor goes the same way. torch gives messages that are not coalesced a communicator of their own,
+beside that of the group (`ProcessGroupNCCL::pointToPoint`): it would be made, and waited for, in the middle of a step.
+
 Gloo would copy the tensors into one and back, which takes memory that nobody counts. So it gets each for itself.
 """
 
@@ -20,7 +23,7 @@ def begin_together(
     Raises:
         RuntimeError: one could not begin.
     """
-    together = len(tensors) > 1 and tensors[0].is_cuda
+    together = len(tensors) > 0 and tensors[0].is_cuda
     if together:
         torch.distributed.ProcessGroup._start_coalescing(group, tensors[0].device)
     begun = [begin() for begin in begins]

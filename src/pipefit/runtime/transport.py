@@ -236,10 +236,10 @@ class Network:
         mine, number = dist.get_rank(), torch.zeros(1, device=device)
         for name, group in self.channels.items():
             source, target = self.workers[name.source], self.workers[name.target]
-            if mine == source:
-                self._wait(_under_way(dist.isend(number, target, group=group)))
-            elif mine == target:
-                self._wait(_under_way(dist.irecv(number, source, group=group)))
+            if mine in (source, target):
+                begin, peer = (dist.isend, target) if mine == source else (dist.irecv, source)
+                for work in begin_together(group, [number], [partial(begin, number, peer, group=group)]):
+                    self._wait(work)
         for group in (*self.groups.values(), *self.tensor_groups.values()):
             if mine in dist.get_process_group_ranks(group):
                 self._wait(_under_way(dist.all_reduce(number, group=group, async_op=True)))
