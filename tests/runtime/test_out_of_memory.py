@@ -15,7 +15,9 @@ from pipefit.capture import Task
 from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed
 from pipefit.runtime import train, transport
 from pipefit.runtime.out_of_memory import ran_out
+from pipefit.runtime.results import Result
 from pipefit.runtime.root_cause import died
+from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.transport import Network
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
@@ -99,12 +101,13 @@ def test_a_worker_tells_it_at_no_action_too() -> None:
 
 @pytest.mark.parametrize(("text", "kind"), [(SAID[6], OutOfMemory), (OTHERS[3], PeerLost)])
 def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception]) -> None:
-    """NCCL allocates as a communicator is made or first used: its lack of memory is this device's own."""
+    """NCCL allocates as a communicator is made or first used: its lack of memory is this device's own, and named so."""
+    own = "device 0 has no memory left"
     plan = plan_of(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), [1, 1])
     with (
         mock.patch.object(transport.dist, "new_group", side_effect=RuntimeError(text)),
         mock.patch.object(transport.dist, "get_rank", return_value=0),
-        pytest.raises(kind),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "did not find each other"),
     ):
         transport.connect(plan, lower(plan), torch.device("cpu"), timedelta(seconds=1))
     program = lower(plan)
@@ -114,9 +117,20 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
     )
     with (
         mock.patch.object(transport.dist, "isend", side_effect=RuntimeError(text)),
-        pytest.raises(kind, match="memory" if kind is OutOfMemory else "device 1 is gone"),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 is gone"),
     ):
         network.start(send, [torch.zeros(1)], message_of(0, send, program.placement))
+    shards = BetweenWorkers(
+        inner=mock.Mock(all_reduce=mock.Mock(side_effect=RuntimeError(text))), devices=(1, 0), device=0
+    )
+    with pytest.raises(kind, match=own if kind is OutOfMemory else "device 1 is gone"):
+        shards.all_reduce(torch.zeros(1))
+    result = Result(devices=(0, 1), told=torch.zeros(1), work=mock.Mock(wait=mock.Mock(side_effect=RuntimeError(text))))
+    with (
+        mock.patch.object(transport.dist, "get_rank", return_value=0),
+        pytest.raises(kind, match=own if kind is OutOfMemory else "did not report"),
+    ):
+        result.join()
 
 
 def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:

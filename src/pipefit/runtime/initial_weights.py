@@ -72,7 +72,7 @@ def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWei
     rank = dist.get_rank()
     bare = None if rank == 0 else _without_bytes(task, plan, seed, first)
     start = bare or _whole(task, plan, seed, first)
-    with _between_workers() as group:
+    with _between_workers(plan) as group:
         on_weights(rank > 0)
         forms = None if bare is None else list(map(_form, _tensors(bare.chain, plan, rank)))
         is_same = _compared(forms, start.chain, plan, group)
@@ -200,7 +200,7 @@ def _compared(forms: list[Form] | None, chain: Chain, plan: Plan, group: dist.Pr
 
 
 @contextmanager
-def _between_workers() -> Iterator[dist.ProcessGroup]:
+def _between_workers(plan: Plan) -> Iterator[dist.ProcessGroup]:
     """A process group for what is on the host, whatever the workers' own backend is.
 
     Raises:
@@ -213,7 +213,7 @@ def _between_workers() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
     except RuntimeError as error:
         lost = PeerLost(f"another worker is gone while weights were handed out ({first_line(error)}); {advice(error)}")
-        raise unless_ran_out(lost, error) from error
+        raise unless_ran_out(lost, error, plan.workers[dist.get_rank()]) from error
 
 
 def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:

@@ -59,10 +59,13 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
 
 
-def unless_ran_out(lost: PeerLost, error: BaseException) -> PeerLost | OutOfMemory:
-    """What to raise for a failed message: `lost`, or `OutOfMemory` if `error` says that this process had no memory."""
+def unless_ran_out(lost: PeerLost, error: BaseException, device: int) -> PeerLost | OutOfMemory:
+    """What to raise for a failed message: `lost`, or `OutOfMemory` if `error` says that this process, which runs
+    `device`, had no memory.
+    """
     if not ran_out(error):
         return lost
     return OutOfMemory(
-        f"no memory is left for messages between workers ({first_line(error)}): plan with more --reserve"
+        f"device {device} has no memory left for messages between workers ({first_line(error)}): plan with more "
+        "--reserve"
     )

@@ -39,7 +39,7 @@ class Result:
             try:
                 self.work.wait()
             except RuntimeError as error:
-                raise _lost(error) from error
+                raise _lost(error, self.devices) from error
         self.told, self.work = self.told.cpu(), None  # a GPU has then computed all before it
 
     def joined(self) -> tuple[float, dict[int, int]]:
@@ -76,10 +76,10 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
     try:
         work = dist.all_reduce(told, async_op=True) if exchanged else None
     except RuntimeError as error:
-        raise _lost(error) from error
+        raise _lost(error, workers) from error
     return Result(devices=workers, told=told, work=work)
 
 
-def _lost(error: RuntimeError) -> PeerLost | OutOfMemory:
+def _lost(error: RuntimeError, workers: tuple[int, ...]) -> PeerLost | OutOfMemory:
     lost = PeerLost(f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}")
-    return unless_ran_out(lost, error)
+    return unless_ran_out(lost, error, workers[dist.get_rank()])

@@ -61,10 +61,11 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenWorkers:
-    """A rank's end of a group of processes; where one of the other `devices` is gone, that is said."""
+    """The end of `device` of a group of processes; where one of the other `devices` is gone, that is said."""
 
     inner: ProcessGroupCollectives
     devices: Sequence[int]
+    device: int
 
     def __deepcopy__(self, memo: Any) -> BetweenWorkers:
         return self  # a copy of a layer belongs to the same processes
@@ -100,9 +101,9 @@ class BetweenWorkers:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            named = " or ".join(map(str, self.devices))
+            named = " or ".join(str(device) for device in self.devices if device != self.device)
             lost = PeerLost(
                 f"a layer that is divided among tensor shards failed: device {named} is gone or hangs "
                 f"({first_line(error)}); the output of its own worker says why"
             )
-            raise unless_ran_out(lost, error) from error
+            raise unless_ran_out(lost, error, self.device) from error

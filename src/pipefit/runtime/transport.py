@@ -179,7 +179,7 @@ class Network:
             return begin_together(group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors])
         except RuntimeError as error:
             lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
-            raise unless_ran_out(lost, error) from error
+            raise unless_ran_out(lost, error, self.device) from error
 
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
@@ -198,7 +198,7 @@ class Network:
                 f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "
                 f"({first_line(error)}); {advice(error)}"
             )
-            raise unless_ran_out(lost, error) from error
+            raise unless_ran_out(lost, error, self.device) from error
 
     def ready(self, handle: _UnderWay | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
@@ -214,14 +214,14 @@ class Network:
                     f"{action} failed: the device at its other end is gone or hangs ({first_line(error)}); "
                     f"{advice(error)}"
                 )
-                raise unless_ran_out(lost, error) from error
+                raise unless_ran_out(lost, error, self.device) from error
         return None
 
     def end(self, group: tuple[int, ...], rank: int) -> Collectives:
         """This worker's end of a group of devices that compute layers together, of which it is number `rank`."""
         inner = ProcessGroupCollectives(group=self.tensor_groups[group])
         assert inner.rank == rank, "workers are in the order of devices"
-        return BetweenWorkers(inner=inner, devices=[device for device in group if device != self.device])
+        return BetweenWorkers(inner=inner, devices=group, device=self.device)
 
     def abandon(self) -> None:
         """Drop the messages inside the device; a worker whose step failed ends, and its connections with it."""
@@ -290,7 +290,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         network.warm_up(device)
     except RuntimeError as error:
         lost = PeerLost(f"the workers did not find each other ({first_line(error)}); {advice(error)}")
-        raise unless_ran_out(lost, error) from error
+        raise unless_ran_out(lost, error, plan.workers[dist.get_rank()]) from error
     return network
 
 
