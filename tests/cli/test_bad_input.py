@@ -127,6 +127,16 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile mine.py:no_task --microbatch-size 1", 2, ["write mine:factory without .py\n"]),
     ("profile ./mine.py:no_task --microbatch-size 1", 2, ["write mine:factory without .py\n"]),
     ("profile part/mine.py:no_task --microbatch-size 1", 2, ["write part.mine:factory without .py\n"]),
+    (
+        "profile my-part/mine.py:no_task --microbatch-size 1",
+        2,
+        ["write mine:factory without .py, in the folder"],
+    ),
+    (
+        "profile part/2-mine.py:no_task --microbatch-size 1",
+        2,
+        ["its name: rename it, to _2_mine.py"],
+    ),
     ("profile /else/mine.py:no_task --microbatch-size 1", 2, ["mine:factory without .py, in the folder /else\n"]),
     ("profile a-b:make --microbatch-size 1", 2, ["'a-b' is not the name of a module"]),
     ("profile mine:no_tusk --microbatch-size 1", 2, ["no_tusk", "did you mean no_task"]),

@@ -317,6 +317,26 @@ def test_what_cannot_start_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
             pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
 
 
+def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script from standard input, and a task that was written at a prompt, which no worker could read."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
+    with pytest.raises(UsageError, match=r"in no file \(<stdin>\)"):
+        pipefit.train(accidents.make, plan_of(), steps=1)
+    monkeypatch.delattr(main, "__file__")
+
+    def typed(name: str) -> Task:
+        return accidents.make(name)
+
+    typed.__module__, typed.__qualname__ = "__main__", "typed"
+    monkeypatch.setattr(main, "typed", typed, raising=False)
+    for task in (partial(typed, "none"), partial(partial(typed), "none")):
+        with pytest.raises(UsageError, match=r"in no file \(a notebook, a prompt or python -c\)"):
+            pipefit.train(task, plan_of(), steps=1)
+
+
 def test_as_many_workers_as_stages() -> None:
     """A trainer in a group of another size says how many it wants."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

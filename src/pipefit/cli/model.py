@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -211,11 +212,15 @@ def _factory(source: str, name: str) -> Callable[..., object]:
 
 
 def _as_module(file: str) -> str:
-    """How a file is written as a module, which is found in the current folder and below."""
-    path, here = os.path.abspath(file), os.path.join(os.getcwd(), "")
-    folder, name = ("", path.removeprefix(here)) if path.startswith(here) else os.path.split(path)
-    written = f"write {name[:-3].replace(os.sep, '.')}:factory without .py"
-    return f"{written}, in the folder {printable(folder)}" if folder else written
+    """How a file is written as a module, which is found in the current folder and below where Python can name all."""
+    folder, name = os.path.split(os.path.abspath(file))
+    if not name[:-3].isidentifier():
+        return f"no module can have its name: rename it, to {re.sub(r'^(?=[0-9])|[^0-9A-Za-z]', '_', name[:-3])}.py"
+    within = os.path.relpath(folder, os.getcwd()).split(os.sep)
+    packages = [] if within == ["."] else within
+    if all(part.isidentifier() for part in packages):
+        return f"write {'.'.join([*packages, name[:-3]])}:factory without .py"
+    return f"write {name[:-3]}:factory without .py, in the folder {printable(folder)}"
 
 
 def _module(source: str) -> Any:

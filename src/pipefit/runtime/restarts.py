@@ -8,7 +8,9 @@ question, ends the training. (torchrun's `--max-restarts`, but for the way to th
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,6 +203,7 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
         raise UsageError(
             f"every worker builds its own task: pass a function that returns it, not a {type(task).__name__}"
         )
+    _check_script(task)
     try:
         return pickle.dumps(task)
     except Exception as error:
@@ -208,3 +211,22 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
             f"the task cannot be sent to the workers ({error}): pass a function of a module, or a functools.partial "
             "of one"
         ) from error
+
+
+def _check_script(task: Callable[[], Task]) -> None:
+    """Check that workers can read what `task` is part of: they run the file of the main script again, if it has one.
+
+    Raises:
+        UsageError: the script came from standard input, or `task` from a notebook or a prompt.
+    """
+    script, function = sys.modules["__main__"], task
+    while isinstance(function, partial):
+        function = function.func
+    file = getattr(script, "__file__", None)
+    if file is None and getattr(function, "__module__", None) != script.__name__:
+        return
+    if file is None or (script.__spec__ is None and not os.path.isfile(file)):
+        raise UsageError(
+            f"workers cannot read what is in no file ({file or 'a notebook, a prompt or python -c'}): write the task "
+            'into a file, and call train in a script under `if __name__ == "__main__":`, or import the task'
+        )
