@@ -270,19 +270,20 @@ def test_a_page_says_that_little_is_left_of_a_gpu() -> None:
         assert f">{words}</em>" in page(tight)
 
 
-def test_plans_that_were_not_chosen_are_told_with_their_prices() -> None:
+@pytest.mark.parametrize(("longer", "told_as"), [(1.25, "+25 %"), (0.999, "+0 %")])
+def test_plans_that_were_not_chosen_are_told_with_their_prices(longer: float, told_as: str) -> None:
     """A row for each alternative: what it is best at, what it takes, by how much its step is longer, how to ask."""
     made = planned()
     assert made.prediction is not None and "not chosen" not in page(made)
     other = Alternative(
         what="fewest devices", schedule="gpipe", stages=1, devices=1, microbatches=2, peak_bytes=3 << 20,
-        step_seconds=1.25 * made.prediction.step_seconds, asked_by="--stages 1",
+        step_seconds=longer * made.prediction.step_seconds, asked_by="--stages 1",
     )  # fmt: skip
     told = page(replace(made, alternatives=(other,)))
     rows = told.partition("Plans that were not chosen")[2].partition("</section>")[0]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", rows)
     step = format_seconds(other.step_seconds)
-    assert cells == ["fewest devices", "1", "1", "2", "gpipe", "3.00 MiB", step, "+25 %", "--stages 1"]
+    assert cells == ["fewest devices", "1", "1", "2", "gpipe", "3.00 MiB", step, told_as, "--stages 1"]
     assert "Fewest devices: 1 device" not in told  # in words it would be told twice
 
 

@@ -32,7 +32,7 @@ def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
 
 def _longer(one: Alternative, step_seconds: float) -> str:
     """By which part of the plan's own step that of an alternative is longer; nothing where that is not known."""
-    return f"{100 * (one.step_seconds / step_seconds - 1):+.0f} %" if step_seconds else ""
+    return f"{100 * (one.step_seconds / step_seconds - 1):+z.0f} %" if step_seconds else ""
 
 
 def _line(one: Alternative, step_seconds: float) -> str:

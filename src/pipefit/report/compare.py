@@ -112,7 +112,7 @@ def describe_comparison(comparison: Comparison) -> list[Block]:
             format_bytes(row.predicted_bytes),
             format_bytes(row.measured_bytes),
             f"{row.difference_bytes:+d}",
-            "-" if row.difference is None else f"{100 * row.difference:+.2f} %",
+            "-" if row.difference is None else f"{100 * row.difference:+z.2f} %",
         )
         for row in comparison.devices
     )
@@ -130,7 +130,7 @@ def _time(comparison: Comparison) -> str:
     ours, theirs = comparison.predicted_seconds, comparison.measured_seconds
     if ours is None or theirs is None:
         return "step time: not compared, because a dry run has no times"
-    apart = f" ({100 * (theirs / ours - 1):+.1f} %)" if ours else ""
+    apart = f" ({100 * (theirs / ours - 1):+z.1f} %)" if ours else ""
     return (
         f"step time: {format_seconds(ours)} {comparison.predicted_source}{_how(comparison.predicted_estimated)}, "
         f"{format_seconds(theirs)} {comparison.measured_source}{_how(comparison.measured_estimated)}{apart}"

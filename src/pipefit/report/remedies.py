@@ -65,7 +65,7 @@ def _row(one: Remedy, own: float) -> tuple[str, ...]:
     peaks, budgets, seconds = _peaks(made), made.cluster.budgets, _seconds(made)
     share, peak, device = max((peak / budgets[number], peak, number) for number, peak in enumerate(peaks))
     full = fullness(share, tight=is_tight(made.cluster, device, peak))
-    price = f"{100 * (seconds / own - 1):+.1f} %" if own else "-"
+    price = f"{100 * (seconds / own - 1):+z.1f} %" if own else "-"
     return one.what, format_bytes(peak), full, format_seconds(seconds), price, one.asked_by
 
 
