@@ -7,6 +7,21 @@ from dataclasses import replace
 from pipefit.tensor_shares import Shares, Whole
 
 
+def test_all_is_divided_only_where_nothing_is_left_whole() -> None:
+    """One byte of a million is seen; all of none is nothing."""
+    all_but_one = Shares(
+        ranks=2,
+        parameter_bytes=1_000_000,
+        divided_bytes=999_999,
+        rank_bytes=500_001,
+        flops=7,
+        divided_flops=7,
+        whole=(),
+    )
+    assert "divide 99.9 % of 976.56 KiB" in str(all_but_one) and str(all_but_one).endswith("100.0 % of the operations")
+    assert str(replace(all_but_one, flops=0, divided_flops=0)).endswith("0.0 % of the operations")
+
+
 def test_operations_that_stay_whole_alike_are_told_once() -> None:
     """With the layers that have them, each once, and how many they are; the largest comes first."""
     head = Whole(layer="head", operator="linear", parameter_bytes=2048, flops=3000, reason="it is cheap")

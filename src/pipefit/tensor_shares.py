@@ -63,8 +63,9 @@ class Shares:
     def sentence(self) -> str:
         """What is divided, without a full stop."""
         return (
-            f"{self.ranks} ranks divide {100 * self.of_bytes:.0f} % of {format_bytes(self.parameter_bytes)} of "
-            f"parameters ({format_bytes(self.rank_bytes)} each) and {100 * self.of_flops:.0f} % of the operations"
+            f"{self.ranks} ranks divide {_percent(self.divided_bytes, self.parameter_bytes)} of "
+            f"{format_bytes(self.parameter_bytes)} of parameters ({format_bytes(self.rank_bytes)} each) and "
+            f"{_percent(self.divided_flops, self.flops)} of the operations"
         )
 
     def __str__(self) -> str:
@@ -72,3 +73,8 @@ class Shares:
         for one in self.whole:
             alike.setdefault(replace(one, layer=""), []).append(one.layer)
         return "\n".join([self.sentence, *(one.told(layers) for one, layers in alike.items())])
+
+
+def _percent(part: int, whole: int) -> str:
+    """The part in percent, rounded down, so that `100.0 %` is all of it."""
+    return f"{1000 * part // (whole or 1) / 10:.1f} %"
