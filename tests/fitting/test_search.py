@@ -34,6 +34,35 @@ def test_refusals_at_every_turn_change_nothing(numbers: range, limit: int, heads
     assert found.fails == min((number for number in accepted if number > limit), default=None)
 
 
+@given(numbers=RANGES, limit=st.integers(0, 3000), heads=st.integers(1, 5), guesses=st.lists(st.integers(-9, 4000)))
+def test_guesses_change_no_answer(numbers: range, limit: int, heads: int, guesses: list[int]) -> None:
+    """Wrong or right, in the range or beyond it; and they cost a few judgements at most."""
+    accepted, judged, left = [number for number in numbers if number % heads == 0], set[int](), iter(guesses)
+
+    def judge(number: int) -> bool | None:
+        judged.add(number)
+        return number <= limit if number % heads == 0 else None
+
+    found = edge(judge, numbers, lambda low: next(left, low))
+    assert found.holds == max((number for number in accepted if number <= limit), default=None)
+    assert found.fails == min((number for number in accepted if number > limit), default=None)
+    if heads == 1:
+        assert len(judged) <= 2 * len(numbers).bit_length() + 2 + 3
+
+
+@given(limit=st.integers(1, 1 << 20), wrong=st.integers(-1, 1))
+def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> None:
+    """Once two numbers are known around the edge, a guess that is one off leaves four to judge."""
+    judged: set[int] = set()
+
+    def judge(number: int) -> bool:
+        judged.add(number)
+        return number <= limit
+
+    assert edge(judge, range(1, 1 << 60), lambda _: limit + wrong) == (limit, limit + 1)
+    assert len(judged) <= limit.bit_length() + 4
+
+
 @given(limit=st.integers(1, 1 << 20))
 def test_few_are_judged(limit: int) -> None:
     """However far the end is, about twice the logarithm of the answer, each number counted once."""

@@ -74,7 +74,7 @@ class _Search:
         if not self.growth.searches:
             return self.edge_of_all()
         if self.growth.sense == "largest":
-            last = edge(self._fits_soon, values).holds
+            last = edge(self._fits_soon, values, self._likely).holds
             onwards = values if last is None else values[values.index(last) :]
         else:
             last = edge(lambda value: _negated(self._fits_soon(value)), values).fails
@@ -118,6 +118,14 @@ class _Search:
         """What is known of every value that was tried, rising."""
         soon = {value: found for value, found in self.soon.items() if found is not None}
         return tuple(found for _, found in sorted({**soon, **self.known}.items()))
+
+    def _likely(self, value: int) -> int:
+        """The largest value that is likely to fit: by what the last two that fit need, as if that rose evenly."""
+        fitting = [one for one in self.tried if one.fits and one.value <= value][-2:]
+        last, first = fitting[-1], fitting[0]
+        rises = (last.need_bytes - first.need_bytes) / max(1, last.value - first.value)
+        each = rises if rises > 0 else last.need_bytes / max(1, last.value)
+        return last.value + int((last.budget_bytes - last.need_bytes) / max(1.0, each))
 
     def _fits_soon(self, value: int) -> bool | None:
         """Whether a plan that is soon made fits; None where the value is refused."""

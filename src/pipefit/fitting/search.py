@@ -4,6 +4,9 @@ The statement is true up to some number and false beyond it. Finding the two nei
 2 log2(n) judgements if the edge is n places from the start, however far the end is. A number may also be refused: the
 statement has no answer there (a hidden size that is no multiple of the number of heads). Then the next larger number is
 judged; refusals are assumed to be cheap.
+
+Who knows where the edge is likely to be may say so (`Guess`): such a number is judged in place of the middle, until a
+few have left more than half of what there was. A wrong guess costs a judgement, and never changes the answer.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+_GUESSES = 3  # that may leave more than half of the numbers
 PATIENCE = 64  # refusals in a row, after which nothing larger is asked for
 
 Judge = Callable[[int], bool | None]
+Guess = Callable[[int], int]  # the largest number that is likely to be true, by the largest that is known to be
 
 
 class Edge(NamedTuple):
@@ -23,7 +28,7 @@ class Edge(NamedTuple):
     fails: int | None
 
 
-def edge(judge: Judge, numbers: range) -> Edge:
+def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
     """The edge of a statement among rising `numbers`. `judge` says True, then False; None is a refusal."""
     place = _accepted(judge, numbers, range(min(len(numbers), PATIENCE)))
     if place is None:
@@ -31,8 +36,14 @@ def edge(judge: Judge, numbers: range) -> Edge:
     if not judge(numbers[place]):
         return Edge(None, numbers[place])
     low, high = _gallop(judge, numbers, place)
-    while high is not None and (middle := _between(judge, numbers, low, high)) is not None:
-        low, high = (middle, high) if judge(numbers[middle]) else (low, middle)
+    left = _GUESSES
+    while high is not None:
+        wanted = (low + high) // 2 if guess is None or not left else _place(numbers, guess(numbers[low]), low, high)
+        place, width = _between(judge, numbers, low, high, wanted), high - low
+        if place is None:
+            break
+        low, high = (place, high) if judge(numbers[place]) else (low, place)
+        left -= bool(left) and high - low > width // 2
     return Edge(numbers[low], None if high is None else numbers[high])
 
 
@@ -56,11 +67,15 @@ def _gallop(judge: Judge, numbers: range, first: int) -> tuple[int, int | None]:
     return low, None
 
 
-def _between(judge: Judge, numbers: range, low: int, high: int) -> int | None:
-    """A place between `low` and `high` that is not refused: the nearest from the middle up, or else down from it."""
-    middle = (low + high) // 2
-    above = _accepted(judge, numbers, range(max(middle, low + 1), high))
-    return above if above is not None else _accepted(judge, numbers, range(middle - 1, low, -1))
+def _place(numbers: range, number: int, low: int, high: int) -> int:
+    """The place of a number, or of the nearest before it, at least one from two places on either side."""
+    return max(low + 1, min((number - numbers.start) // numbers.step, high - 1))
+
+
+def _between(judge: Judge, numbers: range, low: int, high: int, wanted: int) -> int | None:
+    """A place between `low` and `high` that is not refused: the nearest from `wanted` up, or else down from it."""
+    above = _accepted(judge, numbers, range(max(wanted, low + 1), high))
+    return above if above is not None else _accepted(judge, numbers, range(wanted - 1, low, -1))
 
 
 def _accepted(judge: Judge, numbers: range, places: range) -> int | None:
