@@ -1,4 +1,4 @@
-# make demo | test | gallery | mutants | fuzz | tools | allocator | check | docs | schemas | format.
+# make demo | test | gallery | mutants | fuzz | tools | allocator | cuda | check | docs | schemas | format.
 # Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds. Of the 15,000 files that it installs a tenth are
 # imported: pip need not compile all, and a first plan leaves the byte code of these. Where Python is told to write none,
@@ -8,7 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants fuzz tools allocator check docs schemas format
+.PHONY: demo test gallery mutants fuzz tools allocator cuda check docs schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -49,6 +49,11 @@ tools: $(VENV)/.installed
 allocator: $(VENV)/.installed
 	$(RUN)/python tests/allocator/own/build.py build/allocator
 	$(RUN)/python -m pytest tests/allocator/test_torchs_own.py
+
+# The tests that need a GPU, on torch's CUDA build over libraries without one: 2 GB, and half an hour on two cores.
+cuda: $(VENV)/.installed
+	$(RUN)/python tests/emulated/build.py build/cuda
+	build/cuda/bin/python -m pytest -m gpu tests/emulated tests/fake tests/runtime
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -9,41 +9,24 @@ gigabyte with pip, which has to reach an index with torch's CUDA build, and comp
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PACKAGES = ("torch==2.13.0", "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
+sys.path.append(str(HERE.parents[1]))
+
+from cuda_wheels import fetched, run  # noqa: E402 - of tests/
+
+# No more than this: NVIDIA's libcudart would be found before ours.
 WANTED = (
     "torch/lib/libc10.so", "torch/lib/libc10_cuda.so", "torch/include/c10/", "torch/include/torch/headeronly/",
     "nvidia/cu13/include/",
 )  # fmt: skip
 
 
-def run(line: str) -> None:
-    """Run a command, which has to succeed."""
-    subprocess.run(shlex.split(line), check=True)
-
-
-def unpacked(folder: Path) -> None:
-    """What is wanted of the packages, and no more: NVIDIA's libcudart would be found before ours."""
-    with tempfile.TemporaryDirectory() as wheels:
-        run(f"{sys.executable} -m pip download --quiet --no-deps --only-binary=:all: -d {wheels} {' '.join(PACKAGES)}")
-        for wheel in Path(wheels).glob("*.whl"):
-            with zipfile.ZipFile(wheel) as packed:
-                packed.extractall(folder, [name for name in packed.namelist() if name.startswith(WANTED)])
-    if not (folder / "torch/lib/libc10_cuda.so").exists():
-        raise SystemExit("pip has found a build of torch without CUDA: let it look at an index that has the other one")
-
-
 def main(folder: Path) -> None:
     """Fetch what is not there, and compile."""
-    if not (folder / "torch/lib/libc10_cuda.so").exists():
-        unpacked(folder)
+    fetched(folder, lambda name: name.startswith(WANTED))
     cuda, torch, library = folder / "nvidia/cu13/include", folder / "torch", folder / "libcudart.so.13"
     run(
         f"gcc -O1 -shared -fPIC -I{cuda} {HERE}/driver.c {HERE}/idle.c -o {library} -ldl "

@@ -1,0 +1,133 @@
+"""Builds a CUDA without a GPU into the folder that is named: torch's own CUDA build over libraries of ours.
+
+    python tests/emulated/build.py build/cuda
+    build/cuda/bin/python -m pytest -m gpu
+
+`bin/python` there has that torch, and everything else that this interpreter has. What of NVIDIA's libraries is not
+written here says its name when it is called, and ends the process. Takes 2 GB and two minutes, most of them for
+`kernels.cpp`, after half a gigabyte of downloads.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from cuda_wheels import fetched, run  # noqa: E402 - of tests/
+
+REAL = ("runtime.c", "streams.c", "driver.c")
+READERS = (
+    "torch_cuda", "torch_cpu", "c10_cuda", "torch_python", "torch_nvshmem", "torch_cuda_linalg", "caffe2_nvrtc",
+)  # fmt: skip
+NAMES = (
+    "libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libcublas.so.13", "libcublasLt.so.13", "libcudnn.so.9",
+    "libcusparse.so.12", "libcusparseLt.so.0", "libcusolver.so.12", "libcufft.so.12", "libcurand.so.10",
+    "libcufile.so.0", "libcupti.so.13", "libnvrtc.so.13", "libnvJitLink.so.13", "libnvshmem_host.so.3",
+)  # fmt: skip
+OURS = re.compile(r"__cuda|cu[A-Z]|cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|cupti|nvrtc|nvshmem")
+NCCL = re.compile(r"nccl[A-Z]")
+STUBS = """#include <stdio.h>
+#include <stdlib.h>
+static void missing(const char *name) { fprintf(stderr, "emulated CUDA: %s is not there\\n", name), abort(); }
+"""
+STARTUP = """import ctypes, pathlib
+FOLDER = pathlib.Path(__file__).parent
+for name in {names}:
+    ctypes.CDLL(str(FOLDER / "nvidia/cu13/lib" / name), ctypes.RTLD_GLOBAL if "cudart" in name else ctypes.DEFAULT_MODE)
+def kernels():
+    ctypes.CDLL(str(FOLDER / "kernels.so")).emulate()
+"""
+INFORMATION = {
+    "METADATA": "Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 0\n",
+    "entry_points.txt": "[torch.backends]\nemulated_cuda = emulated_cuda:kernels\n",  # torch calls it when imported
+}
+
+
+def looked_for(torch: Path, names: re.Pattern[str]) -> dict[str, str]:
+    """What torch's libraries look for in NVIDIA's, and the version that each name is looked for with, if any."""
+    found: dict[str, str] = {}
+    for reader in READERS:
+        for line in run(f"nm -D --undefined-only {torch}/lib/lib{reader}.so").splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            if names.match(name):
+                found[name] = version or found.get(name, "")
+    return found
+
+
+def stubs(file: Path, names: set[str]) -> Path:
+    """Functions that say their names and end the process."""
+    file.write_text(STUBS + "".join(f'void {name}(void) {{ missing("{name}"); }}\n' for name in sorted(names)))
+    return file
+
+
+def cuda(folder: Path, lib: Path) -> None:
+    """One library under all of NVIDIA's names but NCCL's."""
+    wanted, objects = looked_for(folder / "torch", OURS), [folder / source.replace(".c", ".o") for source in REAL]
+    for source, made in zip(REAL, objects, strict=True):
+        run(f"gcc -O2 -Wall -fPIC -pthread -I{folder}/nvidia/cu13/include -c {HERE}/{source} -o {made}")
+    there = set(run(f"nm --defined-only --format=just-symbols {' '.join(map(str, objects))}").split())
+    versions: dict[str, set[str]] = {NAMES[0]: {"cu[A-Z]*", "nvml*", "enqueue", "_fini"}}
+    for name in {*wanted, *filter(OURS.match, there)}:
+        versions.setdefault(wanted.get(name) or NAMES[0], set()).add(name)
+    script = folder / "versions.map"
+    script.write_text("".join(f"{name} {{ global: {'; '.join(sorted(of))}; }};\n" for name, of in versions.items()))
+    run(
+        f"gcc -shared -fPIC -w {stubs(folder / 'stubs.c', set(wanted) - there)} {' '.join(map(str, objects))} "
+        f"-o {lib / NAMES[0]} -pthread -ldl -Wl,-soname,{NAMES[0]} -Wl,--version-script={script}"
+    )
+    for name in NAMES[1:]:
+        (lib / name).unlink(missing_ok=True)
+        (lib / name).symlink_to(NAMES[0])
+
+
+def nccl(folder: Path, lib: Path) -> None:
+    """NCCL, of which nothing is there: a plan for several GPUs shares one of them, or fails by name."""
+    wanted = set(looked_for(folder / "torch", NCCL))
+    run(f"gcc -shared -fPIC -w {stubs(folder / 'nccl_stubs.c', wanted)} -o {lib}/libnccl.so.2 -Wl,-soname,libnccl.so.2")
+
+
+def kernels(folder: Path, lib: Path) -> None:
+    """The operators, which are compiled again when they have changed: it takes a minute and a half."""
+    source, made = HERE / "kernels.cpp", folder / "kernels.so"
+    if made.exists() and made.stat().st_mtime > source.stat().st_mtime:
+        return
+    include, torch = f"{folder}/torch/include", f"{folder}/torch/lib"
+    run(
+        f"g++ -std=c++20 -O1 -fPIC -shared -w {source} -o {made} -I{include} -I{include}/torch/csrc/api/include "
+        f"-I{folder}/nvidia/cu13/include -L{torch} -l:libtorch_cpu.so -l:libtorch_cuda.so -l:libc10.so "
+        f"-l:libc10_cuda.so -L{lib} -l:{NAMES[0]} -Wl,--allow-shlib-undefined"
+    )
+
+
+def interpreter(folder: Path) -> None:
+    """A Python that opens the libraries as it begins, and has this one's packages behind them."""
+    venv.create(folder, with_pip=False)
+    (folder / "emulated_cuda.py").write_text(STARTUP.format(names=(*NAMES, "libnccl.so.2")))
+    information = folder / "emulated_cuda-0.dist-info"
+    information.mkdir(exist_ok=True)
+    for name, text in INFORMATION.items():
+        (information / name).write_text(text)
+    (site,) = folder.glob("lib/python*/site-packages")
+    here = sysconfig.get_path("purelib")
+    (site / "emulated.pth").write_text(f"{folder}\nimport emulated_cuda\nimport site; site.addsitedir({here!r})\n")
+
+
+def main(folder: Path) -> None:
+    """Fetch what is not there, and compile."""
+    fetched(folder, lambda name: not name.startswith("nvidia/cu13/lib/"))  # NVIDIA's would be found before ours
+    lib = folder / "nvidia/cu13/lib"
+    lib.mkdir(parents=True, exist_ok=True)
+    cuda(folder, lib)
+    nccl(folder, lib)
+    kernels(folder, lib)
+    interpreter(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

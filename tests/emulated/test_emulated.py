@@ -1,0 +1,103 @@
+"""The emulated CUDA does what the tests on it lean on. Skipped on anything else, real GPUs included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+EMULATED = torch.cuda.is_available() and torch.cuda.get_device_name(0).startswith("Emulated")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not EMULATED, reason="needs the emulated CUDA (make cuda)")]
+GPU = torch.device("cuda", 0)
+
+LATE = """
+import torch
+pinned = torch.ones(1 << 20, pin_memory=True)
+here, beside = torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream()
+torch.cuda.synchronize()
+with torch.cuda.stream(beside):
+    here.copy_(pinned, non_blocking=True)
+early = here.sum().item()
+torch.cuda.current_stream().wait_stream(beside)
+print(early, here.sum().item())
+"""
+
+
+def test_operators_compute_what_the_cpus_do() -> None:
+    """A layer of every sort, forward and backward: the CPU's own numbers, on the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 16), nn.LayerNorm(16)
+    )
+    inputs, there = torch.randn(4, 3, 8, 8), nn.Sequential(*model).to("cpu")
+    expected = there(inputs).square().mean()
+    expected.backward()
+    gradients = [parameter.grad for parameter in there.parameters()]
+    there.zero_grad(set_to_none=True)
+    there.to(GPU)
+    for layer in there.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats()
+    found = there(inputs.to(GPU)).square().mean()
+    found.backward()
+    assert found.device == GPU
+    torch.testing.assert_close(found.cpu(), expected)
+    for parameter, gradient in zip(there.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_its_formula(dtype: torch.dtype) -> None:
+    """The two fused kernels that are there, against the CPU's, with their gradients."""
+    tensors = [torch.randn(2, 4, 32, 16, dtype=dtype) for _ in range(3)]
+    results = []
+    for device in ("cpu", "cuda"):
+        wanted = [tensor.to(device, copy=True).requires_grad_() for tensor in tensors]
+        out = F.scaled_dot_product_attention(*wanted, is_causal=True)
+        out.float().square().sum().backward()
+        results.append([out.cpu(), *(tensor.grad.cpu() for tensor in wanted)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(
+            there, here, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=2e-2 if dtype == torch.bfloat16 else 1e-5
+        )
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    """As on GPUs, and neither do those of the CPU, but for single numbers."""
+    one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+    assert (one + torch.tensor(1.0)).tolist() == [2, 2]
+    for wrong in (other, other.cpu()):
+        with pytest.raises(RuntimeError, match=r"same device|a tensor of the CPU"):
+            one + wrong
+
+
+def test_draws_go_on_from_a_state() -> None:
+    """Each device's generator has a state of its own, which can be put back."""
+    state = torch.cuda.get_rng_state(0)
+    first = torch.randn(8, device=GPU)
+    torch.randn(8, device="cuda:1")
+    torch.cuda.set_rng_state(state, 0)
+    assert torch.equal(torch.randn(8, device=GPU), first)
+    assert not torch.equal(torch.randn(8, device=GPU), first)
+
+
+def test_memory_ends() -> None:
+    """A device has so many bytes, which all processes share."""
+    _, total = torch.cuda.mem_get_info(GPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total + 1, dtype=torch.uint8, device=GPU)
+    kept = torch.empty(64 << 20, dtype=torch.uint8, device=GPU)
+    ask = "import torch; print(torch.cuda.mem_get_info(0)[0])"
+    seen = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert int(seen) <= total - kept.nbytes
+
+
+def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads its target without waiting for its stream finds the bytes from before."""
+    monkeypatch.setenv("EMULATED_LATE", "0.2")
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.0", str(float(1 << 20))]
