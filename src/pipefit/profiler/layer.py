@@ -134,6 +134,7 @@ class LayerMeter:
             fed_back_bytes=second.fed_back_bytes,
             unrepeatable=second.unrepeatable,
             undivided=updates.undivided,
+            update_left_bytes=updates.left_bytes,
             backward_first=first.spans,
             backward_later=later.spans,
             gradient_bytes=gradient_bytes,

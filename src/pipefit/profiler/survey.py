@@ -85,7 +85,7 @@ def survey(
     found.backward(layouts)
     return Measurement(
         microbatch_size=samples,
-        kinds=tuple(found.kinds),
+        kinds=tuple(found.in_turn()),
         layers=tuple(found.layers),
         loss=loss,
         shared=found.shared(chain),
@@ -191,6 +191,21 @@ class Survey:
         }
         self.layers = [told[kind] for kind in self.layers]
         self.kinds, self._changed = [cost for cost, _ in numbers], [changed for _, changed in numbers]
+
+    def in_turn(self) -> Iterator[LayerCost]:
+        """The kinds as an optimizer updates them one after the other, which may hold temporaries of the one before.
+
+        That may be any layer before it, where replicas divide the others, and until when they are held is not known:
+        these peaks are upper bounds.
+        """
+        before, last = [0] * len(self.kinds), 0
+        for kind in self.layers:
+            before[kind] = max(before[kind], last)
+            last = max(last, self.kinds[kind].update_left_bytes)
+        for cost, more in zip(self.kinds, before, strict=True):
+            first, later = cost.update_first_peak_bytes, cost.update_peak_bytes
+            trained = more if cost.trained_bytes else 0
+            yield replace(cost, update_first_peak_bytes=first + trained, update_peak_bytes=later + trained)
 
     def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
         """The kind for gradients that arrive in one of several layouts (`ways`), and what it hands on for each."""

@@ -6,7 +6,7 @@ others: the same wherever it reads one, and several in turn. If its memory depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -49,6 +49,28 @@ class Updates(NamedTuple):
     early_state_bytes: int
     work: Work
     undivided: str = ""  # why the optimizer updates all layers at once, in words
+    left_bytes: int = 0  # of temporaries that are still there as it has gone through its groups
+
+
+class _Passed:
+    """The `most` bytes that there were as a loop over an optimizer's groups came to its end.
+
+    A step that is written as a loop holds by its variables what it made for the last parameter, until the next one.
+    """
+
+    def __init__(self, meter: PassMeter) -> None:
+        self.most, self._meter = 0, meter
+
+    def of(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups as a list whose loops are watched."""
+        passed = self
+
+        class Groups(list[Group]):
+            def __iter__(self) -> Iterator[Group]:
+                yield from super().__iter__()
+                passed.most = max(passed.most, passed._meter.total)
+
+        return Groups(groups)
 
 
 def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
@@ -59,15 +81,18 @@ def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, 
     def steps() -> Updates:
         before = meter.total
         stepper = optimizer(groups)
-        early = meter.total - before
+        early, passed = meter.total - before, _Passed(meter)
+        if isinstance(stepper, Optimizer):  # master weights are stepped layer by layer
+            stepper.param_groups = passed.of(stepper.param_groups)
         meter.start()
         stepper.step()
         first, state = Peak.of(meter), meter.total - before
+        passed.most = 0
         meter.start()
         stepper.step()
-        later = Peak.of(meter)
+        later, left = Peak.of(meter), max(0, passed.most - meter.total)
         follow()
-        return Updates(first, later, state, early, meter.work, undivided)
+        return Updates(first, later, state, early, meter.work, undivided, left)
 
     undivided = _undivided(optimizer, next((group for of_layer in groups for group in of_layer), {}))
     with reading(Reading()) as numbers, updating():
