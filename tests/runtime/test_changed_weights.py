@@ -190,3 +190,43 @@ def test_planners_leave_it_on_its_device() -> None:
     plan = planned()
     menus = Menus(Question(profile=plan.profile, cluster=plan.cluster, training=plan.training)).blocks
     assert [menu.stays for menu in menus] == [True, False, False, False, False]
+
+
+class Fading(nn.Module):
+    """Multiplies by numbers that fade with every call, which autograd does not see in plain training."""
+
+    def __init__(self, *, trained: bool, cloned: bool = False) -> None:
+        super().__init__()
+        self.linear, self.cloned = nn.Linear(8, 8), cloned
+        if trained:
+            self.scale = nn.Parameter(torch.ones(8))
+        else:
+            self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.mul_(0.5)
+        return self.linear(x) * (self.scale.clone() if self.cloned else self.scale)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_changed_behind_autograd_is_seen(trained: bool) -> None:
+    """A backward after another forward would compute with its numbers, and is refused. The ways out that it names
+    train as a plain loop does.
+    """
+
+    def fading(*, cloned: bool) -> Task:
+        made = task(partial(Fading, trained=trained, cloned=cloned))  # type: ignore[arg-type]
+        return replace(made, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    refused = plan_of(fading(cloned=False), (1, 2), size=SIZE, microbatches=2)
+    with pytest.raises(UsageError, match=r"go backward through layer 0: .* give a step one microbatch, or .* a clone"):
+        Trainer(fading(cloned=False), refused).step(batch_of(fading(cloned=False), refused))
+    for cloned, microbatches in ((False, 1), (True, 2)):
+        allowed = fading(cloned=cloned)
+        plan = plan_of(allowed, (1, 2), size=SIZE, microbatches=microbatches)
+        losses, state = alone(allowed, plan)
+        trainer = Trainer(allowed, plan)
+        assert trainer.step(batch_of(allowed, plan)) == pytest.approx(losses[0])
+        found = trainer.state_dict()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in state.items())
+    assert "data" not in vars(Tensor)
