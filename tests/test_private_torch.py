@@ -51,6 +51,7 @@ OTHERS = {
     "meter/unsaved.py",
     "profiler/feedback.py",
     "profiler/saved.py",
+    "profiler/update.py",
     "runtime/agreement.py",
     "runtime/coalescing.py",
     "runtime/comparison.py",
