@@ -32,7 +32,7 @@ def test_a_part_is_a_size_or_a_percentage() -> None:
     """A reserve of nothing is one; signs, other units and bare signs of percent are none."""
     assert [parse_part(text, 2000) for text in ("5%", " 0.1 % ", "1KiB", "0")] == [100, 2, 1024, 0]
     for wrong in ("%", "-5%", "5 percent", ""):
-        with pytest.raises(UsageError, match="is not a size"):
+        with pytest.raises(UsageError, match=r"is not a size: .*; or a part of the memory, such as 5%$"):
             parse_part(wrong, 2000)
 
 

@@ -74,8 +74,12 @@ def parse_part(text: str, whole: int) -> int:
     Raises:
         UsageError: neither.
     """
-    percent = _PERCENT.fullmatch(text)
-    return round(whole * float(percent[1]) / 100) if percent else parse_bytes(text, least=0)
+    if percent := _PERCENT.fullmatch(text):
+        return round(whole * float(percent[1]) / 100)
+    try:
+        return parse_bytes(text, least=0)
+    except UsageError as error:
+        raise UsageError(f"{error}; or a part of the memory, such as 5%") from None
 
 
 def format_bytes(nbytes: int) -> str:
