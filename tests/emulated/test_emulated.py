@@ -26,6 +26,27 @@ torch.cuda.current_stream().wait_stream(beside)
 print(early, here.sum().item())
 """
 
+MOVED = """
+import torch
+from pipefit.places import Member
+from pipefit.runtime.copying import Part
+from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_memory import _pinned, pinned_slots
+from pipefit.schedule.arenas import Arena
+NBYTES, JOINED = 1 << 20, {joined}
+if not JOINED:
+    OnStream.join = lambda self, handle: None
+(slot,) = pinned_slots(Arena(Member.host(0), 0, 1, NBYTES), _pinned)
+copies, tensor = OnStream.of(torch.device("cuda", 0)), torch.arange(NBYTES, device="cuda").to(torch.uint8)
+wanted, storage = tensor.clone(), tensor.untyped_storage()
+copies.join(copies.start([Part(storage, 0, slot, 0, NBYTES)], outward=True, seconds=0.0))
+storage.resize_(0)
+spoils = [torch.zeros(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]
+storage.resize_(NBYTES)
+copies.join(copies.start([Part(storage, 0, slot, 0, NBYTES)], outward=False, seconds=0.0))
+print(torch.equal(tensor, wanted))
+"""
+
 
 def test_operators_compute_what_the_cpus_do() -> None:
     """A layer of every sort, forward and backward: the CPU's own numbers, on the device."""
@@ -101,3 +122,12 @@ def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("EMULATED_LATE", "0.2")
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0.0", str(float(1 << 20))]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_is_moved_away_comes_back_only_if_it_is_joined(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late copies of pipefit's own: with their joins no byte is lost, and without them it shows."""
+    monkeypatch.setenv("EMULATED_LATE", "0.1")
+    script = MOVED.format(joined=joined)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(joined)]
