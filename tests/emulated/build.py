@@ -87,9 +87,14 @@ def cuda(folder: Path, lib: Path) -> None:
 
 
 def nccl(folder: Path, lib: Path) -> None:
-    """NCCL, of which nothing is there: a plan for several GPUs shares one of them, or fails by name."""
-    wanted = set(looked_for(folder / "torch", NCCL))
-    run(f"gcc -shared -fPIC -w {stubs(folder / 'nccl_stubs.c', wanted)} -o {lib}/libnccl.so.2 -Wl,-soname,libnccl.so.2")
+    """NCCL over shared memory, and the check of it, which brings a CUDA of its own."""
+    compiled = f"gcc -O2 -fwrapv -Wall -pthread -I{folder}/nvidia/cu13/include {HERE}/nccl.c"
+    made = lib / "libnccl.so.2"
+    run(f"{compiled} -fPIC -shared -o {made} -Wl,-soname,{made.name} -L{lib} -l:{NAMES[0]}")
+    run(f"{compiled} {HERE}/streams.c {HERE}/check_nccl.c -o {folder}/check_nccl")
+    there = run(f"nm -D --defined-only --format=just-symbols {made}").split()
+    if missing := set(looked_for(folder / "torch", NCCL)) - set(there):
+        raise SystemExit(f"torch looks for {', '.join(sorted(missing))}")
 
 
 def kernels(folder: Path, lib: Path) -> None:
