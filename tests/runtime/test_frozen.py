@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from oracle import measured_peaks
 from pipefit.actions import Kind
 from pipefit.capture import Task
+from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
@@ -165,3 +166,22 @@ def test_stages_of_one_device_may_share_a_frozen_parameter() -> None:
     wanted = measured_peaks(task, plan, steps=STEPS)[0]
     assert [dry.step_peak_bytes(step) for step in range(STEPS)] == wanted
     assert [simulated.step_peak_bytes(step) for step in range(STEPS)] == wanted
+
+
+def test_what_is_unfrozen_later_is_refused() -> None:
+    """A plan has no room for its gradient, and no optimizer has it; frozen again for the step it trains."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    module[0].requires_grad_(False)
+    task = Task(
+        module,
+        batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)),
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD,
+    )
+    trainer = Trainer(task, plan := plan_of(task, [1, 2]))
+    trainer.step(batch_of(task, plan))
+    module[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter 0\.weight was frozen when its plan was made.* anew"):
+        trainer.step(batch_of(task, plan))
+    module[0].requires_grad_(False)
+    trainer.step(batch_of(task, plan))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from pipefit.capture.chain import Chain
+from torch import nn
+
+from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.task import Task
 from pipefit.errors import FileError, UsageError
 from pipefit.fake.fingerprint import fingerprint, with_loss
@@ -49,3 +52,23 @@ def check_casts(plan: Plan, task: Task) -> None:
             f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other operators: "
             f"profile with --target {trained} and plan again"
         )
+
+
+def frozen_in(layers: Sequence[ChainLayer]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that no gradient is computed for, with their names in the model."""
+    named = ((layer, *each) for layer in layers for each in layer.module.named_parameters())
+    return [(layer.originals.get(name, name), own) for layer, name, own in named if not own.requires_grad]
+
+
+def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Check that parameters are frozen still, as they were when the plan was made.
+
+    Raises:
+        UsageError: one is not; names it.
+    """
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            raise UsageError(
+                f"parameter {name} was frozen when its plan was made, which has no room for its gradient, and no "
+                "optimizer updates it: make a plan and a trainer anew for training it, or freeze it before the step"
+            )

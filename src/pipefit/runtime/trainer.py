@@ -45,7 +45,7 @@ from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import connected, groups_of, joins_workers
 from pipefit.runtime.lending import lending_trace
 from pipefit.runtime.naming import Names
-from pipefit.runtime.plan_check import check_casts, check_model
+from pipefit.runtime.plan_check import check_casts, check_frozen, check_model, frozen_in
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.remains import add_post_mortem
 from pipefit.runtime.replicas import trained_sources
@@ -149,6 +149,7 @@ class Trainer:
         self._specializations = {
             runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in self.runners
         }
+        self._frozen = frozen_in([layer for stage in self.stages for layer in stage.layers])
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
@@ -183,6 +184,7 @@ class Trainer:
         with recording("training"):
             both = pair(batch, "a step takes")
             refuse_gradients(both, self.task.name)
+            check_frozen(self._frozen)
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
             program = self._programs.training(len(given.sizes), self._entered, update=update, last=given.sizes[-1])
