@@ -275,6 +275,6 @@ def test_a_gradient_from_several_receivers_is_refused() -> None:
     task = tabled()
     found = profile(task, microbatch_size=(6, 3, 2))
     with pytest.raises(
-        UsageError, match=r"1 replicas of stage 0 .* 2 of stage 1: value 1 has a gradient but no samples"
+        UsageError, match=r"1 replica of stage 0 .* 2 of stage 1: value 1 has a gradient but no samples"
     ):
         lower(sliced_plan(found, [0, 1, 2], [1, 2]))
