@@ -117,3 +117,22 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
         others.append(Simulation(made).step_seconds[-1])
     assert best.split.grids[0].shard != "none"
     assert best.seconds <= 1.01 * min(others)
+
+
+@pytest.mark.parametrize("seed", [6, 19, 26, 32, 49, 55, 56])
+def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int) -> None:
+    """Nor in any number of buckets, though its split is slower as long as replicas sum behind the last backward."""
+    rng, asked = Random(seed), question(2 * seed)
+    factor = rng.choice((1, 10, 100, 1000))
+    slow = tuple(replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links)
+    asked = replace(asked, cluster=replace(asked.cluster, links=slow))
+    best = mixed(asked)
+    assert best is not None
+    for made, shard, buckets in product(even(asked), get_args(Sharding), (1, 4, 16)):
+        grids = (
+            replace(one.grid, shard=shard, buckets=buckets) if one.grid.data > 1 else one.grid for one in made.stages
+        )
+        stages = tuple(replace(one, grid=grid) for one, grid in zip(made.stages, grids, strict=True))
+        found = Simulation(replace(made, stages=stages))
+        if all(map(int.__le__, found.peak_bytes, asked.cluster.budgets)):
+            assert best.seconds <= found.step_seconds[-1] * (1 + 1e-9)

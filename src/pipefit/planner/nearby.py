@@ -4,10 +4,12 @@ They are the plans of `uniform`, `parameters` and `time` with the same degree fo
 devices are enough for; those of `capture` and `alpa`, if there are few stages to choose from; and what comes of moving
 a cut of the fastest plan by one block, as long as that is faster. So an answer is never slower than what Megatron,
 DeepSpeed, CAPTURE and Alpa do by such splits, as long as the budget lasts. Then replicas sum in more buckets, beside
-the backward, and divide their state, where that is faster.
+the backward, and divide their state, where that is faster. Estimates and the splits of others have them sum behind the
+last backward, where one split may be slower than another that it beats so. Hence those next to the fastest are tried in
+all these ways too, and so are those of one stage, which is what FSDP does with all devices.
 
 Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
-budget of work.
+budget of work, and half as much again for splits that are not the fastest.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pipefit.planner.uniform import uniform
 from pipefit.simulator.assembled import Assembled
 
 _WORK = 60_000  # after which no other plan is simulated
-_BUCKETS = 4, 16, 64
+_BUCKETS = 1, 4, 16, 64
+_OTHERS = 4  # splits next to the fastest
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
 _CANDIDATES = 20_000  # stages that are compared, up to which a question is small
@@ -57,7 +60,9 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
         if found is best:
             break
         best = found
-    return None if best is None else search.first(_together(question, best.split), best, following=True)
+    for split in search.next_to(best):
+        best = search.first(_together(question, split), best, following=True)
+    return best
 
 
 def alike(question: Question) -> Iterator[Split]:
@@ -95,7 +100,7 @@ def beside(split: Split) -> Iterator[Split]:
 def _together(question: Question, split: Split) -> Iterator[Split]:
     """The splits whose replicas sum in more buckets, or divide their state too."""
     for shard in question.shards:
-        for buckets in (*_BUCKETS, question.blocks):
+        for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
             grids = [replace(one, shard=shard, buckets=buckets) if one.data > 1 else one for one in split.grids]
             if tuple(grids) != split.grids:
                 yield split._replace(grids=tuple(grids))
@@ -107,6 +112,17 @@ class _Search:
     def __init__(self, simulations: Simulations, at_most: float) -> None:
         self._simulations, self._at_most = simulations, at_most
         self._until = simulations.work + _WORK
+        self._tried = dict[Split, float]()  # seconds
+
+    def next_to(self, best: Timed | None) -> Iterator[Split]:
+        """The best split, and those with replicas that were tried before and were nearly as fast, or are one stage."""
+        tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
+        others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
+        alone = sum(len(split.grids) == 1 for split in others)
+        if best is not None:
+            yield best.split
+        self._until = max(self._until, self._simulations.work + _WORK // 2)
+        yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
         """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
@@ -124,7 +140,7 @@ class _Search:
             return None
         try:
             simulation = self._simulations.of(split)
-            seconds = simulation.step_seconds[-1]
+            seconds = self._tried[split] = simulation.step_seconds[-1]
             if best is not None and seconds >= best.seconds:
                 return None
             return Timed(split, seconds, simulation) if simulation.fits else None
