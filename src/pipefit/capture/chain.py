@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.orders import Orders, as_made, contiguous
-from pipefit.capture.seen_data import SEEN
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.stand_ins import standing_in
 from pipefit.capture.structure import Tree, Values
@@ -46,7 +45,7 @@ class ChainLayer:
     def outputs(self, values: Values) -> Any:
         """What the module returns for the values from the layer before, as it is."""
         values = as_made(values, self.orders)
-        with autocasting(self.autocast, values), SEEN:
+        with autocasting(self.autocast, values):
             return self.module(packed(values, self.packing))
 
     def __call__(self, values: Values) -> Values:

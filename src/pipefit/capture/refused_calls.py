@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from pipefit.capture.refusals import REMEDY, Refusal
-from pipefit.capture.seen_data import DATA, asked_by_a_model, data_of
 
 _CHECKPOINT = (
     "it calls torch.utils.checkpoint, which plans cannot hold yet",
@@ -53,6 +53,7 @@ _FORKS = (
     "it forks this process (os.fork, multiprocessing), and what another process does is in no profile",
     "do that in the function that makes batches, or in a torch.library.custom_op with a register_fake",
 )
+_TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
         yield Tensor, "register_hook", _refuser(*_TENSOR_HOOK)
         yield torch.autograd, "_engine_run_backward", _refuser(*_BACKWARD)
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(*_SAVED_HOOKS)
-        yield Tensor, "data", property(data_of, _set_data)
+        yield Tensor, "data", property(_data, _set_data)
 
 
 def _refuser(reason: str, remedy: str) -> Callable[..., NoReturn]:
@@ -133,10 +134,24 @@ def _refuse_inference(context: torch.inference_mode) -> None:
 _enter_inference = torch.inference_mode.__enter__
 
 
+def _data(tensor: Tensor) -> Tensor:
+    """What `tensor.data` is for a model that is traced: an operation, which the trace sees."""
+    return tensor.detach() if _asked_by_a_model() else _DATA.__get__(tensor)
+
+
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    if asked_by_a_model():
+    if _asked_by_a_model():
         raise Refusal(*_DATA_SET)
-    DATA.__set__(tensor, data)
+    _DATA.__set__(tensor, data)
+
+
+_DATA: Any = Tensor.__base__.__dict__["data"]
+
+
+def _asked_by_a_model() -> bool:
+    """Whether whoever asked for an attribute is a model's code, or a layer of torch.nn, and not torch's machinery."""
+    file = sys._getframe(2).f_code.co_filename
+    return file.startswith(_LAYERS) or not file.startswith(_TORCH)
 
 
 def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -148,7 +148,6 @@ def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
             raise
         raise UsageError(
             f"microbatch {flight.microbatch} cannot go backward through {layers_text(piece.first, piece.end)}: what "
-            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer or a "
-            "parameter. Let the plan recompute these layers, if it is a buffer, or give a step one microbatch, or let "
-            "them compute with a clone of what they change"
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            "the plan recompute these layers, or let them compute with a clone of what they change"
         ) from error
