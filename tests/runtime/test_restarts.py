@@ -27,6 +27,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.saving import Saving
 from pipefit.schedule import lower
+from pipefit.texts import counted
 from resuming import SEED, mortal, named, plan_for, undisturbed
 
 SPLIT = (3, 3)
@@ -113,8 +114,8 @@ def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert losses == undisturbed(9)
     assert plans[0] is plan
     assert len(plans[1].cluster.devices) == 2
-    workers = len(plans[1].workers)
-    assert re.search(f"restart 1 of 1 goes on after step [36], with {workers} workers on emulated:2x1MiB$", told)
+    workers = counted(len(plans[1].workers), "worker")
+    assert re.search(f"restart 1 of 1 goes on after step [36], with {workers} on emulated:2x1MiB$", told)
 
 
 @cache

@@ -138,4 +138,7 @@ def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[f
         keys = program.call_spec.in_spec.child(1).context
         shape = Tree.of("the inputs", {key: inputs[key] for key in keys})
     numbers = tuple(meaning.index for node in first if (meaning := role(node)))
-    return replace(shape, taken=numbers, plain=shape.plain and numbers == shape.taken)
+    orders = dict(zip(shape.taken, shape.orders, strict=True))
+    return replace(
+        shape, taken=numbers, plain=shape.plain and numbers == shape.taken, orders=tuple(orders[n] for n in numbers)
+    )
