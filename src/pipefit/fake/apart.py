@@ -37,9 +37,9 @@ _Warned = list[tuple[Warning, type[Warning], str, int]]
 
 
 def apart(target: Target, work: Callable[[], T]) -> T:
-    """What `work` returns, raises or warns of; where this machine has GPUs, this process has no fake one by it.
+    """What `work` returns, raises or warns of. For CUDA, on Linux with GPUs, it is done in a fork if a fork can do it.
 
-    What it returns for the target `cuda` has to be data that can be pickled, and what it changes besides is lost.
+    A fork hands over what can be pickled; what `work` changes besides is lost with it.
     """
     ours = target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
     told = None if ours else _told(work)
@@ -61,6 +61,7 @@ def run_a_backward() -> None:
 
 def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | None:
     """What a fork tells: the answer, or the error, and the warnings. None where it could not do the work."""
+    _flush()  # else the fork would write it as well
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: they hold nothing of ours
@@ -103,6 +104,12 @@ def _answer(work: Callable[[], object]) -> bytes:
         pickle.loads(made)  # noqa: S301 - just made; some errors cannot be
     except Exception:  # noqa: BLE001 - whatever it is, it is raised again where the work is done
         return b""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     return made
+
+
+def _flush() -> None:
+    """Write what has been printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed before Python began
+            stream.flush()

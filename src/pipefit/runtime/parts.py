@@ -22,14 +22,17 @@ _PUT_IN = frozenset({"param_groups", "_opt_called"})  # what may differ between 
 
 
 class Undivided(UsageError):
-    """An optimizer does more in a step than its groups say; `reason` goes on behind its name."""
+    """An optimizer does more in a step than its groups say; `reason` goes on behind the `name` of its class."""
 
-    def __init__(self, optimizer: Optimizer, reason: str) -> None:
-        super().__init__(
-            f"optimizer {type(optimizer).__name__} {reason}, so that it cannot update a stage in parts: leave its "
-            "state where it is, as planners do, or use an optimizer such as AdamW or SGD"
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)  # with which it is made again from a pickle
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return (
+            f"optimizer {self.name} {self.reason}, so that it cannot update a stage in parts: leave its state where it "
+            "is, as planners do, or use an optimizer such as AdamW or SGD"
         )
-        self.reason = reason
 
 
 def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -48,12 +51,12 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
         part.step()
     whole.__dict__["_opt_called"] = True  # a scheduler of torch asks whether the optimizer has been stepped before it
     if before != [other._version for other in others]:
-        raise Undivided(whole, "changes parameters that are not in the groups it is given")
+        raise Undivided(type(whole).__name__, "changes parameters that are not in the groups it is given")
     changed = sorted(
         name for name in part.__dict__.keys() - _PUT_IN if part.__dict__[name] is not whole.__dict__.get(name)
     )
     if changed:
-        raise Undivided(whole, f"changes its attribute {changed[0]!r} in every step")
+        raise Undivided(type(whole).__name__, f"changes its attribute {changed[0]!r} in every step")
 
 
 def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
@@ -65,9 +68,9 @@ def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     wanted = set(map(id, parameters))
     groups = [group for group in optimizer.param_groups if not wanted.isdisjoint(map(id, group["params"]))]
     if not wanted.issuperset(id(parameter) for group in groups for parameter in group["params"]):
-        raise Undivided(optimizer, "has put parameters of several layers into one group")
+        raise Undivided(type(optimizer).__name__, "has put parameters of several layers into one group")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise Undivided(optimizer, "has hooks on its steps")
+        raise Undivided(type(optimizer).__name__, "has hooks on its steps")
     part: Optimizer = object.__new__(type(optimizer))
     part.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     part.param_groups = groups
