@@ -334,10 +334,9 @@ def main() -> None:
             print(f"{row['model']:10} {row['way']:14} {row['error']:+.1%}")
         for small in (False, True):
             errors = [abs(row["error"]) for row in made if row["model"].startswith("small") <= small]
-            print(
-                f"median error {statistics.median(errors):.1%}",
-                "with small models" if small else "without small models",
-            )
+            which = "with small models" if small else "without small models"
+            if errors:  # there may be none but of small ones
+                print(f"median error {statistics.median(errors):.1%} {which}")
         found = {"rows": made}
     else:
         rows = paced(asked.turns, asked.steps)
