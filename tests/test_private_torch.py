@@ -43,7 +43,7 @@ SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/poi
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, what follows values, what answers autocast and what an optimizer makes see operations through a dispatch
-# mode; agreement uses what GradScaler uses; NCCL coalesces; a batch is a tree
+# mode, outside of which an optimizer is tried; agreement uses what GradScaler uses; NCCL coalesces; a batch is a tree
 # of tensors
 OTHERS = {
     "capture/caller.py",

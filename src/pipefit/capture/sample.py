@@ -26,8 +26,9 @@ def in_mode(module: nn.Module, training: bool) -> nn.Module:
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
-    """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone,
-    and a fake mode too, in which samples of real data could not be taken.
+    """A real batch of `size` samples that the task makes: (inputs, targets), each tensor with one sample behind the
+    other in memory. The caller's random state is left alone, and a fake mode too, in which samples of real data could
+    not be taken.
 
     Raises:
         UsageError: the task's batch function fails, or returns something else than a pair, or tensors that wait for a

@@ -145,9 +145,9 @@ def _text(leaf: Any) -> str:
         return repr(leaf)
     strides = leaf.stride()
     order = sorted(range(leaf.ndim), key=lambda dimension: -strides[dimension])
-    laid_out = "" if leaf.is_contiguous() else f", dimensions in memory in the order {tuple(order)}"
+    lying = "" if leaf.is_contiguous() else f", dimensions in memory in the order {tuple(order)}"
     shape = ", ".join(("n", *map(str, leaf.shape[1:])))
-    return f"{dtype_name(leaf.dtype)} ({shape}{',' * (leaf.ndim < 2)}){laid_out}"
+    return f"{dtype_name(leaf.dtype)} ({shape}{',' * (leaf.ndim < 2)}){lying}"
 
 
 def _described(spec: pytree.TreeSpec) -> str:

@@ -212,7 +212,9 @@ def _factory(source: str, name: str) -> Callable[..., object]:
 
 
 def _as_module(file: str) -> str:
-    """How a file is written as a module, which is found in the current folder and below where Python can name all."""
+    """What to write in place of a file: its module, named from the current folder if all folders on the way can be
+    names of packages, else from the file's own folder; or that the file cannot be a module.
+    """
     folder, name = os.path.split(os.path.abspath(file))
     if not name[:-3].isidentifier():
         return f"no module can have its name: rename it, to {re.sub(r'^(?=[0-9])|[^0-9A-Za-z]', '_', name[:-3])}.py"

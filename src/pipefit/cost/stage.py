@@ -87,7 +87,7 @@ class StageCost:
         return sum(self._collected_bytes(action))
 
     def collective_tensors(self, action: Action) -> int:
-        """How many tensors these are, where no two are sent as one."""
+        """In how many tensors the bytes of a collective are, where no two are sent as one."""
         if isinstance(action.subject, Subject):
             return 1
         first = self.start if action.layers is None else action.layers[0]

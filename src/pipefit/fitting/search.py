@@ -68,7 +68,7 @@ def _gallop(judge: Judge, numbers: range, first: int) -> tuple[int, int | None]:
 
 
 def _place(numbers: range, number: int, low: int, high: int) -> int:
-    """The place of a number, or of the nearest before it, at least one from two places on either side."""
+    """The place of a number, or of the nearest one before it; kept between `low` and `high`."""
     return max(low + 1, min((number - numbers.start) // numbers.step, high - 1))
 
 

@@ -5,8 +5,9 @@ and wires of its own. The copies of a device run in two streams, one outward and
 they were issued; messages have no stream and wait for their wires alone. What a host updates for a device is a third
 stream, and the memory of the host is the wire on which the updates of several devices wait for each other.
 
-A device that is a CPU core carries itself what it sends: as it begins to, it computes nothing for as long as that
-takes. And gloo sends every tensor of a collective for itself, each with delays of its own; NCCL sends them as one.
+A device that is a CPU core carries itself what it sends or copies, and makes itself the updates at a place: as it
+begins to, it computes nothing for as long as that takes. And gloo sends every tensor of a collective for itself, each
+with delays of its own; NCCL sends them as one.
 
 Of transfers that become ready at once, the one of the lower number goes first: collectives come behind all others.
 Where devices stand for others (`simulator.alike`), so do transfers and wires.
@@ -76,7 +77,7 @@ class TimedProgram:
         return TimedActions(device.codes, seconds, transfers)
 
     def _taken(self, code: int, seconds: float, transfer: int) -> float:
-        """The seconds that an action takes a core, which carries itself what it sends."""
+        """The seconds that an action takes a core, which does itself what it begins."""
         return max((part for part, _ in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
 
     def _number(self, begun: Message | Collected | Own) -> int:
