@@ -373,8 +373,9 @@ COMBINE(float, SAME, SAME, float)
 COMBINE(double, SAME, SAME, double)
 COMBINE(bfloat16, of_bfloat, to_bfloat, float)
 
-#define OF(what) \
-    {what##_int8, what##_uint8, what##_int32, what##_uint32, what##_int64, what##_uint64, what##_float16, what##_float, what##_double, what##_bfloat16}
+#define OF(what)                                                                                    \
+    {what##_int8,   what##_uint8,   what##_int32, what##_uint32, what##_int64,                      \
+     what##_uint64, what##_float16, what##_float, what##_double, what##_bfloat16}
 static void (*const combine[])(int, void *, const void *, Bytes) = OF(combine);
 static void (*const scale[])(double, void *, Bytes) = OF(scale);
 static void (*const divide[])(int, void *, Bytes) = OF(divide);
@@ -382,7 +383,8 @@ static int floats(int type) { return type >= ncclFloat16 && type <= ncclBfloat16
 
 /* ---- collectives */
 
-static int scales(const struct operation *o) { /* NCCL multiplies floats before it sums them, and divides integers after */
+/* NCCL multiplies floats before it sums them, and divides integers after. */
+static int scales(const struct operation *o) {
     return o->call.operation >= ncclNumOps || (o->call.operation == ncclAvg && floats(o->call.type));
 }
 
@@ -419,7 +421,8 @@ static int agreed(struct operation *o) {
 /* All pieces of a slot's size: each rank lays its part into its slot, all meet, each takes what it wants, all meet. */
 static void collective(struct operation *o) {
     ncclComm_t c = o->communicator;
-    int kind = o->call.kind, size = SIZES[o->call.type], root = o->call.peer, wide = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
+    int kind = o->call.kind, size = SIZES[o->call.type], root = o->call.peer;
+    int wide = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
     Bytes count = o->call.count, most = SLOT / (Bytes)size / (wide ? (Bytes)c->size : 1);
     c->shared->ranks[c->rank].doing = o->call;
     if (!agreed(o)) return;

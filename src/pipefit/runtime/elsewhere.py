@@ -46,8 +46,4 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
     elif made.processor not in ("", here.details):
         yield f"on another {made.cpu}, which has other features"
     if made.threads != here.threads:
-        yield f"for {_threads(made.threads)}, not {here.threads} (call torch.set_num_threads({made.threads}))"
-
-
-def _threads(count: int) -> str:
-    return counted(count, "thread")
+        yield f"for {counted(made.threads, 'thread')}, not {here.threads} (call torch.set_num_threads({made.threads}))"
