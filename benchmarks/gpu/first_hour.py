@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,13 +52,11 @@ def _figure(value: float | None, unit: str) -> str:
     return format_bytes(round(value)) if unit == "bytes" else f"{value:.6g} {unit}"
 
 
-def run_part(name: str, machine: Machine, *, dry: bool) -> list[Row]:
+def run_part(name: str, machine: Machine, *, dry: bool) -> Iterator[Row]:
     """The rows of a part, printed as they come."""
-    rows = []
     for row in PARTS[name](machine, dry):
         print(shown(row), flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -64,11 +65,16 @@ def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
         told = Path(folder) / "part.json"
         line = [sys.executable, __file__, "--part", name, "--json", str(told), "--kind", options.kind]
         began = time.perf_counter()
+        part = subprocess.Popen([*line, *["--dry"] * options.dry], start_new_session=True)
         try:
-            code = subprocess.run([*line, *["--dry"] * options.dry], timeout=LONGEST_SECONDS, check=False).returncode
+            code = part.wait(LONGEST_SECONDS)
             failure = None if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             failure = f"longer than {LONGEST_SECONDS} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(part.pid, signal.SIGKILL)  # with what it has started, which would hold the GPU
+            part.wait()
         found = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {"rows": []}
     return found | {"part": name, "seconds": round(time.perf_counter() - began, 1), "failure": failure}
 
@@ -77,9 +83,10 @@ def one_part(options: argparse.Namespace) -> None:
     """What the process of a part does."""
     torch.set_num_threads(1)  # those that profiles are made for
     machine: Machine = Cpu() if options.dry else Gpu(options.kind)
-    rows = run_part(options.part, machine, dry=options.dry)
-    document = {"gpu": machine.named(), "rows": [asdict(row) | {"holds": row.holds} for row in rows]}
-    options.json.write_text(json.dumps(document), encoding="utf-8")
+    document: dict[str, Any] = {"gpu": machine.named(), "rows": []}
+    for row in run_part(options.part, machine, dry=options.dry):  # one that fails leaves the rows before
+        document["rows"].append(asdict(row) | {"holds": row.holds})
+        options.json.write_text(json.dumps(document), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from pipefit.allocator import AllocatorSettings
 from pipefit.cluster import Cluster
@@ -89,7 +90,7 @@ class Gpu:
             "gpu": properties.name,
             "memory_bytes": properties.total_memory,
             "capability": f"{properties.major}.{properties.minor}",
-            "driver": torch._C._cuda_getDriverVersion(),
+            "driver": get_nvidia_driver_version(run),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }

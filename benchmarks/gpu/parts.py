@@ -1,6 +1,8 @@
 """The parts of the first hour on a GPU: each compares what is expected with what is found. Not a benchmark itself.
 
 A part is a function from a machine to rows. `small` is for a dry run: the same code on models of a few kilobytes.
+What is expected is worked out before anything is trained: a process that has run a backward cannot work over fake GPUs
+without losing the real one (`pipefit.fake.apart`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from pipefit.allocator import AllocatorSettings, replay
 from pipefit.capture import Task
+from pipefit.capture.chain import ChainLayer
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import OutOfMemory
@@ -28,7 +31,9 @@ from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost
 from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.profiler.measured import add_seconds
 from pipefit.runtime import Trainer, certify
+from pipefit.runtime.weight_copies import WeightCopies, using
 from pipefit.simulator import simulate
 from pipefit.training import Precision, Training
 from pipefit.zoo import build
@@ -115,11 +120,13 @@ def _multiply(device: torch.device, side: int) -> None:
 
 def peaks(name: str, machine: Machine, small: bool) -> Iterator[Row]:
     """Requested, allocated and reserved bytes of a model's training beside its certificate, in each precision."""
+    asked = []
     for precision in PRECISIONS:
         task, size = task_of(name, small, precision)
         plan = plan_on(machine, task, size)
-        trace = certify(task, plan, target=machine.target, allocator=machine.allocator)
-        expected, what = trace.devices[0], f"{name}, {precision}"
+        asked.append((task, plan, certify(task, plan, target=machine.target, allocator=machine.allocator)))
+    for task, plan, trace in asked:
+        expected, what = trace.devices[0], f"{name}, {task.precision}"
         machine.clear()
         trainer = Trainer(task, plan, numbers=False)
         for step in range(2):
@@ -167,7 +174,7 @@ def saved(machine: Machine, small: bool) -> Iterator[Row]:
                 value.detach().requires_grad_(flag).clone()  # for layers that work in place
                 for value, flag in zip(values, (v.requires_grad for v in costs.kinds[kind].inputs), strict=True)
             )
-            kept, values = _kept(layer.module, layer, values)
+            kept, values = _kept(layer, costs.kinds[kind], values)
             if kind not in met:
                 met.add(kind)
                 yield Row(what=f"{name}: {layer.name}", expected=_keeps(costs.kinds[kind]), found=kept, within=0.0)
@@ -180,9 +187,13 @@ def _keeps(cost: LayerCost) -> int:
     return own + sum(value.nbytes for number, value in enumerate(cost.inputs) if ("input", number) in held)
 
 
-def _kept(module: torch.nn.Module, layer: Any, values: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
-    """Bytes that the layer's forward really keeps, without parameters and buffers; and what it returns."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+def _kept(layer: ChainLayer, cost: LayerCost, values: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """Bytes that the layer's forward really keeps, without parameters, buffers and the copies that autocast makes of
+    parameters; and what it returns.
+    """
+    copies = WeightCopies([layer], [cost], 0)
+    own = (*layer.module.parameters(), *layer.module.buffers(), *copies.tensors)
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept = dict[int, int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -191,7 +202,8 @@ def _kept(module: torch.nn.Module, layer: Any, values: tuple[Tensor, ...]) -> tu
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, using(copies.of(0), layer.autocast, values):
         outputs = layer(values)
     return sum(kept.values()), outputs
 
@@ -204,34 +216,29 @@ def largest(machine: Machine, small: bool) -> Iterator[Row]:
     memory = None if small else 12 << 30
     task, first = task_of("gpt", small)
     if small:
-        memory = certify(task, plan_on(machine, task, 4)).peak_bytes[0] + 1
+        most = certify(task, plan_on(machine, task, 4), target=machine.target, allocator=machine.allocator).devices[0]
+        memory = 1 + (most.allocator.process_bytes if most.allocator else most.peak_bytes)
     sizes = range(first, 64)
-    allowed = 0
+    allowed = first - 1
     for size in sizes:
         plan = plan_on(machine, task, size, memory)
         if certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes:
             break
         allowed = size
-    more = max(allowed + 1, round(1.25 * allowed))
-    yield Row(
-        what=f"{allowed} samples, allowed",
-        expected=1,
-        found=_trains(machine, task, allowed, memory),
-        unit="trains",
-        within=0,
-    )
-    yield Row(
-        what=f"{more} samples, refused", expected=0, found=_trains(machine, task, more, memory), unit="trains", within=0
-    )
+    claims = ((allowed, "allowed", 1), (max(allowed + 1, round(1.25 * allowed)), "refused", 0))
+    asked = [(size, what, fits, plan_on(machine, task, size, memory)) for size, what, fits in claims if size]
+    for size, what, fits, plan in asked:
+        found = _trains(machine, task, plan)
+        yield Row(what=f"{size} samples, {what}", expected=fits, found=found, unit="trains", within=0)
 
 
-def _trains(machine: Machine, task: Task, size: int, memory: int | None) -> int:
+def _trains(machine: Machine, task: Task, plan: Plan) -> int:
     """1 if two steps have room."""
     machine.clear()
     try:
-        trainer = Trainer(task, plan_on(machine, task, size, memory), numbers=False)
+        trainer = Trainer(task, plan, numbers=False)
         for _ in range(2):
-            trainer.step(task.batch(MICROBATCHES * size))
+            trainer.step(task.batch(plan.training.batch_size))
     except OutOfMemory:
         return 0
     return 1
@@ -242,10 +249,10 @@ def _trains(machine: Machine, task: Task, size: int, memory: int | None) -> int:
 
 def seconds(machine: Machine, small: bool) -> Iterator[Row]:
     """A step's time: by estimates, by a measured profile, and as it was."""
-    for name in MODELS:
-        task, size = task_of(name, small)
-        plan = plan_on(machine, task, size)
-        measured = replace(plan, profile=profile(task, microbatch_size=size, device=machine.target))
+    asked = [(name, *task_of(name, small)) for name in MODELS]
+    plans = [plan_on(machine, task, size) for _, task, size in asked]
+    for (name, task, _), plan in zip(asked, plans, strict=True):
+        measured = replace(plan, profile=add_seconds(plan.profile, task, device=machine.device, threads=1))
         machine.clear()
         trainer, times = Trainer(task, plan, numbers=False), []
         batch = task.batch(plan.training.batch_size)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(HERE))
 
 import parts  # noqa: E402
-from first_hour import main, run_part, shown  # noqa: E402 - the script's folder is on the path from here on
-from machines import Cpu  # noqa: E402
+from first_hour import main, one_part, run_part, shown  # noqa: E402 - the script's folder is on the path from here on
+from machines import Cpu, Gpu  # noqa: E402
 from parts import PARTS, Row  # noqa: E402
 
 CLAIMED = [name for name in PARTS if name not in ("constants", "seconds")]  # those need a GPU's own figures
@@ -21,7 +25,7 @@ CLAIMED = [name for name in PARTS if name not in ("constants", "seconds")]  # th
 
 def check(name: str) -> None:
     """The rows of a part are measured, and what is claimed of bytes holds to the byte."""
-    rows = run_part(name, Cpu(), dry=True)
+    rows = list(run_part(name, Cpu(), dry=True))
     assert rows
     assert all(row.holds is not False for row in rows)
     assert any(row.holds for row in rows) == (name in CLAIMED)
@@ -39,6 +43,42 @@ def test_a_part_runs_dry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_part_runs_dry(name: str) -> None:
     """All models and precisions, layers, histories, limits, seconds, and the collection of the tests for GPUs."""
     check(name)
+
+
+@pytest.mark.parametrize("name", ["peaks-gpt", "largest", "seconds"])
+def test_nothing_is_expected_after_a_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has run a backward would lose its GPU by profiling or certifying for CUDA."""
+    monkeypatch.setattr(parts, "MODELS", {"gpt": parts.MODELS["gpt"], "bert": parts.MODELS["bert"]})
+    called = []
+    for word in ("profile", "certify", "Trainer"):
+        real = getattr(parts, word)
+        monkeypatch.setattr(parts, word, lambda *a, real=real, word=word, **b: (called.append(word), real(*a, **b))[1])
+    check(name)
+    assert called.count("Trainer") > 1
+    assert "Trainer" not in called[: -called.count("Trainer")]
+
+
+def test_what_is_measured_on_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch has, whichever build it is: a figure without its GPU would be lost."""
+    properties = SimpleNamespace(name="some GPU", total_memory=1 << 34, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    named = Gpu().named()
+    assert (named["gpu"], named["capability"], named["nccl"]) == ("some GPU", "9.0", "2.29.7")
+
+
+def test_a_part_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has measured before."""
+
+    def failing(machine: object, small: bool) -> Iterator[Row]:
+        yield Row(what="a", expected=1, found=1)
+        raise RuntimeError("of the GPU")
+
+    monkeypatch.setitem(PARTS, "failing", failing)
+    path = tmp_path / "part.json"
+    with pytest.raises(RuntimeError, match="of the GPU"):
+        one_part(Namespace(part="failing", json=path, dry=True))
+    assert [row["what"] for row in json.loads(path.read_text())["rows"]] == ["a"]
 
 
 def test_a_claim_that_does_not_hold_is_shown() -> None:
