@@ -384,10 +384,7 @@ cudaError_t cudaIpcOpenMemHandle(void **found, cudaIpcMemHandle_t handle, unsign
     return *found = start, cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void *pointer) {
-    Block block;
-    cudaDeviceSynchronize();
-    if (!forget(pointer, &block)) return failed(cudaErrorInvalidValue);
-    return munmap(block.start, block.size), cudaSuccess;
+    return cudaFreeHost(pointer); /* here both are a mapping that ends */
 }
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event) {
     return memset(handle, 0, sizeof *handle),
