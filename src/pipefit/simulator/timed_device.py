@@ -35,7 +35,7 @@ class Own(NamedTuple):
 
 class Collected(NamedTuple):
     """An end of a collective: what it is, the how manieth of it this is, the bytes that every member has, and in how
-    many tensors.
+    many messages these go: NCCL sends them as one, gloo every tensor for itself.
 
     Where the `replicas` of a stage own `shares` of them, it `reduces` to the owners, or brings theirs to all.
     """
@@ -43,7 +43,7 @@ class Collected(NamedTuple):
     what: Hashable
     turn: int
     nbytes: int
-    tensors: int
+    messages: int
     replicas: tuple[int, ...]
     shares: tuple[int, ...] | None
     reduces: bool
@@ -122,7 +122,7 @@ class DeviceReader:
             what,
             turn,
             stage.collective_bytes(action),
-            stage.collective_tensors(action),
+            stage.collective_tensors(action) if self._cluster.backend == "cpu" else 1,
             replicas,
             None if shares is None else tuple(shares),
             action.kind is Kind.REDUCE,

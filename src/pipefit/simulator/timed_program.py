@@ -144,8 +144,7 @@ def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Excha
         found = sum_for_all(cluster, members, begun.nbytes)
     else:
         found = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
-    alone = begun.tensors if cluster.backend == "cpu" else 1
-    return found._replace(delay_seconds=found.delay_seconds * alone)
+    return found._replace(delay_seconds=found.delay_seconds * begun.messages)
 
 
 def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:
