@@ -18,9 +18,11 @@ EXPECTED = {
     "dgx1-v100": (8, 32510, 25, 15.75, 125),
     "dgx2-a100": (8, 40339, 300, 31.5, 312),
     "gh200": (1, 96768, None, 450, 990),
+    "hgx-b200": (8, 182630, 900, 63, 2250),
     "hgx-h100": (8, 81082, 450, 63, 989.5),
     "hgx-h200": (8, 143156, 450, 63, 989.5),
     "8x-a10g": (8, 22587, 31.5, 31.5, 70),
+    "8x-l4": (8, 22558, 31.5, 31.5, 121),
     "4x-l40s": (4, 45486, 31.5, 31.5, 362),
     "2x-rtx-3060-12gb": (2, 11931, 31.5, 31.5, 25.4),
     "4x-rtx-3090": (4, 24259, 31.5, 31.5, 71),
@@ -29,6 +31,7 @@ EXPECTED = {
     "4x-rtx-5090": (4, 32112, 63, 63, 209.5),
     "4x-rtx-6000-ada": (4, 48622, 31.5, 31.5, 364.2),
     "4x-rtx-a6000": (4, 48676, 31.5, 31.5, 154.8),
+    "2x-rtx-pro-6000": (2, 97249, 63, 63, 503.8),
     "16x-t4": (16, 14909, 15.75, 15.75, 65),
     "4x-titan-rtx": (4, 24217, 15.75, 15.75, 130),
     "1x-v100-16gb": (1, 16158, None, 15.75, 112),
@@ -171,9 +174,9 @@ def test_a_box_has_room_for_sixteen_cards(name: str) -> None:
 
 
 SOLD_AS = {
-    "titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "gh200": 96, "a10g": 24,
-    "l40s": 48, "rtx-3060-12gb": 12, "rtx-3090": 24, "rtx-4080": 16, "rtx-4090": 24, "rtx-5090": 32,
-    "rtx-6000-ada": 48, "rtx-a6000": 48, "t4": 16, "v100-16gb": 16, "v100-32gb": 32,
+    "titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "gh200": 96, "b200": 192,
+    "a10g": 24, "l4": 24, "l40s": 48, "rtx-3060-12gb": 12, "rtx-3090": 24, "rtx-4080": 16, "rtx-4090": 24,
+    "rtx-5090": 32, "rtx-6000-ada": 48, "rtx-a6000": 48, "rtx-pro-6000": 96, "t4": 16, "v100-16gb": 16, "v100-32gb": 32,
 }  # fmt: skip
 
 
@@ -280,10 +283,14 @@ def test_what_may_be_none_at_all_is_zero_as_a_number_or_as_text(none: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "mebibytes"), [("hgx-h100", 32), ("hgx-h200", 32), ("gh200", 32), ("dgx1-v100", 8.125)]
+    ("name", "mebibytes"),
+    [
+        *((name, 32) for name in ("hgx-h100", "hgx-h200", "gh200", "hgx-b200", "1x-rtx-5090", "1x-rtx-pro-6000")),
+        *((name, 8.125) for name in ("dgx1-v100", "dgx-a100", "1x-l4", "1x-rtx-4090", "1x-t4")),
+    ],
 )
 def test_presets_have_the_workspaces_of_their_architecture(name: str, mebibytes: float) -> None:
-    """32 MiB on Hopper, else 8 MiB and an eighth."""
+    """32 MiB on Hopper and Blackwell (compute capability 9, 10 and 12), else 8 MiB and an eighth."""
     (found,) = {device.kind.overheads.cublas_workspace_bytes for device in Cluster.preset(name).devices}
     assert found == mebibytes * (1 << 20)
 
