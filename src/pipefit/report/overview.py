@@ -31,8 +31,8 @@ def _head(overview: Overview) -> str:
     """Yes or no in the first word, for the cluster that was asked about."""
     row, plan = overview.here, overview.here.one.plan
     where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
-    best = row.fastest
-    answer = "Does not fit" if best is None else "Fits, tightly" if _is_tight(best) else "Fits"
+    least = row.one if row.one.fits else row.fastest  # larger microbatches fill what there is
+    answer = "Does not fit" if least is None else "Fits, tightly" if _is_tight(least) else "Fits"
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
     fixed = _is_fixed(overview)
