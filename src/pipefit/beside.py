@@ -6,34 +6,31 @@
         other = later()                            # what the work returned
 
 Answers do not tell whether there was a second process. Its result is taken only where the work returned in silence and
-the result can be pickled. Where it raised, wrote a word, warned or was killed, the work is done again in this process,
-which then raises, writes or warns.
+the result can be pickled. Where it raised, wrote a word, warned, stood still or was killed, the work is done again in
+this process, which then raises, writes or warns.
 
 A fork begins with all that this process has imported and made, and takes memory for what it changes. It ends with
-its last result, when nobody can ask for one any more, and with this process, however that ends.
+its last result, when nobody can ask for one any more, and with this process, however that ends (`pipefit.forks`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
-import signal
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import TypeVar
 
-from pipefit.signals import ENDING
+from pipefit.forks import Fork
 
 T = TypeVar("T")
 
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _LENGTH = 8  # bytes in which the fork tells how long a result is
 
 _forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar("_forks", default=None)  # that run; None outside
@@ -87,28 +84,25 @@ class _Fork:
     """A process that works, tells of each result how long it is, and has written it to memory before."""
 
     def __init__(self, works: Sequence[Callable[[], object]], check: Callable[[], object] | None) -> None:
-        self._results, (self._told, telling) = os.memfd_create("pipefit-results"), os.pipe()
+        self._results = results = os.memfd_create("pipefit-results")
         self._ends, self._count = [0], len(works)  # where results end
-        self._parent = parent = os.getpid()  # in a fork of it this is no fork of ours
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: they hold nothing of ours
-            process = os.fork()
-        if process == 0:
-            try:
-                _begin(parent)
-                if check is not None:
-                    check()
-                _serve(works, self._results, telling)
-            finally:
-                os._exit(0)
-        os.close(telling)
-        weakref.finalize(self, os.close, self._results)
-        self._end = weakref.finalize(self, _ended, process, parent, self._told)
+
+        def serve(telling: int) -> None:
+            _be_unseen()
+            if check is not None:
+                check()
+            _serve(works, results, telling)
+
+        self._fork = Fork(serve)
+        weakref.finalize(self, os.close, results)
 
     def result(self, number: int) -> bytes | None:
         """What a work returned, as a pickle; None where it did not come to its end in silence."""
         while len(self._ends) <= number + 1:
-            told = os.read(self._told, _LENGTH) if self._end.alive and os.getpid() == self._parent else b""
+            try:
+                told = self._fork.read(_LENGTH)
+            except TimeoutError:
+                told = b""
             if not told:
                 self._stop()
                 return None
@@ -120,28 +114,13 @@ class _Fork:
         return found
 
     def _stop(self) -> None:
-        self._end()
+        self._fork.end()
         if (running := _forks.get()) is not None:
             running.discard(self)
 
 
-def _ended(process: int, parent: int, told: int) -> None:
-    """End a fork of `parent`, if that is this process."""
-    os.close(told)
-    if os.getpid() == parent:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(process, 0)
-
-
-def _begin(parent: int) -> None:
+def _be_unseen() -> None:
     """Make this process a fork of which nothing is seen. Streams, and locks that a thread may hold, stay alone."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise ProcessLookupError(parent)
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
     _forks.set(None)
     logging.disable()
     said = os.memfd_create("pipefit-said")

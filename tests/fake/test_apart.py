@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from pipefit.errors import InfeasibleError, PipefitError, PipefitWarning
+from pipefit import forks
+from pipefit.errors import InfeasibleError, PipefitError, PipefitWarning, WorkerFailed
 from pipefit.fake import apart as room
 from pipefit.fake.apart import apart
 from pipefit.runtime.parts import Undivided
@@ -45,9 +48,10 @@ print("fake after:", follows_fake_streams())
 
 @pytest.fixture(autouse=True)
 def gpus() -> Iterator[None]:
-    """There are GPUs, and none is fake yet."""
+    """There are GPUs, and none is fake yet. Nor has this process run a backward, though other tests of it may have."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(room, "run_a_backward"),
         mock.patch.object(room, "follows_fake_streams", return_value=False),
     ):
         yield
@@ -105,6 +109,18 @@ def test_warnings_tell_where_they_come_from() -> None:
     with pytest.warns(PipefitWarning, match="assumed") as told:
         apart("cuda", lambda: warnings.warn("assumed", PipefitWarning, stacklevel=1))
     assert [one.filename for one in told] == [__file__]
+
+
+def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
+    """The work is not done here then: for want of memory it could end this process too."""
+    here = os.getpid()
+    with pytest.raises(WorkerFailed, match=r"killed by SIGKILL, as where memory .* process of its own"):
+        apart("cuda", lambda: signal.raise_signal(signal.SIGKILL if os.getpid() != here else signal.SIGINT))
+    with (
+        mock.patch.object(forks, "LOOK_SECONDS", 0.01),
+        pytest.raises(WorkerFailed, match=r"stood still for 1 s, as where .* or in a process of its own"),
+    ):
+        apart("cuda", lambda: time.sleep(1000))
 
 
 @pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle"])

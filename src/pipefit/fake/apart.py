@@ -14,7 +14,6 @@ where an answer cannot be pickled, or where work fails in a way that may be the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -25,14 +24,15 @@ from typing import TypeVar
 
 import torch
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, WorkerFailed
 from pipefit.fake.target import follows_fake_streams
+from pipefit.forks import Fork
 from pipefit.profiles import Target
-from pipefit.signals import ENDING
 
 T = TypeVar("T")
 
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_CHUNK_BYTES = 1 << 20
+_ALONE = "in a process of its own, as pipefit plan, fit, certify and profile do"
 _Warned = list[tuple[Warning, type[Warning], str, int]]
 
 
@@ -40,6 +40,9 @@ def apart(target: Target, work: Callable[[], T]) -> T:
     """What `work` returns, raises or warns of. For CUDA, on Linux with GPUs, it is done in a fork if a fork can do it.
 
     A fork hands over what can be pickled; what `work` changes besides is lost with it.
+
+    Raises:
+        WorkerFailed: the fork was killed, or stands still.
     """
     ours = target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
     told = None if ours else _told(work)
@@ -62,32 +65,32 @@ def run_a_backward() -> None:
 def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | None:
     """What a fork tells: the answer, or the error, and the warnings. None where it could not do the work."""
     _flush()  # else the fork would write it as well
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: they hold nothing of ours
-        process = os.fork()
-    if process == 0:
-        try:
-            os.close(reading)
-            with open(writing, "wb") as file:
-                file.write(_answer(work))
-        finally:
-            os._exit(0)
-    os.close(writing)
+    fork = Fork(lambda writing: _write(writing, _answer(work)))
     try:
-        with open(reading, "rb") as file:
-            answer = file.read()
+        answer = b"".join(iter(lambda: fork.read(_CHUNK_BYTES), b""))
+    except TimeoutError as error:
+        raise WorkerFailed(
+            f"work over fake GPUs is done in a fork, and {error}, as where another thread held a lock at the fork: do "
+            f"it before other threads start, or {_ALONE}"
+        ) from None
     finally:
-        os.kill(process, signal.SIGKILL)  # at its end already, unless this process is interrupted
-        os.waitpid(process, 0)
+        status = fork.end()
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        raise WorkerFailed(
+            f"work over fake GPUs is done in a fork, which was killed by {name}, as where memory runs out: free some "
+            f"before, or do it {_ALONE}"
+        )
     return pickle.loads(answer) if answer else None  # noqa: S301 - our own fork wrote it
+
+
+def _write(writing: int, answer: bytes) -> None:
+    with open(writing, "wb", closefd=False) as file:  # it closes as the process ends
+        file.write(answer)
 
 
 def _answer(work: Callable[[], object]) -> bytes:
     """In the fork: the answer as a pickle that can be read; nothing where the work has to be done elsewhere."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)  # the other threads of kernels have stayed behind
     found, error = None, None
     try:

@@ -1,0 +1,131 @@
+"""Forks: what they write arrives, none is left behind, and one that stands still is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from pipefit import forks
+from pipefit.forks import Fork
+from test_beside import is_gone, is_there
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
+
+
+@pytest.fixture
+def impatience() -> Iterator[None]:
+    """A fork stands still that has slept for a fifth of a second."""
+    with mock.patch.object(forks, "LOOK_SECONDS", 0.01), mock.patch.object(forks, "LOOKS", 20):
+        yield
+
+
+def test_what_a_fork_writes_is_read() -> None:
+    """All of it, though it is more than a pipe holds; then nothing, and its status is known once."""
+
+    def work(writing: int) -> None:
+        with open(writing, "wb", closefd=False) as file:
+            file.write(b"0123456789" * 100_000)
+
+    fork = Fork(work)
+    assert b"".join(iter(lambda: fork.read(1 << 20), b"")) == b"0123456789" * 100_000
+    assert (fork.end(), fork.end(), fork.read(1)) == (0, 0, b"")
+
+
+def test_how_a_fork_has_ended_is_known() -> None:
+    """By a signal of its own, or by ours, in the middle of its work."""
+    killed = Fork(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert killed.read(1) == b""
+    assert os.WTERMSIG(killed.end()) == signal.SIGTERM
+    assert os.WTERMSIG(Fork(lambda _: time.sleep(1000)).end()) == signal.SIGKILL
+
+
+@pytest.mark.usefixtures("impatience")
+def test_a_fork_that_waits_for_a_lock_of_a_lost_thread_is_given_up() -> None:
+    """The thread that holds it is not in the fork; `end` is what ends it."""
+    lock, held, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    try:
+        fork = Fork(lambda _: lock.acquire(timeout=20))
+        with pytest.raises(TimeoutError, match="stood still"):
+            fork.read(1)
+        assert os.WTERMSIG(fork.end()) == signal.SIGKILL
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("does", ["computes", "waits for one that computes"])
+def test_a_fork_that_works_is_waited_for(does: str) -> None:
+    """However long it takes, and where it is a fork of its own that works."""
+
+    def compute(writing: int) -> None:
+        until = time.process_time() + 0.3
+        while time.process_time() < until:
+            pass
+        os.write(writing, b"found")
+
+    def wait(writing: int) -> None:
+        inner = Fork(compute)
+        os.write(writing, inner.read(5))
+
+    assert Fork(compute if does == "computes" else wait).read(5) == b"found"
+
+
+@pytest.mark.usefixtures("impatience")
+def test_a_fork_that_is_stopped_is_waited_for() -> None:
+    """Whoever has stopped it lets it go on."""
+
+    def work(writing: int) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.write(writing, b"found")
+
+    fork = Fork(work)
+    later = threading.Timer(0.6, os.kill, (fork._process, signal.SIGCONT))
+    later.start()
+    assert fork.read(5) == b"found"
+    later.join()
+
+
+_PROGRAM = """
+import os, time
+from pipefit.forks import Fork
+
+def work(writing):
+    os.write(writing, str(os.getpid()).encode())
+    time.sleep(1000)
+
+fork = Fork(work)
+print(fork.read(20).decode(), flush=True)
+fork.read(1)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_fork_ends_with_a_process_that_waits_for_it(how: signal.Signals) -> None:
+    """However that ends, without a handler of ours."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        fork = int(process.stdout.readline())
+        assert is_there(fork)
+        process.send_signal(how)
+        process.wait(60)
+    assert is_gone(fork)
