@@ -17,6 +17,7 @@ nothing but should be known is a `PipefitWarning`, given by `warnings.warn`; the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,17 @@ def first_line(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a `__str__` that fails must not hide the exception that it belongs to
         lines = []
     return lines[0][:_LONGEST] if lines else type(error).__name__
+
+
+def all_lines(error: BaseException) -> str:
+    """All that any exception's text says, in one line, as NCCL's says in its last one what has failed; without the
+    calls in C++ that torch may tell behind it.
+    """
+    try:
+        said = re.split(r"Exception raised from |frame #0", str(error))[0]
+    except Exception:  # noqa: BLE001 - as above
+        said = ""
+    return " ".join(said.split())[: 2 * _LONGEST] or type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from pipefit.actions import message_of
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed
 from pipefit.runtime import train, transport
+from pipefit.runtime.lost import lost
 from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.results import Result
 from pipefit.runtime.root_cause import died
@@ -131,6 +132,23 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
         pytest.raises(kind, match=own if kind is OutOfMemory else "did not report"),
     ):
         result.join()
+
+
+def test_all_that_an_error_says_is_told_and_heeded() -> None:
+    """NCCL's first line says that something failed, its last one what. What torch was calling then says nothing."""
+    slow = "NCCL error in: NCCLUtils.cpp:77, remote error\nLast error:\nTimeout waiting\nException raised from at x.cpp"
+    assert str(lost("it failed", RuntimeError(slow), 0)) == (
+        "it failed (NCCL error in: NCCLUtils.cpp:77, remote error Last error: Timeout waiting); if it is only slow, "
+        "raise timeout_seconds"
+    )
+    died = "Connection closed by peer\nframe #0: c10d::checkTimeout(int)"
+    assert str(lost("it failed", RuntimeError(died), 0)) == (
+        "it failed (Connection closed by peer); the output of its own worker says why"
+    )
+    assert str(lost("it failed", RuntimeError(SAID[6]), 3)) == (
+        "device 3 has no memory left for messages between workers (NCCL error in: NCCLUtils.cpp:77, unhandled cuda "
+        "error Last error: Cuda failure 2 'out of memory'): plan with more --reserve"
+    )
 
 
 def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:

@@ -35,13 +35,12 @@ from pipefit.capture.sample import Sample
 from pipefit.capture.storages import flat, storage_key
 from pipefit.capture.task import Task
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import PeerLost, PipefitError, first_line
+from pipefit.errors import PipefitError
 from pipefit.fake.chain import built_without_bytes, faked
 from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
-from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.lost import lost
 from pipefit.runtime.token import check_members
-from pipefit.runtime.transport import advice
 
 _PIECE_BYTES = 64 << 20  # between two signs of life
 _PATIENCE = timedelta(days=1)  # building may take any time, and a worker that ends breaks the connection
@@ -212,8 +211,8 @@ def _between_workers(plan: Plan) -> Iterator[dist.ProcessGroup]:
         yield group
         dist.destroy_process_group(group)
     except RuntimeError as error:
-        lost = PeerLost(f"another worker is gone while weights were handed out ({first_line(error)}); {advice(error)}")
-        raise unless_ran_out(lost, error, plan.workers[dist.get_rank()]) from error
+        what = "another worker is gone while weights were handed out"
+        raise lost(what, error, plan.workers[dist.get_rank()]) from error
 
 
 def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:

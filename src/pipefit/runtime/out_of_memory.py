@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from pipefit.errors import OutOfMemory, PeerLost, first_line
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import OverCap
 from pipefit.trace import CATEGORIES, Category, MemorySample
@@ -57,15 +56,3 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
-
-
-def unless_ran_out(lost: PeerLost, error: BaseException, device: int) -> PeerLost | OutOfMemory:
-    """What to raise for a failed message: `lost`, or `OutOfMemory` if `error` says that this process, which runs
-    `device`, had no memory.
-    """
-    if not ran_out(error):
-        return lost
-    return OutOfMemory(
-        f"device {device} has no memory left for messages between workers ({first_line(error)}): plan with more "
-        "--reserve"
-    )

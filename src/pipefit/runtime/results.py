@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import OutOfMemory, PeerLost, first_line
+from pipefit.errors import OutOfMemory, PeerLost
 from pipefit.plans import Plan
-from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.lost import lost
 from pipefit.runtime.runner import DeviceRunner
-from pipefit.runtime.transport import advice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,5 +80,4 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
 
 
 def _lost(error: RuntimeError, workers: tuple[int, ...]) -> PeerLost | OutOfMemory:
-    lost = PeerLost(f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}")
-    return unless_ran_out(lost, error, workers[dist.get_rank()])
+    return lost("a worker did not report its loss and peaks", error, workers[dist.get_rank()])

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipefit.checkpoints import folders
 from pipefit.checkpoints.manifest import Manifest, Part
 from pipefit.checkpoints.shards import write_shard
-from pipefit.errors import FileError, PeerLost, PipefitError, first_line, in_one_line
+from pipefit.errors import FileError, PeerLost, PipefitError, all_lines, in_one_line
 from pipefit.runtime.snapshot import Snapshot, copied
 from pipefit.texts import printable
 
@@ -173,7 +173,7 @@ class Saver:
             try:
                 dist.all_reduce(numbers)
             except RuntimeError as error:
-                raise PeerLost(f"another worker is gone while a checkpoint is saved ({first_line(error)})") from error
+                raise PeerLost(f"another worker is gone while a checkpoint is saved ({all_lines(error)})") from error
             self.on_save(False)
         return [rank for rank, number in enumerate(numbers.tolist()) if number]
 

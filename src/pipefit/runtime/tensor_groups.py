@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import PeerLost, UsageError, first_line
+from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.lost import lost
 from pipefit.sharding import Alone, Collectives, LockstepCollectives, ProcessGroupCollectives
 from pipefit.sharding.lockstep import Meeting
 
@@ -102,8 +102,5 @@ class BetweenWorkers:
             raise
         except RuntimeError as error:
             named = " or ".join(str(device) for device in self.devices if device != self.device)
-            lost = PeerLost(
-                f"a layer that is divided among tensor shards failed: device {named} is gone or hangs "
-                f"({first_line(error)}); the output of its own worker says why"
-            )
-            raise unless_ran_out(lost, error, self.device) from error
+            what = f"a layer that is divided among tensor shards failed: device {named} is gone or hangs"
+            raise lost(what, error, self.device) from error

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipefit.errors import PeerLost, first_line
+from pipefit.errors import PeerLost, all_lines
 
 TOKEN = "PIPEFIT_TOKEN"  # noqa: S105 - the name of a variable
 _PATIENCE = timedelta(seconds=20)  # members of a group tell it right after they have made it
@@ -70,7 +70,7 @@ def _with(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         raise PeerLost(
             f"worker {rank} has connected and does not show the token of this training: it is gone, or a stranger has "
-            f"taken its place ({first_line(error)})"
+            f"taken its place ({all_lines(error)})"
         ) from error
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from pipefit.actions import SENDS, Action, Kind, Message, Placement, collective
 from pipefit.cost.communicators import sums, tensor_groups
-from pipefit.errors import PeerLost, UsageError, first_line
+from pipefit.errors import UsageError
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.coalescing import begin_together
-from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.lost import lost
 from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.token import check_members
 from pipefit.sharding import Collectives, Loan, ProcessGroupCollectives
@@ -178,8 +178,7 @@ class Network:
             group, rank = self.channels[name], self.workers[peer]
             return begin_together(group, tensors, [partial(begin, tensor, rank, group=group) for tensor in tensors])
         except RuntimeError as error:
-            lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
-            raise unless_ran_out(lost, error, self.device) from error
+            raise lost(f"{action} failed: device {peer} is gone", error, self.device) from error
 
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
@@ -194,11 +193,8 @@ class Network:
                 begins = [partial(begin, tensor, rank, group=group, async_op=True) for tensor, rank in pairs]
             return [*begin_together(group, loan.tensors, begins), loan]
         except RuntimeError as error:
-            lost = PeerLost(
-                f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "
-                f"({first_line(error)}); {advice(error)}"
-            )
-            raise unless_ran_out(lost, error, self.device) from error
+            others = " or ".join(str(member) for member in members if member != device)
+            raise lost(f"{action} failed: device {others} is gone", error, self.device) from error
 
     def ready(self, handle: _UnderWay | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
@@ -210,11 +206,8 @@ class Network:
             try:
                 self._wait(work)
             except RuntimeError as error:
-                lost = PeerLost(
-                    f"{action} failed: the device at its other end is gone or hangs ({first_line(error)}); "
-                    f"{advice(error)}"
-                )
-                raise unless_ran_out(lost, error, self.device) from error
+                what = f"{action} failed: the device at its other end is gone or hangs"
+                raise lost(what, error, self.device) from error
         return None
 
     def end(self, group: tuple[int, ...], rank: int) -> Collectives:
@@ -289,8 +282,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         )
         network.warm_up(device)
     except RuntimeError as error:
-        lost = PeerLost(f"the workers did not find each other ({first_line(error)}); {advice(error)}")
-        raise unless_ran_out(lost, error, plan.workers[dist.get_rank()]) from error
+        raise lost("the workers did not find each other", error, plan.workers[dist.get_rank()]) from error
     return network
 
 
@@ -324,13 +316,6 @@ def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
                 f"host by host: name them as {', '.join(map(str, right))} in their grid"
             )
     return groups
-
-
-def advice(error: BaseException) -> str:
-    """The end of a `PeerLost` message: another worker may only be slow, after a timeout; else it has failed."""
-    text = first_line(error).lower()
-    late = "timed out" in text or "timeout" in text
-    return "if it is only slow, raise timeout_seconds" if late else "the output of its own worker says why"
 
 
 def _check_queues() -> None:
