@@ -51,6 +51,19 @@ def test_on_a_gpu_they_are_one(count: int) -> None:
     assert begun_of([OnGpu()] * count) == ([start, *range(count), end], [end])
 
 
+@pytest.mark.parametrize("ends", [None, RuntimeError("a group without its end")])
+def test_what_cannot_begin_holds_nothing_back(ends: Exception | None) -> None:
+    """The next transfers of the group would otherwise wait for an end that does not come. The cause is what is told."""
+    begins = [mock.Mock(), mock.Mock(side_effect=RuntimeError("a peer is gone"))]
+    with (
+        mock.patch.object(ProcessGroup, "_start_coalescing"),
+        mock.patch.object(ProcessGroup, "_end_coalescing", side_effect=ends) as end,
+        pytest.raises(RuntimeError, match="a peer is gone"),
+    ):
+        begin_together(None, [OnGpu(), OnGpu()], begins)  # type: ignore[arg-type, list-item]
+    assert end.call_count == 1
+
+
 @pytest.mark.parametrize("tensors", [[], [torch.ones(1), torch.ones(1)]])
 def test_those_of_gloo_are_left_as_they_are(tensors: list[Any]) -> None:
     """Gloo would copy them; and where there is nothing to do, there is nothing to wait for."""

@@ -9,6 +9,7 @@ Gloo would copy the tensors into one and back, which takes memory that nobody co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,18 @@ def begin_together(
     """Begin transfers in a process group, one of each tensor; what has to be waited for.
 
     Raises:
-        RuntimeError: one could not begin.
+        RuntimeError: one could not begin; nothing is held back then.
     """
     together = len(tensors) > 0 and tensors[0].is_cuda
     if together:
         torch.distributed.ProcessGroup._start_coalescing(group, tensors[0].device)
-    begun = [begin() for begin in begins]
+    try:
+        begun = [begin() for begin in begins]
+    except BaseException:
+        if together:
+            with suppress(RuntimeError):  # what could not begin is what is told
+                torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)
+        raise
     if together:
         begun = [torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)]
     assert None not in begun, "this worker is in the group"
