@@ -18,11 +18,12 @@ from pipefit.fake.target import FakeTarget
 from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.runtime import certify, joining
+from pipefit.runtime import trainer as trainer_module
 from pipefit.runtime.hardware import Hardware, check_backwards, check_hosts
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.transport import Network
 from pipefit.schedule import lower
-from tiny import plan_of, task_of
+from tiny import batch_of, plan_of, task_of, trainer_of
 
 GPU = torch.device("cuda", 0)
 
@@ -127,6 +128,17 @@ def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> N
         transport = joining.transport_of(Hardware(plan, shared=True), lower(plan), torch.device(device), 1.0)
     assert isinstance(transport, kind) or (transport is made and kind is Network)
     assert connected.call_args.args[2] == torch.device("cpu")
+
+
+def test_an_evaluation_runs_no_backward() -> None:
+    """So it may be on a GPU after fake ones, where a step is refused."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
+    trainer = trainer_of(task, [1, 1])
+    batch = batch_of(task, trainer.plan)
+    with mock.patch.object(trainer_module, "check_backwards", side_effect=UsageError("no backward")):
+        assert trainer.evaluate(batch) > 0
+        with pytest.raises(UsageError, match="no backward"):
+            trainer.step(batch)
 
 
 def test_without_fake_gpus_backwards_may_run_on_real_ones() -> None:

@@ -376,13 +376,14 @@ class Trainer:
         )
         return tell(self.plan, self.runners, shares, distributed=self.distributed)
 
-    def _run_program(self, program: Program, **options: Any) -> None:
+    def _run_program(self, program: Program, *, training: bool = True, **options: Any) -> None:
         """Run all devices of this process."""
         devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
-        check_backwards(devices)
+        if training:
+            check_backwards(devices)
         with torch.random.fork_rng(devices, device_type="cuda"):
             try:
-                run_in_turn(self.runners, program=program, groups=self._groups, **options)
+                run_in_turn(self.runners, program=program, groups=self._groups, training=training, **options)
             except BaseException as error:
                 self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
                 self._untold.clear()
