@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pipefit.layer_costs import Order
 
-if TYPE_CHECKING:
-    from pipefit.capture.structure import Values
-
 Orders = tuple[Order, ...]  # of several values; empty where each has the order of its dimensions
 
 
-def orders_of(values: Values) -> Orders:
+def orders_of(values: Sequence[Tensor]) -> Orders:
     """The orders in which `values` leave a layer."""
     found = tuple(() if value.is_contiguous() else dense_order(value) or () for value in values)
     return found if any(found) else ()
 
 
-def contiguous(values: Values, orders: Orders) -> Values:
+def contiguous(values: Sequence[Tensor], orders: Orders) -> tuple[Tensor, ...]:
     """`values` with their dimensions in these orders, each contiguous and with the strides of a new tensor."""
     ordered = values if not orders else tuple(v.permute(o) if o else v for v, o in zip(values, orders, strict=True))
     return tuple(map(_as_new, ordered))
@@ -68,7 +64,7 @@ def sample_order(tensor: Tensor) -> Order:
     return order if order[:1] == (0,) else ()
 
 
-def as_made(values: Values, orders: Orders) -> Values:
+def as_made(values: tuple[Tensor, ...], orders: Orders) -> tuple[Tensor, ...]:
     """`values` as they were before their dimensions were put in these orders."""
     if not orders:
         return values
