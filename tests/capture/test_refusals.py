@@ -341,8 +341,13 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
         lambda: fed(lambda n: tuple(t.double() for t in batch(n))),
         ("layer first (Linear) cannot be run on float64 (2, 8)", "float32 and float64", "precision='float32'"),
     ),
-    "closure": (lambda: replace(BASE, optimizer=torch.optim.LBFGS), ("layer first", "without a closure")),
-    "sparse optimizer": (lambda: replace(BASE, optimizer=torch.optim.SparseAdam), ("use Adam or AdamW",)),
+    "closure": (
+        lambda: replace(BASE, optimizer=torch.optim.LBFGS),
+        ("the optimizer cannot be run on float32 (8, 8)", "without a closure"),
+    ),
+    "sparse optimizer": (
+        lambda: replace(BASE, optimizer=torch.optim.SparseAdam), ("the optimizer cannot be run", "use Adam or AdamW"),
+    ),
 }  # fmt: skip
 
 

@@ -8,27 +8,21 @@ may not lie dense in memory, so is the layer's backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-from pipefit.capture.by_value import Reading, reading
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
-from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.held import SharedStorage, shared_storages
 from pipefit.capture.orders import Orders, contiguous, orders_of
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.refusals import Refusal
-from pipefit.capture.refused_calls import refusing
-from pipefit.capture.refused_runs import why
 from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, UsageError
+from pipefit.errors import UsageError
 from pipefit.fake.fingerprint import options
 from pipefit.layer_costs import LayerCost, Packing
 from pipefit.meter.kernels import Kernels
@@ -36,19 +30,14 @@ from pipefit.profiler.arriving import Layouts, dense, dense_alike
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gradients import BackwardPass, Gradients
 from pipefit.profiler.layer import LayerMeter
+from pipefit.profiler.named import named
 from pipefit.profiler.update import state_bytes
 from pipefit.profiler.value_memory import ValueMemory
 from pipefit.profiles import Measurement
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.sharing import SharedBuffer, SharedParameter
-from pipefit.texts import dtype_name
 
 Progress = Callable[[int, int, str], None]
-
-_ASSUMED = (
-    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
-    "that fails then, or make it torch._assert_async(condition)"
-)
 
 
 class _Form(NamedTuple):
@@ -147,7 +136,7 @@ class Survey:
         """Measure a new kind, with gradients of its outputs that lie so: its number, and what it returns."""
         layer, meter = metered.layer, metered.meter
         what = f"layer {layer.name} ({type(layer.module).__name__})"
-        with _named(what, meter.like), unchanged_constants(layer.module):
+        with named(what, meter.like), unchanged_constants(layer.module):
             groups = parameter_groups([layer], self.task.groups)
             cost, outputs = meter.measure(self.optimizer, groups, arriving=arriving)
         self._meters.append(metered._replace(arriving=arriving or dense(outputs), left=meter.layouts))
@@ -308,7 +297,7 @@ class Survey:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
-        with _named(f"the loss of {self.task.name}", [*values, *targets]):
+        with named(f"the loss of {self.task.name}", [*values, *targets]):
             cost, (found,) = meter.measure(self.optimizer)
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not found.requires_grad and _is_trained(chain):
@@ -346,24 +335,3 @@ def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
 def _is_trained(chain: Chain) -> bool:
     """Whether a layer has a parameter that is trained."""
     return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
-
-
-@contextmanager
-def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
-
-    Raises:
-        UsageError: the layer, the loss or the optimizer raised an exception.
-    """
-    numbers = Reading()
-    try:
-        with refusing(traced=False), torch_draws_alone(), reading(numbers):
-            yield
-    except PipefitError:
-        raise
-    except Refusal as refusal:
-        raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
-    except Exception as error:
-        shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
-        assumed = _ASSUMED if numbers.count else ""
-        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error

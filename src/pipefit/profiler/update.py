@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.meter.kernels import Kernels
+from pipefit.profiler.named import named
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.runtime.parts import Undivided, step_part
@@ -74,10 +75,18 @@ class _Passed:
 
 
 def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
-    """What two steps cost for parameters that have gradients; `follow` is called behind both, as once in an update."""
+    """What two steps cost for parameters that have gradients; `follow` is called behind both, as once in an update.
+
+    Raises:
+        UsageError: the optimizer raised an exception.
+    """
     if not groups:
         return Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
+    with named("the optimizer", [parameter for layer in groups for group in layer for parameter in group["params"]]):
+        return _updates_of(meter, optimizer, groups, follow)
 
+
+def _updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
     def steps() -> Updates:
         before = meter.total
         stepper = optimizer(groups)
