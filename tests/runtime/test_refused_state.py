@@ -96,8 +96,10 @@ def test_planners_leave_state_where_such_an_optimizer_updates_it(
         assert any(isinstance(decision.subject, State) for decision in found.decisions)
         Trainer(task, found).step(batch_of(task, found))
     else:
-        with pytest.raises(InfeasibleError):
+        with pytest.raises(InfeasibleError, match=r"; no state moves, as the optimizer .* updates all layers at once"):
             plan(made, tight, asked)
+        half = plan(made, tight, asked, allow_infeasible=True)
+        assert ("No state moves, as the optimizer " in str(half.provenance)) == bool(half.decisions)
 
 
 class Hoarding(torch.optim.SGD):

@@ -90,7 +90,7 @@ def answer(
             bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
-            remarks=(*found.remarks, *told.remarks, *undivided(plan), *_whole(plan)),
+            remarks=(*found.remarks, *told.remarks, *undivided(plan), *_whole(plan), *_staying(question, found)),
         ),
     )
 
@@ -99,6 +99,12 @@ def _whole(plan: Plan) -> Iterator[str]:
     """Why there is one stage, where that is not for the planner to say."""
     if plan.profile.indivisible:
         yield f"The model is one block, as {plan.profile.indivisible}."
+
+
+def _staying(question: Question, found: Found) -> Iterator[str]:
+    """Why no state moves, where a planner might have moved some."""
+    if question.staying and found.decisions:
+        yield f"No state moves, as {question.staying}."
 
 
 class _Judge:

@@ -44,6 +44,8 @@ def explanation(
         none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
     if question.profile.indivisible:
         none_fits += f"; the model is one block, as {question.profile.indivisible}"
+    if question.staying and compacts:
+        none_fits += f"; no state moves, as {question.staying}"
     asked = judge if compacts and judge is not None else _fullest
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 

@@ -101,7 +101,7 @@ class Found(NamedTuple):
 class Question:
     """One planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
 
-    No state moves where the optimizer updates all layers at once: what has moved is updated run by run.
+    No state moves where the optimizer updates all layers at once (`staying`): what has moved is updated run by run.
 
     Raises:
         UsageError: more stages than blocks or devices, no such schedule, or a microbatch size that was not profiled.
@@ -136,13 +136,19 @@ class Question:
                 f"cluster {self.cluster.name} has {counted(devices, 'device')}, too few for "
                 f"{counted(asked, 'stage')}{of}: ask for {max(1, devices // each)} or fewer"
             )
-        if any(cost.undivided for cost in self.measurement.costs):
+        if self.staying:
             object.__setattr__(self, "means", replace(self.means, state=False, spill=False))
 
     @cached_property
     def measurement(self) -> Measurement:
         """The layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
+
+    @property
+    def staying(self) -> str:
+        """Why no state moves, whatever the means; empty if it may."""
+        reason = next((cost.undivided for cost in self.measurement.costs if cost.undivided), "")
+        return reason and f"the optimizer {reason} and so updates all layers at once"
 
     @cached_property
     def degrees(self) -> tuple[Degree, ...]:
