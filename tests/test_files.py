@@ -407,7 +407,17 @@ def test_saving_replaces_through_a_link_and_keeps_the_umask(tmp_path: Path) -> N
 def test_only_files_are_written_to(tmp_path: Path) -> None:
     """A folder, a device and a missing folder are refused before anything is written; a device is not replaced."""
     os.mkfifo(tmp_path / "pipe")
-    for name, words in {".": "not a file", "pipe": "not a file", "no/it.json": "create"}.items():
+    named = {
+        "": "its own",
+        "-": "its own",
+        "/dev/stdout": "its own",
+        "/proc/self/fd/1": "its own",
+        "/dev/null": "no file",
+    }
+    for name, words in named.items():
+        with pytest.raises(FileError, match=words):
+            files.check_target(name)
+    for name, words in {".": "a folder", "pipe": "no file", "no/it.json": "create"}.items():
         with pytest.raises(FileError, match=words):
             save(PLAN, tmp_path / name)
     assert os.listdir(tmp_path) == ["pipe"]

@@ -56,6 +56,7 @@ Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Tra
 LARGEST_BYTES = 512 << 20
 LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
 MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
+_OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # what a process has open, and may be writing to
 _WORD = re.compile(r"\S+")
 _MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
 _HEADER = frozenset({"pipefit", "version"})
@@ -154,12 +155,15 @@ def _check_place(path: str | os.PathLike[str]) -> Path:
         FileError: its folder does not exist, or `path` is a folder or a device.
     """
     source, target = _named(path), Path(os.path.realpath(path))
+    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(_OPEN):  # which may lead to a file, redirected
+        raise FileError(f"{source} cannot be written: a result goes to a file of its own; name one such as result.json")
     try:
         taken = target.exists() and not target.is_file()
     except (OSError, ValueError) as error:  # such as a name that is too long
         raise FileError(f"{source} cannot be written: {_reason(error)}") from None
     if taken:
-        raise FileError(f"{source} cannot be written: it is not a file; name one such as result.json")
+        kind = "a folder" if target.is_dir() else "no file that can be replaced"
+        raise FileError(f"{source} cannot be written: it is {kind}; name a file such as result.json")
     if not target.parent.is_dir():
         raise FileError(f"{source} cannot be written: its folder is missing; create {_named(target.parent)}")
     return target

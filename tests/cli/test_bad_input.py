@@ -191,7 +191,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("checkpoint runs -o runs/step-00000004/worker-00000.safetensors", 2, ["would be in a checkpoint"]),
     ("train plan.json zoo:mlp --resume runs -o runs/step-00000004/manifest.json", 2, ["would be in a checkpoint"]),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
-    ("simulate plan.json -o .", 6, ["not a file"]),
+    ("simulate plan.json -o .", 6, ["it is a folder"]),
     (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
     ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
     ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
