@@ -9,7 +9,7 @@ second, much of which the machine needs to wake up threads. Devices have no mete
 turn measures the profile and the link between two processes, predicts, and trains all plans, so that what else the
 machine does is in both. The link is measured by what it is there for: sums of one number, and of a large tensor, as
 soon as both processes have computed something. A plan's error is the median over turns of measured against predicted
-seconds of a step. Rows of other models than those asked for are kept.
+seconds of a step. Rows of other models than those asked for are kept, and tell of their own run.
 
 `paced`: a GPT on four workers, in all degrees of stages, replicas and shards, with one or many buckets, recomputed or
 not. Four devices have two cores, so computing is paced as in `bench_joint_real.py`, the collectives of shards included,
@@ -314,6 +314,13 @@ def paced(turns: int, steps: int) -> list[Row]:
     return [row(name, plan, taken[name]) for name, plan in plans]
 
 
+def without(runs: list[dict[str, Any]], models: list[str]) -> Iterator[dict[str, Any]]:
+    """What earlier runs have measured of other models than these."""
+    for run in runs:
+        if rows := [row for row in run["rows"] if row["model"] not in models]:
+            yield {**run, "rows": rows}
+
+
 def main() -> None:
     """Run a part, print, and write the JSON, which keeps the other part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,12 +331,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
     warnings.simplefilter("ignore", pipefit.PipefitWarning)
-    found: dict[str, Any]
+    told = {"machine": machine(), "turns": asked.turns, "steps": asked.steps}
     known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     if asked.part == "measured":
         made = [asdict(one) for model in asked.models for one in of_model(model, asked.turns, asked.steps)]
-        made += [row for row in known.get("measured", {}).get("rows", []) if row["model"] not in asked.models]
-        made.sort(key=lambda row: [*MODELS].index(row["model"]))
+        runs = [*without(known.get("measured", []), asked.models), {**told, "rows": made}]
+        made = sorted((row for run in runs for row in run["rows"]), key=lambda row: [*MODELS].index(row["model"]))
         for row in made:
             print(f"{row['model']:10} {row['way']:14} {row['error']:+.1%}")
         for small in (False, True):
@@ -337,14 +344,13 @@ def main() -> None:
             which = "with small models" if small else "without small models"
             if errors:  # there may be none but of small ones
                 print(f"median error {statistics.median(errors):.1%} {which}")
-        found = {"rows": made}
+        known["measured"] = runs
     else:
         rows = paced(asked.turns, asked.steps)
         agreed = agreement(rows, NOISE)
         print(*map(line, rows), sep="\n")
         print(f"{agreed.in_order} of {agreed.pairs} pairs in order; tau over all pairs {agreed.tau:.2f}")
-        found = {"rows": [*map(asdict, rows)], "agreement": asdict(agreed)}
-    known[asked.part] = {"machine": machine(), "turns": asked.turns, "steps": asked.steps, **found}
+        known["paced"] = {**told, "rows": [*map(asdict, rows)], "agreement": asdict(agreed)}
     asked.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

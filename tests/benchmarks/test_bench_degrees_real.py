@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from bench_degrees_real import Later, Wires, pace_messages
+import bench_degrees_real as bench
+from bench_degrees_real import Later, Step, Wires, pace_messages
 from pipefit.actions import Action, Kind
 from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.places import Member
 
 SECONDS = 0.05  # of a transfer
+SECONDS_OF = {"predicted_seconds": 1.0, "seconds": 1.0, "error": 0.0}
 
 
 def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -> None:
@@ -33,6 +38,27 @@ def test_a_link_carries_one_transfer_after_the_other_and_two_links_carry_two() -
     at = dict(there)
     assert at["first"] >= SECONDS and at["other"] >= SECONDS and at["second"] >= 2 * SECONDS
     assert there[-1][0] == "second"
+
+
+def test_rows_that_are_kept_tell_of_their_own_run(tmp_path: Path) -> None:
+    """A run of some models takes the place of their rows alone; others go on saying how they were measured."""
+    file = tmp_path / "measured.json"
+
+    def run(day: str, *models: str) -> None:
+        with (
+            mock.patch.object(bench, "machine", return_value=day),
+            mock.patch.object(bench, "of_model", lambda model, *_: [Step(model=model, way=day, **SECONDS_OF)]),
+            mock.patch("sys.argv", ["bench", "--models", *models, "--json", str(file)]),
+        ):
+            bench.main()
+
+    run("monday", "gpt", "mlp")
+    run("tuesday", "mlp")
+    told = [(one["machine"], [row["way"] for row in one["rows"]]) for one in json.loads(file.read_text())["measured"]]
+    assert told == [("monday", ["monday"]), ("tuesday", ["tuesday"])]
+    run("friday", "gpt", "mlp")
+    (last,) = json.loads(file.read_text())["measured"]
+    assert (last["machine"], [row["model"] for row in last["rows"]]) == ("friday", ["gpt", "mlp"])
 
 
 def test_what_fails_is_told_where_it_is_waited_for() -> None:
