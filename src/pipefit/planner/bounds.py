@@ -29,13 +29,15 @@ seconds are recomputed, in fractions. Techniques that the question does not allo
 any plan, and the gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of
 1F1B.
 
-Costs: P L^2 numbers for L blocks in P stages, for some ten tries at the step's seconds: a third of a second for 128
-blocks in 8 stages.
+Costs: for some ten tries at the step's seconds, numbers for the ranges of blocks that may be a stage in so many
+seconds: at most P L^2 for L blocks in P stages, and a tenth of that where stages can only be about even.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +49,13 @@ from pipefit.cost.time import host_update_seconds
 from pipefit.devices import Host
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
-from pipefit.planner.prices import Floats, Prices, ranges
+from pipefit.planner.prices import Floats, Prices, Within, ranges
 from pipefit.planner.question import Question
 from pipefit.schedule import schedule_named
 from pipefit.training import Training
 
 _CLOSE = 1e-4  # the part of the bound to which the bisection comes close
+_ROUNDING = 1 + 1e-9  # for windows outside of which nothing is possible
 _INFINITE = float("inf")
 
 
@@ -149,7 +152,9 @@ def simple_bound(question: Question) -> float:
 
 
 class _Bound:
-    """Tables over ranges of blocks, as `Prices` has them."""
+    """Tables over ranges of blocks, as `Prices` has them, of which only windows are made: where stages may begin and
+    end in a step of so many seconds.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question, self.count = question, question.blocks
@@ -159,7 +164,7 @@ class _Bound:
         owned, gradients = question.ranges.owned()
         edges = np.array(question.edges)
         owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
-        self.owned, self.gradients = ranges(owned.astype(float)), ranges(gradients.astype(float))
+        self.owned, self.gradients = owned.astype(float), gradients.astype(float)
 
     # ---------------------------------------------------------------- bisection
 
@@ -178,21 +183,59 @@ class _Bound:
 
     @cached_property
     def _lowest(self) -> float:
-        """The lowest possible highest line of a split, if nothing is recomputed."""
-        reached = np.full(self.count + 1, _INFINITE)
-        reached[0] = 0.0
-        for stage in range(self.question.stages):
-            highest = np.where(self._valid, np.maximum(*self._lines(stage, _INFINITE)), _INFINITE)
-            reached = np.maximum(reached[:-1, None], highest).min(axis=0)
+        """The lowest possible highest line of a split, if nothing is recomputed: no range of it has a higher one than
+        any split has.
+        """
+        known = max(float(self._highest(stage, _of(*edges)).item()) for stage, edges in enumerate(pairwise(self._even)))
+        windows = self._windows(lambda stage, within: self._highest(stage, within) <= known * _ROUNDING)
+        assert windows is not None, "there is such a split"
+        reached = np.zeros(1)
+        for stage, within in enumerate(windows):
+            reached = np.maximum(reached[:, None], self._highest(stage, within)).min(axis=0)
         return float(reached[-1])
+
+    @property
+    def _even(self) -> list[int]:
+        """A split whose stages take about as long."""
+        before, stages, edges = self.forward + self.backward, self.question.stages, [0]
+        for stage in range(1, stages):
+            at = int(np.searchsorted(before, before[-1] * stage / stages))
+            edges.append(min(max(at, edges[-1] + 1), self.count - (stages - stage)))
+        return [*edges, self.count]
+
+    def _highest(self, stage: int, within: Within) -> Floats:
+        """The higher line of ranges as this stage, in any number of seconds; infinity where there is no block."""
+        return np.where(self._valid(within), np.maximum(*self._lines(stage, _INFINITE, within)), _INFINITE)
 
     def _has_memory(self, step: float) -> bool:
         """Whether in so many seconds some split recomputes and moves so much that devices have memory for the rest."""
-        held = np.full(self.count + 1, _INFINITE)
-        held[0] = 0.0
-        for stage in range(self.question.stages):
-            held = (held[:-1, None] + self._held(stage, step)).min(axis=0)
+        windows = self._windows(lambda stage, within: np.isfinite(self._held(stage, step, within, _ROUNDING)))
+        if windows is None:
+            return False
+        held = np.zeros(1)
+        for stage, within in enumerate(windows):
+            held = (held[:, None] + self._held(stage, step, within)).min(axis=0)
         return bool(held[-1] <= sum(self.question.cluster.budgets))
+
+    def _windows(self, possible: Callable[[int, Within], NDArray[np.bool_]]) -> list[Within] | None:
+        """Where every stage may begin and end; None if nowhere. What is possible is so with fewer blocks, too.
+
+        A stage that begins later may end later. Where a block is too much for a stage, it ends before, wherever it
+        begins, and begins behind, wherever it ends.
+        """
+        count, stages = self.count, self.question.stages
+        latest, earliest = [0], [count]
+        for stage in range(stages):
+            ends = np.flatnonzero(possible(stage, Within(_at(latest[-1]), slice(None))))
+            latest.append(min(int(ends[-1]) if len(ends) else latest[-1], count - (stages - 1 - stage)))
+        for stage in reversed(range(stages)):
+            starts = np.flatnonzero(possible(stage, Within(slice(0, -1), _at(earliest[-1]))))
+            earliest.append(max(stage, int(starts[0]) if len(starts) else earliest[-1]))
+        edges = [*zip(reversed(earliest), latest, strict=True)]
+        if latest[-1] < count or any(first > last for first, last in edges):
+            return None
+        bounds = [slice(first, last + 1) for first, last in edges]
+        return [Within(*one) for one in pairwise(bounds)]
 
     @property
     def _first_update(self) -> float:
@@ -201,30 +244,32 @@ class _Bound:
 
     # ---------------------------------------------------------------- time
 
-    def _lines(self, stage: int, step: float) -> tuple[Floats, Floats]:
-        """The lines of every range of blocks as this stage; of an endless schedule, its work in a step of `step`
-        seconds: passes and updates.
+    def _lines(self, stage: int, step: float, within: Within) -> tuple[Floats, Floats]:
+        """The lines of ranges of blocks as this stage; of an endless schedule, its work in a step of `step` seconds:
+        passes and updates.
         """
         if self.endless:
             updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
-            passes = self.microbatches * ranges(self.forward + self.backward)
-            found = passes + updates * ranges(self.update) * (1 - self._elsewhere(updates, step))
+            passes = self.microbatches * ranges(self.forward + self.backward, within)
+            found = passes + updates * ranges(self.update, within) * (1 - self._elsewhere(updates, step, within))
             return found, found
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        return lines(self._at(stage), Work(ranges(self.forward), ranges(self.backward), before[:-1, None], whole))
+        work = Work(ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole)
+        return lines(self._position(stage), work)
 
-    def _at(self, stage: int) -> Position:
+    def _position(self, stage: int) -> Position:
         return position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
 
-    def _elsewhere(self, updates: int, step: float) -> Floats:
-        """The part of the updates of every range that the fastest host may do in a step, if it did nothing else."""
+    def _elsewhere(self, updates: int, step: float, within: Within) -> Floats:
+        """The part of the updates of ranges that the fastest host may do in a step, if it did nothing else."""
         if not self._updating:
-            return np.zeros_like(ranges(self.update))
+            return np.zeros_like(ranges(self.update, within))
         fastest = max(self._updating, key=lambda host: host.memory_bandwidth or 0.0)
         times = [host_update_seconds(cost, fastest) for cost in self.question.measurement.costs]
         sums = np.concatenate([[0.0], np.cumsum(times)])[np.array(self.question.edges)]
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.minimum(1.0, np.nan_to_num(step / (updates * np.maximum(ranges(sums), 0.0)), nan=1.0, posinf=1.0))
+            share = step / (updates * np.maximum(ranges(sums, within), 0.0))
+            return np.minimum(1.0, np.nan_to_num(share, nan=1.0, posinf=1.0))
 
     @cached_property
     def _updating(self) -> list[Host]:
@@ -234,48 +279,50 @@ class _Bound:
 
     # ---------------------------------------------------------------- memory
 
-    def _held(self, stage: int, step: float) -> Floats:
-        """Bytes that devices hold for every range as this stage: its own, and others that lend to it, for all of a run.
+    def _held(self, stage: int, step: float, within: Within, rounding: float = 1.0) -> Floats:
+        """Bytes that devices hold for ranges as this stage: its own, and others that lend to it, for all of a run.
 
         Infinity where a line is above `step`, or what cannot be lent is more than the largest device has.
         """
-        every, late = self._lines(stage, step)
+        every, late = self._lines(stage, step, within)
         if self.endless:
             number = in_flight(self.question.training, stage, self.question.stages)
             windows = self.microbatches / number
-            found = self._in_windows(number, windows, windows, step, step - every)
+            found = self._in_windows(number, windows, windows, step, step - every, within)
         else:
-            at = self._at(stage)
-            found = self._in_windows(at.in_flight, at.windows, 1, step, step - every)
+            at = self._position(stage)
+            found = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within)
             if at.late_windows:
-                found = np.maximum(found, self._in_windows(at.in_flight, at.late_windows, 0, step, step - late))
-        possible = self._valid & self._fits & (every <= step) & (late <= step) & (found <= self._most)
+                later = self._in_windows(at.in_flight, at.late_windows, 0, step, step - late, within)
+                found = np.maximum(found, later)
+        in_time = (every <= step * rounding) & (late <= step * rounding)
+        possible = self._valid(within) & in_time & (found <= self._most * rounding)
+        if not self._spills:  # parameters are there all the time
+            possible &= ranges(self.owned, within) <= max(self.question.cluster.budgets) * rounding
         return np.where(possible, found, _INFINITE)
 
-    def _in_windows(self, number: int, windows: float, without_gradients: float, step: float, spare: Floats) -> Floats:
+    def _in_windows(
+        self, number: int, windows: float, without_gradients: float, step: float, spare: Floats, within: Within
+    ) -> Floats:
         """Bytes that devices hold on an average of so many windows, in each of which `number` microbatches are in
         flight.
 
         In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare` seconds in
         all windows together.
         """
-        tensors, own = number * self._kept, self.owned + self.gradients * (1 - without_gradients / windows)
+        tensors, own = number * self.prices.kept(within), ranges(self.owned, within)
+        own = own + ranges(self.gradients, within) * (1 - without_gradients / windows)
         if self.question.training.schedule == "pipedream":
-            tensors = tensors + (number - 1) * self._weights
+            tensors = tensors + (number - 1) * np.maximum(ranges(self._weights, within), 0.0)
         if self.question.means.recompute != "never":
-            tensors = tensors - self.prices.freed(np.maximum(spare, 0.0) / windows, number)
+            tensors = tensors - self.prices.freed(np.maximum(spare, 0.0) / windows, number, within)
         away = self._host_rate * step / windows if self._host_rate else 0.0
         return np.maximum(tensors + own - away, 0.0 if self._spills else own)
 
-    @cached_property
-    def _valid(self) -> NDArray[np.bool_]:
+    def _valid(self, within: Within) -> NDArray[np.bool_]:
         """Ranges of a block or more."""
-        return np.arange(self.count)[:, None] < np.arange(self.count + 1)
-
-    @cached_property
-    def _fits(self) -> NDArray[np.bool_]:
-        """Ranges whose parameters fit the largest device, unless they may be away between passes."""
-        return self._valid if self._spills else self.owned <= max(self.question.cluster.budgets)
+        edges = np.arange(self.count + 1)
+        return edges[within.starts, None] < edges[within.stops]
 
     @property
     def _most(self) -> float:
@@ -283,17 +330,14 @@ class _Bound:
         return _INFINITE if self.question.means.peers else max(self.question.cluster.budgets)
 
     @cached_property
-    def _kept(self) -> Floats:
-        return self.prices.kept
-
-    @cached_property
     def _weights(self) -> Floats:
-        """A version of the weights; one that layers share counts with the first of them alone."""
+        """Sums of a version of the weights; one that layers share counts with the first of them alone."""
         sums = self.question.ranges.weights.copy()
         for shared in self.question.measurement.shared:
             for user in shared.users[1:] if shared.gradient_bytes else ():
                 sums[user + 1 :] -= shared.nbytes + shared.copy_bytes
-        return np.maximum(ranges(sums[np.array(self.question.edges)].astype(float)), 0.0)
+        weights: Floats = sums[np.array(self.question.edges)].astype(float)
+        return weights
 
     # ---------------------------------------------------------------- hosts
 
@@ -325,3 +369,13 @@ def _rate(cluster: Cluster, one: Member, other: Member) -> float:
         return cluster.route(one, other).bytes_per_second
     except UsageError:
         return 0.0
+
+
+def _at(edge: int) -> slice:
+    """An edge alone."""
+    return slice(edge, edge + 1)
+
+
+def _of(start: int, stop: int) -> Within:
+    """A range alone."""
+    return Within(_at(start), _at(stop))

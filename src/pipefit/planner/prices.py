@@ -9,6 +9,7 @@ a block makes and saves, which any stage that holds the block keeps.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,16 @@ Floats = NDArray[np.float64]
 _CLASSES = 6
 
 
+class Within(NamedTuple):
+    """A part of the tables: ranges that begin at these edges and end at those."""
+
+    starts: slice
+    stops: slice
+
+
+EVERYWHERE = Within(slice(0, -1), slice(None))
+
+
 class Prices:
     """Seconds of blocks on the kinds of device that are fastest at them, and what their bytes cost."""
 
@@ -33,16 +44,15 @@ class Prices:
         self.forward, self.backward, self.update = map(self._by_block, (forward, backward, update))
         self._classes = self._classified(np.array(forward))
 
-    @property
-    def kept(self) -> Floats:
+    def kept(self, within: Within = EVERYWHERE) -> Floats:
         """Bytes that ranges keep of a microbatch."""
-        return sum((ranges(sums) for _, sums in self._classes), np.zeros_like(ranges(self.forward)))
+        return sum((ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within)))
 
-    def freed(self, seconds: Floats, microbatches: float) -> Floats:
+    def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
         """Bytes of so many microbatches that ranges free in `seconds` of recomputation, the cheapest first."""
         found, left = np.zeros_like(seconds), seconds
         for price, sums in self._classes:
-            most = microbatches * ranges(sums)
+            most = microbatches * ranges(sums, within)
             taken = np.minimum(most, left / price) if price else most
             found, left = found + taken, np.maximum(left - price * taken, 0.0)
         return found
@@ -84,9 +94,9 @@ class Prices:
         return np.array([sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float)
 
 
-def ranges(sums: Floats) -> Floats:
-    """Of sums over the blocks before each edge, the sums over all ranges of blocks."""
-    found: Floats = sums[None, :] - sums[:-1, None]
+def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
+    """Of sums over the blocks before each edge, the sums over ranges of blocks."""
+    found: Floats = sums[None, within.stops] - sums[within.starts, None]
     return found
 
 

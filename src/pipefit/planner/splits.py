@@ -84,7 +84,7 @@ class Balance:
 
     @cached_property
     def _kept(self) -> Floats:
-        return self.prices.kept
+        return self.prices.kept()
 
     @cached_property
     def _largest(self) -> float:
