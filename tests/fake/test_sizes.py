@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import gallery
 from entangled import Entangled
 from pipefit.capture import Chain, Task
+from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.sample import sample
 from pipefit.capture.sizes import Template
@@ -27,8 +28,11 @@ from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
 from pipefit.planned import plan
 from pipefit.profiler import profile
+from pipefit.profiler.fake import profile_sizes
 from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiles import ModelProfile
 from pipefit.zoo import build
+from tiny import task_of
 
 SAMPLE = ("segments", "tagger")  # for every run of the tests: images, and a recurrent layer
 EVERY = (1, 2, 3, 5, 8)
@@ -128,6 +132,29 @@ def test_a_chain_by_hand_is_made_once() -> None:
     chains = Chains(odd, EVERY)
     with fake:
         assert [chains.of(samples, fake).layers[0].packing for samples in (1, 3, 2)] == ["bare", "list", "bare"]
+
+
+def test_of_equal_layers_one_is_copied_and_run() -> None:
+    """A survey of a chain that is kept copies a layer of each kind, however many there are, and leaves its layers as
+    they were: a batch norm has counted no batch, and no parameter has a gradient.
+    """
+
+    def surveyed(layers: int) -> tuple[int, ModelProfile, Chain]:
+        task = task_of(
+            lambda: [module for _ in range(layers) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))], outputs=8
+        )
+        chains, fake = Chains(replace(task, loss=F.l1_loss), EVERY), FakeTarget("cuda")
+        with fake:
+            kept = chains.unrun(2, fake)
+        with mock.patch("pipefit.fake.chain.copied", wraps=copied) as copies:
+            made = profile_sizes(chains.task, [2, 3], target="cuda", threads=1, chains=chains)
+        return sum(len([*call.args[0].children()]) for call in copies.call_args_list), made, kept
+
+    (few, _, _), (many, made, kept) = surveyed(2), surveyed(9)
+    assert few == many
+    task = task_of(lambda: [module for _ in range(9) for module in (nn.Linear(8, 8), nn.BatchNorm1d(8))], outputs=8)
+    assert made == profile(replace(task, loss=F.l1_loss), microbatch_size=[2, 3], target="cuda", threads=1)
+    assert all(parameter.grad is None for layer in kept.layers for parameter in layer.module.parameters())
 
 
 def test_lines_of_code_are_traced_where_they_are_told() -> None:

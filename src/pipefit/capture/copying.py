@@ -9,6 +9,7 @@ original from the copy.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -24,6 +25,7 @@ from pipefit.capture.storages import flat, placed, storage_key
 
 # Shapes of trees never change, and torch warns of every copy of one
 _AS_IT_IS = {type(pytree.tree_structure(tree)): lambda spec, memo: spec for tree in ((), 0)}
+_PLAIN = frozenset({type(None), bool, int, float, str})  # of these copies are the same objects
 
 
 def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -51,7 +53,7 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     with (
         mock.patch.object(Tensor, "__deepcopy__", deepcopy),
         mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
-        mock.patch.dict(copy._deepcopy_dispatch, {**_AS_IT_IS, torch.Generator: _generator, FunctionType: function}),  # type: ignore[attr-defined]
+        mock.patch.dict(copy._deepcopy_dispatch, {**_COPIED, torch.Generator: _generator, FunctionType: function}),  # type: ignore[attr-defined]
     ):
         return copy.deepcopy(module)
 
@@ -95,6 +97,31 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: di
             whole = flat(tensor.detach())
         storages[key] = convert(whole)
     return placed(tensor, storages[key])
+
+
+def _mapping(mapping: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """A copy of a dictionary. A module has two dozen plain attributes, of which `copy` would call a function each."""
+    made: dict[Any, Any] = {}
+    memo[id(mapping)] = made  # before what it holds, which may hold it
+    for name, value in mapping.items():
+        own = name if type(name) in _PLAIN else copy.deepcopy(name, memo)
+        made[own] = value if type(value) in _PLAIN else copy.deepcopy(value, memo)
+    return made
+
+
+def _ordered(mapping: OrderedDict[Any, Any], memo: dict[int, Any]) -> object:
+    """A copy of an ordered dictionary. A module has a dozen of them for its hooks, nearly all of them empty."""
+    if mapping or vars(mapping):
+        return copy._reconstruct(mapping, memo, *mapping.__reduce_ex__(4))  # type: ignore[attr-defined]
+    return OrderedDict[Any, Any]()
+
+
+def _set(members: set[Any], memo: dict[int, Any]) -> set[Any]:
+    """A copy of a set."""
+    return {copy.deepcopy(member, memo) for member in members}
+
+
+_COPIED: dict[type, Callable[..., Any]] = {**_AS_IT_IS, dict: _mapping, OrderedDict: _ordered, set: _set}
 
 
 def _generator(generator: torch.Generator, memo: dict[int, Any]) -> torch.Generator:

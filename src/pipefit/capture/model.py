@@ -141,7 +141,7 @@ def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLay
     if not parts:
         raise UsageError(f"{name} has no layers: its nn.Sequential is empty")
     if whole:
-        return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict()}),)
+        return (ChainLayer(WHOLE, module, {local: local for local in module.state_dict(keep_vars=True)}),)
     return tuple(ChainLayer(name, own_module(part, met), _prefixed(name, part)) for name, part in parts)
 
 
@@ -170,4 +170,4 @@ def _refuse_shared_hooks(chain: Chain) -> None:
 
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
-    return {local: f"{name}.{local}" for local in part.state_dict()}
+    return {local: f"{name}.{local}" for local in part.state_dict(keep_vars=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
+from pipefit.capture.chain import ChainLayer
 from pipefit.capture.copying import copied
 from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.sample import Sample, in_mode
@@ -33,9 +35,13 @@ def chain_again(chain: Chain, fake: FakeTarget) -> Chain:
 
     Call it inside `fake`.
     """
-    own = copied(nn.ModuleList(layer.module for layer in chain.layers), fake.again).children()
-    layers = zip(chain.layers, own, strict=True)
-    return replace(chain, layers=tuple(replace(layer, module=module) for layer, module in layers))
+    return replace(chain, layers=layers_again(chain.layers, fake))
+
+
+def layers_again(layers: Sequence[ChainLayer], fake: FakeTarget) -> tuple[ChainLayer, ...]:
+    """The same of some layers. Call it inside `fake`."""
+    own = copied(nn.ModuleList(layer.module for layer in layers), fake.again).children()
+    return tuple(replace(layer, module=module) for layer, module in zip(layers, own, strict=True))
 
 
 def faked(task: Task, fake: FakeTarget, *, training: bool = True) -> Task:

@@ -2,7 +2,8 @@
 
 A traced model is captured for the fewest and the most samples that are of interest, one beside the other, and the
 chains between are written from these two (`capture.sizes`), where that can be done. A chain by hand is the same for any
-number of samples, and is made once. Every chain that is asked for has tensors of its own.
+number of samples, and is made once. Every chain that is asked for has tensors of its own, unless no layer of it is to
+be run: copies of a thousand layers take seconds, of which a survey runs one of each kind.
 """
 
 from __future__ import annotations
@@ -52,14 +53,21 @@ class Chains:
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """The chain for so many samples, of which `like` is a batch, over tensors of `fake`. Call it inside `fake`."""
+        found = self.unrun(samples, fake, like)
+        return chain_again(found, fake) if samples in self._traced or self._by_hand is not None else found
+
+    def unrun(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
+        """The same chain, which may be kept for others: copies of its layers may be run (`layers_again`), they may not.
+        Call it inside `fake`.
+        """
         if samples not in self._traced and self._by_hand is None:
             self._begin(fake)
             if samples in (self._known[1:] if self._traced.keys() & self._known[:1] else self._known[1:-1]):
                 self.family(fake)
         if self._by_hand is not None:
-            return with_batch(chain_again(self._by_hand, fake), *(like or sample(self.task, samples)))
+            return with_batch(self._by_hand, *(like or sample(self.task, samples)))
         if samples in self._traced:
-            return chain_again(self._traced[samples], fake)
+            return self._traced[samples]
         family = self._family
         if family is None or not family.few < samples <= family.many:
             return self._trace(samples, fake, like)
@@ -137,13 +145,12 @@ class Chains:
         return Sketch.of(self._traced[samples])
 
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
-        """The chain of a trace. One that is kept stays as it is, and a copy is returned."""
+        """The chain of a trace, which is kept where sizes are named."""
         like = like or sample(self.task, samples)
         made = self._quickly(fake, like) or fake_chain(self.task, fake, like)
-        if not self._sizes:
-            return made
-        self._traced[samples] = made
-        return chain_again(made, fake)
+        if self._sizes:
+            self._traced[samples] = made
+        return made
 
     def _quickly(self, fake: FakeTarget, like: Sample) -> Chain | None:
         """The chain without the lines of code of its operations, unless some are told: where a trace is refused, or has

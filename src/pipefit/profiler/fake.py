@@ -16,6 +16,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.fake.chain import layers_again
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
@@ -106,20 +107,22 @@ def profile_fake(
     check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
-        chain = chains.of(microbatch_size, fake, like)
+        divides = any(degree > 1 for degree in tensor)  # which runs layers, to trace them
+        chain = (chains.of if divides else chains.unrun)(microbatch_size, fake, like)
         made = fingerprint(task, chain)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
         divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer is run
-        whole = survey(task, kernels, chain, values, targets, progress)
+        whole = survey(task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0])
         measurements = [whole]
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
-            measurements.append(of_rank(survey(task, kernels, rank, values, targets, progress), whole, sharded))
+            found = survey(task, kernels, rank, values, targets, progress, lambda layer: layer)
+            measurements.append(of_rank(found, whole, sharded))
     made = with_loss(made, chain, whole)
-    found = _profile(task, chain, made, measurements, target=target, threads=threads)
-    found = found if kernels is None else _with_kernels(found, kernels)
-    return replace(found, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *found.kernels.kernels)))
+    profile = _profile(task, chain, made, measurements, target=target, threads=threads)
+    profile = profile if kernels is None else _with_kernels(profile, kernels)
+    return replace(profile, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *profile.kernels.kernels)))
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:

@@ -57,14 +57,22 @@ class _Metered(NamedTuple):
 
 
 def survey(
-    task: Task, kernels: Kernels | None, chain: Chain, values: Values, targets: Values, progress: Progress | None
+    task: Task,
+    kernels: Kernels | None,
+    chain: Chain,
+    values: Values,
+    targets: Values,
+    progress: Progress | None,
+    own: Callable[[ChainLayer], ChainLayer],
 ) -> Measurement:
     """The costs of a chain's layers and loss for inputs like `values`, of as many samples as the first of them has.
+
+    Of every kind a layer is run that is the chain's `own`, such as a copy.
 
     Raises:
         UsageError: a layer, the loss or the optimizer cannot be run, or changes what it may not.
     """
-    found = Survey(task, kernels, chain.shared, packing=chain.layers[0].packing)
+    found = Survey(task, kernels, chain.shared, own, packing=chain.layers[0].packing)
     count, samples = len(chain.layers), len(values[0])
     for number, layer in enumerate(chain.layers):
         if progress is not None:
@@ -85,11 +93,21 @@ def survey(
 class Survey:
     """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order.
 
-    `packing` is that of the model's inputs.
+    `shared` are the parameters that several layers use, `own` is as `survey` has it, and `packing` that of the model's
+    inputs.
     """
 
-    def __init__(self, task: Task, kernels: Kernels | None, shared: Sequence[Shared], *, packing: Packing) -> None:
+    def __init__(
+        self,
+        task: Task,
+        kernels: Kernels | None,
+        shared: Sequence[Shared],
+        own: Callable[[ChainLayer], ChainLayer],
+        *,
+        packing: Packing,
+    ) -> None:
         self.task, self.optimizer, self.kernels = task, partial(make_optimizer, task), kernels
+        self._all_shared, self._own = shared, own
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
@@ -108,7 +126,7 @@ class Survey:
         shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
         key = cost_key(layer.module), self.form, is_last, given, self._options(layer), shared
         if key not in self._known:
-            self._known[key] = self._measure(layer, values, is_last=is_last)
+            self._known[key] = self._measure(self._own(layer), values, shared, is_last=is_last)
         kind, outputs, self.form = self._known[key]
         self._memory.check(self._meters[kind].meter.changed_inputs, f"layer {layer.name}")
         self._memory.go_on(self.kinds[kind].output_origins)
@@ -116,9 +134,11 @@ class Survey:
         return outputs
 
     def _measure(
-        self, layer: ChainLayer, values: Sequence[Tensor], *, is_last: bool
+        self, layer: ChainLayer, values: Sequence[Tensor], shared: Sequence[str], *, is_last: bool
     ) -> tuple[int, Sequence[Tensor], _Form]:
-        """Measure a new kind: its number, what it returns, and in which form."""
+        """Measure a new kind, of which other layers have the parameters `shared`: its number, what it returns, and in
+        which form.
+        """
         form = _Form()
 
         def call(values: Values) -> Values:
@@ -128,8 +148,8 @@ class Survey:
             form = _Form(packing_of(outputs), () if is_last else orders_of(found))
             return found if is_last else contiguous(found, form.orders)
 
-        shared = [p for p in layer.module.parameters() if id(p) in self._shared]
-        meter = LayerMeter(call, layer.module, values, self.kernels, shared, autocast=layer.autocast)
+        others = [parameter for name, parameter in layer.module.named_parameters() if name in shared]
+        meter = LayerMeter(call, layer.module, values, self.kernels, others, autocast=layer.autocast)
         return *self._add(_Metered(layer, meter), None), form
 
     def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
@@ -242,7 +262,7 @@ class Survey:
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
-        return tuple(self._shared_parameter(chain, shared) for shared in chain.shared)
+        return tuple(self._shared_parameter(chain, shared) for shared in self._all_shared)
 
     def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
         parameter, (layer, name) = shared.parameter, shared.places[0]
