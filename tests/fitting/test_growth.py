@@ -78,6 +78,15 @@ def check_certified(fit: Fit, growth: Growth) -> None:
         assert all(d.peak_bytes <= d.budget_bytes for d in trace.devices) == fits == attempt.fits
 
 
+def test_the_neighbours_are_profiled_once() -> None:
+    """They are tried by plans that are soon made and by whole ones, of the same profiles."""
+    demand, made = Demand(cluster=Cluster.emulated((2, 24 * KIB)), microbatch_size=2, microbatches=2, **ALONE), []
+    growth = setting("layers", trained, demand, range(1, 1000))
+    fit = find(replace(growth, profiles=lambda value: made.append(value) or growth.profiles(value)), certify=False)
+    assert fit.beyond is not None
+    assert [made.count(attempt.value) for attempt in (fit.best, fit.beyond)] == [1, 1]
+
+
 def test_the_largest_setting_is_that_of_trying_all() -> None:
     """The widths below the answer have plans that fit, the next one has none; odd ones are passed over."""
     growth = setting("width", wide, PAIR, range(1, 1000))

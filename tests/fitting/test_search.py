@@ -47,12 +47,12 @@ def test_guesses_change_no_answer(numbers: range, limit: int, heads: int, guesse
     assert found.holds == max((number for number in accepted if number <= limit), default=None)
     assert found.fails == min((number for number in accepted if number > limit), default=None)
     if heads == 1:
-        assert len(judged) <= 2 * len(numbers).bit_length() + 2 + 3
+        assert len(judged) <= 2 * len(numbers).bit_length() + 2 + 6
 
 
 @given(limit=st.integers(1, 1 << 20), wrong=st.integers(-1, 1))
 def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> None:
-    """Once two numbers are known around the edge, a guess that is one off leaves four to judge."""
+    """A guess that is one off leaves a few to judge, each no more than sixteen times as far as one that is true."""
     judged: set[int] = set()
 
     def judge(number: int) -> bool:
@@ -60,7 +60,13 @@ def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> 
         return number <= limit
 
     assert edge(judge, range(1, 1 << 60), lambda _: limit + wrong) == (limit, limit + 1)
-    assert len(judged) <= limit.bit_length() + 4
+    assert len(judged) <= limit.bit_length() / 4 + 5
+    assert max(judged) <= max(16 * limit, limit + 2)
+
+
+def test_a_guess_beyond_what_is_refused_hides_nothing() -> None:
+    """Where all is refused that a guess leads to, the numbers before it are looked at all the same."""
+    assert edge(lambda number: number <= 40 if number <= 60 else None, range(1, 1 << 20), lambda _: 900) == (40, 41)
 
 
 @given(limit=st.integers(1, 1 << 20))

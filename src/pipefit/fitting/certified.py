@@ -66,6 +66,7 @@ class _Search:
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     soon: dict[int, Attempt | None] = field(default_factory=dict)  # what fits by a plan that is soon made
+    made: dict[int, OnDemand] = field(default_factory=dict)  # the profiles of the last values that were tried
     fitting: tuple[int, Answer] | None = None  # the last that fits; earlier ones would hold all that was searched
 
     def edge(self) -> _Neighbours:
@@ -108,7 +109,7 @@ class _Search:
         """The attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit where its plan did
-            found = self.growth.plan(self.growth.profiles(value), value)
+            found = self.growth.plan(self._known_profiles(value), value)
             soon = Answer(self.known[value].plan)
             self.fitting = value, found if attempt(value, found.plan).fits else soon
         return replace(self.known[value], plan=self.fitting[1].complete())
@@ -156,10 +157,20 @@ class _Search:
         """The profiles of a value; None where it is refused."""
         self._say(what, value)
         try:
-            return self.growth.profiles(value)
+            return self._known_profiles(value)
         except UsageError as refusal:
             self.refused[value] = str(refusal)
             return None
+
+    def _known_profiles(self, value: int) -> OnDemand:
+        """The profiles of a value, which are kept for the two last ones: the neighbours are tried more than once.
+
+        Raises:
+            UsageError: the value is refused.
+        """
+        found = self.made.pop(value, None) or self.growth.profiles(value)
+        self.made = dict([*self.made.items(), (value, found)][-2:])
+        return found
 
     def _say(self, what: str, value: int) -> None:
         if self.progress is not None:

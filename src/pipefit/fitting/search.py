@@ -5,8 +5,10 @@ The statement is true up to some number and false beyond it. Finding the two nei
 statement has no answer there (a hidden size that is no multiple of the number of heads). Then the next larger number is
 judged; refusals are assumed to be cheap.
 
-Who knows where the edge is likely to be may say so (`Guess`): such a number is judged in place of the middle, until a
-few have left more than half of what there was. A wrong guess costs a judgement, and never changes the answer.
+Who knows where the edge is likely to be may say so (`Guess`): such a number is judged in place of the middle, or of one
+twice as far, until a few have left more than half of what there was, or have been nearer. A wrong guess costs a
+judgement, and never changes the answer. None is followed much farther than what is known, for a number far beyond the
+edge may take very long to judge.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-_GUESSES = 3  # that may leave more than half of the numbers
+_GUESSES = 3  # that may leave more than half of the numbers, or be nearer than twice as far
+_FAR = 16  # times what is known to be true, beyond which no guess is followed
 PATIENCE = 64  # refusals in a row, after which nothing larger is asked for
 
 Judge = Callable[[int], bool | None]
@@ -35,7 +38,7 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
         return Edge(None, None)
     if not judge(numbers[place]):
         return Edge(None, numbers[place])
-    low, high = _gallop(judge, numbers, place)
+    low, high = _gallop(judge, numbers, place, guess)
     left = _GUESSES
     while high is not None:
         wanted = (low + high) // 2 if guess is None or not left else _place(numbers, guess(numbers[low]), low, high)
@@ -47,18 +50,24 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
     return Edge(numbers[low], None if high is None else numbers[high])
 
 
-def _gallop(judge: Judge, numbers: range, first: int) -> tuple[int, int | None]:
+def _gallop(judge: Judge, numbers: range, first: int, guess: Guess | None) -> tuple[int, int | None]:
     """From a place that holds, in strides: the last that holds, and a later one that fails, if there is one.
 
-    Strides double; where everything ahead is refused they are halved, down to the very next numbers.
+    Strides double, or are as long as a guess says; where everything ahead is refused they are halved, down to the very
+    next numbers.
     """
-    low, stride, last = first, 1, len(numbers) - 1
+    low, stride, last, left = first, 1, len(numbers) - 1, _GUESSES
     while low < last:
-        start = min(low + stride, last)
+        start = usual = min(low + stride, last)
+        if guess is not None:
+            wanted = _place(numbers, guess(numbers[low]), low, min(_FAR * (low + 1), last + 1))
+            start, left = (wanted, left - (wanted < usual)) if wanted > usual or left else (usual, left)
         place = _accepted(judge, numbers, range(start, min(start + PATIENCE, last + 1)))
-        if place is None and stride == 1:
+        if place is None and start > usual:
+            guess = None
+        elif place is None and stride == 1:
             break
-        if place is None:
+        elif place is None:
             stride //= 2
         elif judge(numbers[place]):
             low, stride = place, 2 * stride
