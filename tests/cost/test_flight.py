@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from random import Random
 
 import pytest
 
-from made_up import brief, hostile, layer, measurement, value
+from made_up import any_plan, any_runs, any_training, brief, hostile, layer, measurement, value
 from pipefit.actions import parse_action
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
+from pipefit.cost.residency import Residency
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Origin, Span
 from pipefit.profiles import Measurement
 from pipefit.sharing import SharedParameter
+from pipefit.simulator import Simulation
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"
@@ -203,6 +206,67 @@ def test_equal_microbatches_pass_through_the_same_residencies() -> None:
 
     assert path(0) == path(7)
     assert path(0)[-1]
+
+
+def everything_held(storages: int) -> list[dict[int, int]]:
+    """What is held after every action of a stage of so many runs of a layer, of twenty storages each."""
+    own = tuple(Origin(kind="own", index=number) for number in range(20))
+    one = layer((value(8),), (value(8),), origins=own[:1], storages=(8,) * 20, saved=(*own, INPUT))
+    flights = Flights(StageStorages(measurement([one] * storages, layer((value(8),), (value(4),))), 0, storages - 1))
+    residency, found = flights.start, list[dict[int, int]]()
+    runs = [f"[{n}:{n + 1}]" for n in range(storages - 1)]
+    text = ["0LOAD0", *(f"0F0{run}" for run in runs), *SENT.split(), *ANSWERED.split()]
+    for word in (*text, *(f"0B0{run}" for run in reversed(runs))):
+        residency, _ = flights.apply(residency, parse_action(word))
+        found.append(residency.held.mapping())
+    return found
+
+
+def test_what_is_held_is_known_after_every_action() -> None:
+    """The inputs and all that the layers forward so far have saved, as far as they have not been backward."""
+    held = everything_held(12)
+    counts = [len(one) for one in held]
+    forwards = [20 * n + 1 for n in range(1, 12)]
+    assert counts == [1, *forwards, *[forwards[-1]] * 4, *reversed(forwards[:-1]), 0]
+    assert all(holders for one in held for holders in one.values())
+
+
+def test_the_memory_of_a_flight_is_that_of_its_changes() -> None:
+    """Twice as many runs of layers take about twice the memory, not four times: all of it would be kept after each."""
+
+    def taken(runs: int) -> int:
+        own = tuple(Origin(kind="own", index=number) for number in range(40))
+        one = layer((value(8),), (value(8),), origins=own[:1], storages=(8,) * 40, saved=own)
+        storages = StageStorages(measurement([one] * runs, layer((value(8),), (value(4),))), 0, runs - 1)
+        flights = Flights(storages)
+        residency = flights.start
+        tracemalloc.start()
+        for word in ("0LOAD0", *(f"0F0[{n}:{n + 1}]" for n in range(runs - 1))):
+            residency, _ = flights.apply(residency, parse_action(word))
+        try:
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert taken(160) < 3 * taken(80)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_held_follows_from_what_was_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a microbatch has come to the same passes, messages and moves, the same instances are there."""
+    rng, met = Random(seed), dict[object, dict[int, int]]()
+    interned = Flights._interned
+
+    def checked(flights: Flights, residency: Residency) -> Residency:
+        held = residency.held.mapping()
+        assert met.setdefault((id(flights), residency.key()), held) == held
+        return interned(flights, residency)
+
+    monkeypatch.setattr(Flights, "_interned", checked)
+    plan = any_plan(rng, hostile(rng, 6), any_training(rng), recompute="never")
+    simulation = Simulation(replace(plan, decisions=any_runs(rng, plan)))
+    assert max(simulation.peak_bytes) > 0
+    assert met
 
 
 @pytest.mark.parametrize(

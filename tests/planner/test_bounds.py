@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import random_cases
 from compaction import compacted
 from made_up import layer, measurement, profile, training, value
-from pipefit.planner import Means, Question
+from pipefit.planner import Means, Question, bounds
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
+from pipefit.planner.prices import Within
 from pipefit.simulator import simulate
 from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
@@ -75,6 +77,21 @@ def test_it_holds_with_fewer_techniques_in_many_questions(seed: int) -> None:
 def test_the_bound_is_never_above_the_best_of_many_plans(seed: int) -> None:
     """300 more questions, synchronous and endless in turn."""
     never_above(seed, ENDLESS if seed % 3 == 0 else SCHEDULES)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_left_out_of_the_tables_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tables of all ranges of blocks the bound is the same number, with every choice of techniques."""
+    case = random_case(Random(seed), (*SCHEDULES, *ENDLESS))
+    found = [bound(case, means) for means, _ in TECHNIQUES]
+
+    def everywhere(tables: bounds._Bound, _: object) -> list[Within]:
+        count, stages = tables.count, tables.question.stages
+        inner = [slice(stage, count - (stages - stage) + 1) for stage in range(1, stages)]
+        return [Within(*ends) for ends in pairwise([slice(0, 1), *inner, slice(count, count + 1)])]
+
+    monkeypatch.setattr(bounds._Bound, "_windows", everywhere)
+    assert found == [bound(case, means) for means, _ in TECHNIQUES]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,7 +6,7 @@ It depends on nothing else, so its answers are remembered, and most actions of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pipefit.actions import OF_ROWS, Action, Kind, Subject
 from pipefit.cost.messages import Sent
@@ -276,11 +276,19 @@ def _backward(transition: Transition) -> Answer:
         made = run_backward(transition.working, piece, bears=transition.bears)
         born, travelling = born + made[0], travelling + made[1]
         transition.working.level += sum(made)
-        transition.working.drop_all(transition.holders.kept(piece.first))
+        transition.working.drop_from(_kept(transition, piece), transition.holders.kept(piece.first))
     transition.working.level -= born + travelling
     if first == 0 and not transition.sent.backward:
         travelling -= storages.sent_gradient_bytes
     return transition.left(back=first, gradients=born, boundary=travelling)
+
+
+def _kept(transition: Transition, piece: Piece) -> Iterator[int]:
+    """The instances that a piece may keep to run again: what it starts from, and copies of buffers."""
+    yield from piece.inputs
+    yield from transition.storages.target_storages
+    for fed_back in (False, True):
+        yield buffer_copies(transition.storages, piece.first, piece.end, fed_back=fed_back)
 
 
 def _layers(transition: Transition, piece: Piece) -> tuple[int, int]:
@@ -292,7 +300,7 @@ def _check_present(transition: Transition, first: int, end: int) -> None:
     """Refuse a backward that needs a saved tensor which is not on the device."""
     needed = sum(transition.holders.saved(position) for position in range(first, end))
     for instance, (state, place) in transition.residency.away.items():
-        holders = transition.residency.held[instance]
+        holders = transition.working.held[instance]
         if holders & needed:
             savers = [p for p in range(transition.storages.count) if holders & transition.holders.saved(p)]
             layers = " and ".join(dict.fromkeys(str(transition.layer(position)) for position in savers))

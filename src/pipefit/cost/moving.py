@@ -16,7 +16,7 @@ def offload(transition: Transition) -> Answer:
     """Start copying saved tensors away; nothing is freed yet."""
     for subject, instance in _subjects(transition):
         saver = transition.holders.saved(subject.layer - transition.storages.start)
-        if not transition.residency.held.get(instance, 0) & saver:
+        if not transition.working.held.get(instance, 0) & saver:
             transition.refuse(
                 f"moves what is not there: it belongs between forward and backward of layer {subject.layer}"
             )
@@ -29,7 +29,7 @@ def offload(transition: Transition) -> Answer:
 def offloaded(transition: Transition) -> Answer:
     """The copies have arrived: the bytes here are freed."""
     for _, instance in _subjects(transition):
-        holders = transition.residency.held[instance]
+        holders = transition.working.held[instance]
         if holders & (transition.holders.value | transition.holders.target):
             transition.refuse(
                 f"frees what the forward of layer {transition.layer(transition.residency.at)} still reads"
@@ -86,4 +86,4 @@ def _instance(transition: Transition, number: int, subject: Subject) -> int:
     """The instance that the named layer saved, in the first forward or in the second."""
     saver = transition.holders.saved(subject.layer - transition.storages.start)
     again = number + len(transition.storages.sizes)
-    return again if transition.residency.held.get(again, 0) & saver else number
+    return again if transition.working.held.get(again, 0) & saver else number

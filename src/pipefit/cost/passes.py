@@ -8,11 +8,11 @@ say which inputs a backward has released before it peaks: their bytes are subtra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
-from pipefit.cost.residency import Holders, Piece, Residency, Whereabouts
+from pipefit.cost.residency import Away, Holders, Piece, Residency, Whereabouts
 from pipefit.cost.storages import LayerStorages, StageStorages
 from pipefit.layer_costs import Span
 
@@ -26,12 +26,9 @@ class Working:
 
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
-        self.held, self.away = dict(residency.held), dict(residency.away)
-        self._moved = bool(self.away)
+        self.held, self.away = residency.held.mapping(), dict(residency.away)
+        self._residency = residency
         self._touched = dict[int, int]()  # instances with the holders that they had before
-        if residency.categories is None:
-            residency.categories = self.categories()
-        self.before = self.after = residency.categories
         self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
@@ -62,33 +59,36 @@ class Working:
 
     def drop_all(self, holder: int) -> None:
         """Remove a holder from all instances."""
-        for instance in [i for i, holders in self.held.items() if holders & holder]:
-            self.drop(instance, holder)
+        self.drop_from([instance for instance, holders in self.held.items() if holders & holder], holder)
+
+    def drop_from(self, instances: Iterable[int], holder: int) -> None:
+        """Remove a holder from those of some instances that it holds."""
+        for instance in dict.fromkeys(instances):
+            if self.held.get(instance, 0) & holder:
+                self.drop(instance, holder)
 
     def reach(self, above: int, workspace: int = 0) -> None:
         """Count a moment within a layer, at which `above` more bytes are allocated, `workspace` of them by a kernel."""
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
 
-    def categories(self) -> tuple[int, int]:
-        """Bytes of the activations and of the boundary buffers on the device."""
-        activations = boundary = 0
-        gone = {instance for instance, moved in self.away.items() if moved.state is Whereabouts.AWAY}
-        saved = self.holders.activations
-        for instance, holders in self.held.items():
-            if instance not in gone:
-                if holders & saved:
-                    activations += self.size(instance)
-                else:
-                    boundary += self.size(instance)
-        return activations, boundary
+    def after(self, **fields: object) -> Residency:
+        """The next residency, with these fields changed."""
+        held = self._residency.held.after(self.held, self._touched)
+        return self._residency.changed(held=held, away=self.away, categories=self._categories(), **fields)
 
-    def _categories_after(self) -> tuple[int, int]:
-        """Those after the action, out of those before and the instances that it has touched."""
-        activations, boundary = self.before
-        saved = self.holders.activations
-        for instance, before in self._touched.items():
-            nbytes, now = self.size(instance), self.held.get(instance, 0)
+    def _categories(self) -> tuple[int, int]:
+        """Bytes of the activations and of the boundary buffers on the device: those before the action, and what it has
+        changed of them.
+        """
+        activations, boundary = self._residency.categories
+        were, saved = self._residency.away, self.holders.activations
+        moved = [one for one in {*were, *self.away} if were.get(one) != self.away.get(one)] if were or self.away else ()
+        for instance in {*self._touched, *moved}:
+            now = self.held.get(instance, 0)
+            before = self._touched.get(instance, now)
+            now, before = now * _is_here(self.away, instance), before * _is_here(were, instance)
+            nbytes = self.size(instance)
             activations += nbytes * (bool(now & saved) - bool(before & saved))
             boundary += nbytes * (bool(now and not now & saved) - bool(before and not before & saved))
         return activations, boundary
@@ -106,8 +106,7 @@ class Working:
     def kept(self) -> Iterator[tuple[int, int, int]]:
         """The activations on the device: what position made each, its storage (-1: copies of buffers), its bytes."""
         for instance, holders in self.held.items():
-            moved = self.away.get(instance)
-            if holders & self.holders.activations and (moved is None or moved.state is not Whereabouts.AWAY):
+            if holders & self.holders.activations and _is_here(self.away, instance):
                 storage = -1 if instance < 0 else instance % len(self.storages.sizes)
                 yield self._maker(instance), storage, self.size(instance)
 
@@ -116,17 +115,21 @@ class Working:
             return (-1 - instance) // 2 // (self.storages.count + 1)
         return self.storages.makers.get(instance % len(self.storages.sizes), -1)
 
-    def effect(self, *, gradients: int = 0, boundary: int = 0) -> Effect:
+    def effect(self, after: Residency, *, gradients: int = 0, boundary: int = 0) -> Effect:
         """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
-        moves = self._moved or self.away
-        self.after = self.categories() if moves else self._categories_after()
+        before = self._residency.categories
         return effect(
             peak_bytes=self.peak,
             workspace=self.workspace,
             gradients=gradients,
-            activations=self.after[0] - self.before[0],
-            boundary=self.after[1] - self.before[1] + boundary,
+            activations=after.categories[0] - before[0],
+            boundary=after.categories[1] - before[1] + boundary,
         )
+
+
+def _is_here(away: Mapping[int, Away], instance: int) -> bool:
+    """Whether what is held of an instance is on the device."""
+    return instance not in away or away[instance].state is not Whereabouts.AWAY
 
 
 def buffer_copies(storages: StageStorages, first: int, end: int, *, fed_back: bool) -> int:

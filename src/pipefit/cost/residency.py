@@ -26,6 +26,7 @@ What each action holds and drops:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ from pipefit.rows import Rows
 
 # Of an action: its kind, whether it is a WAIT, its rows, where None is all of them, and the device that it names
 Done = tuple[Kind, bool, Rows | None, Place | None]
+
+_PART = 8  # all that is held is kept where at least one of so many instances has changed since
 
 
 class Piece(NamedTuple):
@@ -65,13 +68,59 @@ class Away(NamedTuple):
     place: Place | None
 
 
+class Held:
+    """The instances that exist, on the device or away, with their holders (`Holders`): what was held before an action,
+    and what the action has changed.
+
+    Of many only the changes are kept, so that a stage whose thousand runs of layers are actions of their own takes
+    memory for what these do, and not for all that there is after each.
+    """
+
+    __slots__ = ("_before", "_changes", "_count", "_since", "_whole")
+
+    def __init__(self) -> None:
+        self._before: Held | None = None
+        self._changes: dict[int, int] = {}  # 0 where nothing holds an instance any more
+        self._since = 0  # changes since all was kept
+        self._whole: dict[int, int] | None = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def after(self, now: dict[int, int], touched: Iterable[int]) -> Held:
+        """What is held `now`, which differs in no other instances than those that were `touched`."""
+        found, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
+        found._count, found._since, found._whole = len(now), self._since + len(changes), None
+        if found._since * _PART >= found._count:
+            found._since, found._whole = 0, now
+        else:
+            found._before, found._changes = self, changes
+        return found
+
+    def mapping(self) -> dict[int, int]:
+        """All instances with their holders, as a dictionary that may be changed."""
+        later, one = list[dict[int, int]](), self
+        while one._whole is None:
+            assert one._before is not None
+            later.append(one._changes)
+            one = one._before
+        found = dict(one._whole)
+        for changes in reversed(later):
+            for instance, holders in changes.items():
+                if holders:
+                    found[instance] = holders
+                else:
+                    found.pop(instance, None)
+        return found
+
+
 class Residency:
     """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a stage.
 
-    `held` maps the instances that exist, on the device or away, to their holders (`Holders`). `at` is the boundary that
-    the forward has reached, and `values` the instances there; `back` is the boundary that the backward has reached,
-    None before it begins. `done` has the loads, sends, receives and their joins so far. `away` has the instances that
-    are moved, until they are back.
+    `held` has the instances that exist. `at` is the boundary that the forward has reached, and `values` the instances
+    there; `back` is the boundary that the backward has reached, None before it begins. `done` has the loads, sends,
+    receives and their joins so far. `away` has the instances that are moved, until they are back.
     """
 
     __slots__ = ("at", "away", "back", "categories", "done", "held", "known", "pieces", "values")
@@ -79,24 +128,23 @@ class Residency:
     def __init__(
         self,
         *,
-        held: dict[int, int],
+        held: Held,
         at: int,
         values: tuple[int, ...],
         pieces: tuple[Piece, ...],
         back: int | None,
         done: frozenset[Done],
         away: dict[int, Away],
+        categories: tuple[int, int],
     ) -> None:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces
         self.back, self.done, self.away = back, done, away
-        self.categories: tuple[int, int] | None = None  # bytes, as `Working.categories`; None until they are asked for
+        self.categories = categories  # bytes of the activations and of the boundary buffers on the device
         self.known: dict[object, tuple[Residency, Effect | None]] = {}  # the answers for actions
 
     def key(self) -> object:
-        """Equal for residencies with equal fields."""
-        away = frozenset(self.away.items())
-        held = frozenset(self.held.items())
-        return held, self.at, self.values, self.pieces, self.back, self.done, away
+        """Equal for residencies with equal fields. What is held follows from the others: from what was done."""
+        return self.at, self.values, self.pieces, self.back, self.done, frozenset(self.away.items())
 
     def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
         """How many of the slice's `samples` actions of this kind, or their WAITs, have had so far."""
@@ -105,13 +153,13 @@ class Residency:
 
     def changed(self, **fields: object) -> Residency:
         """Another residency, with some fields changed."""
-        names = ("held", "at", "values", "pieces", "back", "done", "away")
+        names = ("held", "at", "values", "pieces", "back", "done", "away", "categories")
         return Residency(**{name: fields.get(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 def begin() -> Residency:
     """The residency of a microbatch that has not reached the stage yet."""
-    return Residency(held={}, at=0, values=(), pieces=(), back=None, done=frozenset(), away={})
+    return Residency(held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0))
 
 
 class Holders:

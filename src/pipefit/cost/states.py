@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, STATES, Action, Bundle, Kind, Subject
@@ -78,6 +77,11 @@ class StateMoves:
 
     homes: Mapping[Home, Kept] = field(default_factory=dict)
     updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
+    layers_elsewhere: frozenset[int] = field(init=False)  # that are updated at another place
+
+    def __post_init__(self) -> None:
+        elsewhere = frozenset(layer for _, layers in self.updates for layer in range(*layers))
+        object.__setattr__(self, "layers_elsewhere", elsewhere)
 
     def of_stage(self, stage: int) -> StateMoves:
         """The same of one stage."""
@@ -93,7 +97,7 @@ class StateMoves:
 
     def updated_elsewhere(self, layers: Layers) -> bool:
         """Whether some of these layers are updated at another place."""
-        return any(start < layers[1] and layers[0] < stop for _, (start, stop) in self.updates)
+        return not self.layers_elsewhere.isdisjoint(range(*layers))
 
 
 def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Layers]) -> StateMoves:
@@ -151,13 +155,39 @@ class Conditions:
     def __init__(self, moves: StateMoves) -> None:
         self._moves = moves
         self._needs: dict[tuple[Kind, Layers], tuple[Home, ...]] = {}
-        self.of: dict[Home, Condition] = {}
+        self._by_layer: dict[int, list[Home]] = {}
+        self._by_content: dict[tuple[Kept, Place], Home] = {}
+        for home, kept in moves.homes.items():
+            self._by_content.setdefault((kept, home.place), home)
+            for layer in range(*kept.layers):
+                self._by_layer.setdefault(layer, []).append(home)
+        self._places = {home: number for number, home in enumerate(moves.homes)}
+        self._missing = set[Home]()  # of what passes need
+        self._of: dict[Home, Condition] = {}
         self.reset()
 
     def reset(self) -> None:
         """Put every state where it is between steps."""
         for home, kept in self._moves.homes.items():
-            self.of[home] = Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE
+            self.put(home, Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE)
+
+    @property
+    def of(self) -> Mapping[Home, Condition]:
+        """The condition of what each home keeps."""
+        return self._of
+
+    def put(self, home: Home, condition: Condition) -> None:
+        """What a home keeps is in another condition from now on."""
+        self._of[home] = condition
+        if condition is Condition.HERE:
+            self._missing.discard(home)
+        elif self._moves.homes[home].kind != "optimizer":
+            self._missing.add(home)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that a forward or a backward could need is on the device, and up to date."""
+        return not self._missing
 
     def behind(self, action: Action) -> Condition:
         """Where a state is behind an OFFLOAD, a RELOAD or the join of one.
@@ -166,9 +196,9 @@ class Conditions:
             UsageError: it is elsewhere than the action needs it, or the program does not move it.
         """
         home = home_of(action)
-        if home not in self.of:
+        if home not in self._of:
             raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
-        condition, (needed, after) = self.of[home], _COPIES[action.kind, action.wait]
+        condition, (needed, after) = self._of[home], _COPIES[action.kind, action.wait]
         if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
             raise UsageError(f"{action} moves {self._moves.homes[home]}, which is {condition}")
         return after
@@ -192,14 +222,14 @@ class Conditions:
     def _needed(self, kind: Kind, layers: Layers) -> Iterator[Home]:
         """The homes of what an action of this kind and of these layers needs."""
         kinds = _NEEDS.get(kind, ())
-        for home, kept in self._moves.homes.items():
-            apart = kept.layers[0] >= layers[1] or layers[0] >= kept.layers[1]
-            if kept.kind in kinds and not apart:
+        found = {home for layer in range(*layers) for home in self._by_layer.get(layer, ())}
+        for home in sorted(found, key=self._places.__getitem__):
+            if self._moves.homes[home].kind in kinds:
                 yield home
 
     def _check(self, action: Action, home: Home) -> None:
         """Refuse an action if what it needs of a home is not on the device, and up to date."""
-        if (condition := self.of[home]) is not Condition.HERE:
+        if (condition := self._of[home]) is not Condition.HERE:
             reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
             raise UsageError(
                 f"{action} needs {self._moves.homes[home]}, which is {condition} (@{home.place}): {reload.join} must "
@@ -224,19 +254,21 @@ class Conditions:
         """
         gradients, parameters = (self._home(action, layers, kind) for kind in ("gradients", "parameters"))
         if action.wait:
-            self.of[gradients], self.of[parameters] = Condition.HERE, Condition.STALE
+            self.put(gradients, Condition.HERE)
+            self.put(parameters, Condition.STALE)
             return
-        if self.of[gradients] is not Condition.AWAY:
+        if self._of[gradients] is not Condition.AWAY:
             offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
             raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
         self._check(action, parameters)
-        self.of[gradients] = self.of[parameters] = Condition.UPDATING
+        self.put(gradients, Condition.UPDATING)
+        self.put(parameters, Condition.UPDATING)
 
     def _home(self, action: Action, layers: Layers, kind: str) -> Home:
         """The home of a state of just these layers, at the place of their update."""
-        for home, kept in self._moves.homes.items():
-            if kept == Kept(kind, layers) and home.place == action.place:
-                return home
+        home = None if action.place is None else self._by_content.get((Kept(kind, layers), action.place))
+        if home is not None:
+            return home
         needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
         raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
 
@@ -265,13 +297,7 @@ class StageStates:
     @property
     def complete(self) -> bool:
         """Whether all that a forward or a backward could need is there."""
-        here = (self.conditions.of[home] is Condition.HERE for home in self._for_passes)
-        return all(here)
-
-    @cached_property
-    def _for_passes(self) -> tuple[Home, ...]:
-        """The homes of what a forward or a backward may need."""
-        return tuple(home for home, kept in self._moves.homes.items() if kept.kind != "optimizer")
+        return self.conditions.complete
 
     @property
     def state(self) -> object:
@@ -301,7 +327,7 @@ class StageStates:
         own = (n for n in range(*kept.layers) if self._rest.share is None or self._rest.share.owns(n))
         if kept.kind == "gradients" and not action.wait and not born.issuperset(own):
             raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
-        self.conditions.of[home] = self.conditions.behind(action)
+        self.conditions.put(home, self.conditions.behind(action))
         if action.wait != (action.kind is Kind.OFFLOAD):
             return None
         nbytes = self._bytes(kept, stepped) * (1 if action.kind is Kind.RELOAD else -1)

@@ -71,10 +71,8 @@ class Transition:
 
         `gradients` are the bytes by which the gradients of parameters have changed; `boundary` those of values.
         """
-        found = self.residency.changed(held=self.working.held, away=self.working.away, **fields)
-        changed = self.working.effect(gradients=gradients, boundary=boundary)
-        found.categories = self.working.after
-        return found, changed
+        found = self.working.after(**fields)
+        return found, self.working.effect(found, gradients=gradients, boundary=boundary)
 
     def once(self) -> frozenset[Done]:
         """What has been done with the microbatch after this action, which must not have been done before."""

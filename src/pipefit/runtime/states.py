@@ -109,7 +109,8 @@ class StateMover:
                 for storage, nbytes in content.storages:
                     storage.resize_(nbytes)
                 self._copy_at_once(content, outward=False)
-                self.conditions.of[home], content.storages = Condition.HERE, []
+                content.storages = []
+                self.conditions.put(home, Condition.HERE)
         try:
             yield
         finally:
@@ -163,7 +164,7 @@ class StateMover:
             case _:
                 self._mover.join(content.copy)
                 content.storages = []
-        self.conditions.of[home] = after
+        self.conditions.put(home, after)
 
     def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
         """Find the storages of a state, each once, and check that they are as it was planned."""
