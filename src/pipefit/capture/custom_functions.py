@@ -4,21 +4,21 @@ torch.export follows the forward of such a function as if it were plain code, an
 is traced, each call is one operation of the program, whose shapes are those of a forward over fake tensors. In a layer
 the operation calls the function itself.
 
-The code of `Function.apply` is replaced during a trace, and not the name, because models often bind it to a name of
-their own: `my_relu = MyReLU.apply`.
+Models often bind `Function.apply` to a name of their own, `my_relu = MyReLU.apply`, and from torch 2.14 on its code is
+compiled. So it is not replaced: what it asks of the class is answered otherwise during a trace. In every release it
+asks for `_backward_cls`, which nobody else does, then for `forward`, and for `setup_context` once that has returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd.function import Function, FunctionMeta
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -38,7 +38,7 @@ class CustomFunction:
         self.__module__ = f"{__name__}.{function.__module__}"  # code of a layer would call one of torch's by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        results = applied(self.function, args, kwargs)  # a layer may be traced again
+        results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
 
 
@@ -68,7 +68,7 @@ class _Call:
         """
         versions = [tensor._version for tensor in tensors]
         args, kwargs = self.given.with_tensors(tensors)
-        leaves, self.packing = pytree.tree_flatten(_APPLY(self.function, *args, **kwargs))
+        leaves, self.packing = pytree.tree_flatten(self.function.apply(*args, **kwargs))  # type: ignore[no-untyped-call]
         if versions != [tensor._version for tensor in tensors]:
             raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
@@ -86,7 +86,47 @@ class _Call:
 # -------------------------------------------------------------------- the trace
 
 
-_calls: ContextVar[list[_Call] | None] = ContextVar("the calls of the trace that is going on", default=None)
+class _Trace:
+    """The calls of a trace, and how far torch got with the one that it is making."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.begun: type[Function] | None = None  # its forward is asked for next
+        self.returned: type[Function] | None = None  # its context is filled next
+
+    def answer(self, function: type[Function], name: str, found: Any) -> Any:
+        """What torch is told where it asks `function` for an attribute, which is `found`."""
+        if name == "_backward_cls" and not function.__name__.startswith(_OPERATORS):
+            self.begun = function
+        elif name == "forward" and self.begun is function:
+            self.begun = None
+            return self._forward(function, found)
+        elif name == "setup_context" and self.returned is function:
+            self.returned = None
+            return _nothing_is_kept
+        return found
+
+    def _forward(self, function: type[Function], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a call: one operation; the function's own where no tensor is given."""
+        has_context = function.setup_context is Function.setup_context
+
+        def forward(*given: Any) -> Any:
+            call = _Call(function, given[1:] if has_context else given, {})
+            if not (tensors := call.given.tensors):
+                return plain(*given)
+            self.calls.append(call)
+            results = call.packed(torch.ops.pipefit.custom_function(tensors, len(self.calls) - 1))
+            self.returned = None if has_context else function
+            return results
+
+        return forward
+
+
+def _nothing_is_kept(*_: Any) -> None:
+    """The context of an operation that stands for a call: no backward will ask for it."""
+
+
+_trace: ContextVar[_Trace | None] = ContextVar("the trace that is going on", default=None)
 
 
 torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces alone
@@ -95,63 +135,40 @@ torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -
 @torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     """The results of a call, over fake tensors."""
-    calls = _calls.get()
-    assert calls is not None
+    trace = _trace.get()
+    assert trace is not None
     with not_kept():  # functions inside the function are a part of it
-        return calls[call].results(tensors)
+        return trace.calls[call].results(tensors)
 
 
-def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `function.apply` returns; during a trace it becomes an operation."""
-    calls = _calls.get()
-    if calls is None or function.__name__.startswith(_OPERATORS):
-        return _APPLY(function, *args, **kwargs)
-    call = _Call(function, args, kwargs)
-    tensors = call.given.tensors
-    if not tensors:
-        return _APPLY(function, *args, **kwargs)
-    calls.append(call)
-    return call.packed(torch.ops.pipefit.custom_function(tensors, len(calls) - 1))
-
-
-def _replacement() -> CodeType:
-    __class__ = Function  # the code of a method that uses super() has this one free variable
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        assert __class__ is not None
-        from pipefit.capture.custom_functions import applied  # the names around the code are those of torch.autograd
-
-        return applied(cls, args, kwargs)
-
-    return apply.__code__
-
-
-_FUNCTION: FunctionType = Function.apply.__func__  # type: ignore[attr-defined]
-_ORIGINAL, _REPLACEMENT = _FUNCTION.__code__, _replacement()
-_APPLY = FunctionType(_ORIGINAL, _FUNCTION.__globals__, "apply", _FUNCTION.__defaults__, _FUNCTION.__closure__)
+def _asked(function: type[Function], name: str) -> Any:
+    """The attribute of a function's class, as torch is to see it."""
+    found = type.__getattribute__(function, name)
+    trace = _trace.get()
+    return found if trace is None else trace.answer(function, name, found)
 
 
 @contextmanager
 def not_kept() -> Iterator[None]:
     """Inside, custom functions are called as they are, as by whatever is itself an operation of the trace."""
-    token = _calls.set(None)
+    token = _trace.set(None)
     try:
         yield
     finally:
-        _calls.reset(token)
+        _trace.reset(token)
 
 
 @contextmanager
 def kept_whole() -> Iterator[list[_Call]]:
     """Inside, a call of a custom function that is traced becomes one operation; gives the list of the calls."""
-    calls: list[_Call] = []
-    token = _calls.set(calls)
-    _FUNCTION.__code__ = _REPLACEMENT
+    trace = _Trace()
+    token = _trace.set(trace)
+    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign,assignment]
     try:
-        yield calls
+        yield trace.calls
     finally:
-        _FUNCTION.__code__ = _ORIGINAL
-        _calls.reset(token)
+        del FunctionMeta.__getattribute__
+        _trace.reset(token)
 
 
 def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
