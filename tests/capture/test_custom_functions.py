@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ class Outer(Function):
 
 
 class Scaled(Function):
-    """Its context is filled apart from its forward, which has a default, and looks at values, as no trace can."""
+    """Its context is filled apart from its forward, which has a default."""
 
     @staticmethod
     def forward(x: Tensor, by: float = 3.0) -> Tensor:
@@ -77,7 +78,7 @@ class Scaled(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-        ctx.save_for_backward(output.tanh() if output.sum() > 0 else output)
+        ctx.save_for_backward(output.tanh())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -142,6 +143,20 @@ def test_gradients_are_those_of_the_authors_backward(between: Callable[..., Tens
     ours = gradients(module, found.loss(values, found.flatten_targets(targets)))
     assert set(ours) == set(expected)
     assert all(torch.equal(ours[name], gradient) for name, gradient in expected.items())
+
+
+def test_what_only_a_backward_needs_is_not_traced() -> None:
+    """What fills a context is a part of the call: the program has no operations of it."""
+    programs, export = [], torch.export.export
+
+    def exported(*args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
+        programs.append(export(*args, **kwargs))
+        return programs[-1]
+
+    with mock.patch.object(torch.export, "export", exported):
+        capture(task_of(Three(apart)), *sample(task_of(Three(apart)), 3))
+    operators = [str(node.target) for program in programs for node in program.graph.nodes]
+    assert programs and "aten.tanh.default" not in operators
 
 
 def test_the_name_says_which_function_it_is() -> None:

@@ -159,21 +159,21 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
 
 def test_lines_of_code_are_traced_where_they_are_told() -> None:
     """They take a quarter of a trace. One without is made again with them where a block could not be divided, and from
-    then on at once.
+    then on at once. torch 2.11 cannot leave them out.
     """
-    emits = list[bool]()
+    emits, always = list[bool](), not hasattr(fx.config, "do_not_emit_stack_traces")
 
     def noted(task: Task, fake: FakeTarget, like: Any) -> Chain:
-        emits.append(not fx.config.do_not_emit_stack_traces)
+        emits.append(not getattr(fx.config, "do_not_emit_stack_traces", False))
         return fake_chain(task, fake, like)
 
     with FakeTarget("cpu") as fake, mock.patch.object(sizes, "fake_chain", noted):
         Chains(asking(lambda _: False)).of(3, fake)
-        assert emits == [False]
+        assert emits == [always]
         emits.clear()
         chains = Chains(replace(asking(lambda _: False), module=partial(Entangled, WIDTH)))
         found = [chains.of(samples, fake).blocks for samples in (3, 5)]
-    assert emits == [False, True, True]
+    assert emits == [always, True, True]
     assert all("entangled.py:" in blocks[0].undivided for blocks in found)
 
 

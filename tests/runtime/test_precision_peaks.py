@@ -30,7 +30,7 @@ def group_norms() -> nn.Module:
 
 def small_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """One whose scaled gradients do not overflow: a step that overflows makes no update."""
-    return 1e-4 * F.mse_loss(outputs.float(), targets)
+    return 1e-4 * F.mse_loss(outputs.float(), targets.float())
 
 
 @pytest.mark.parametrize("module", [norms, group_norms])

@@ -38,12 +38,18 @@ _GIVE = (
 _LONGEST = 200  # characters of a foreign exception
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
 _REASONS = (
     (r"DynamicOutputShape|data-dependent shape", "a shape depends on the values of a tensor", VALUES),
     (r"[Dd]ata-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor", VALUES),
     (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array", REMEDY),
     (r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel", "it uses an operator of unknown shapes", REMEDY),
     (r"FakeTensor", "it needs the values of a tensor", VALUES),
+    (
+        r"argument of type: .*Generator",
+        _OBJECT.format("an argument"),
+        REMEDY,
+    ),  # torch 2.11 asks before the program is there
 )
 
 
@@ -142,8 +148,7 @@ def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
 
 def refuse_object(name: str, what: str) -> NoReturn:
     """Say that model `name` computes with an object that is no tensor, such as a `torch.Generator`."""
-    reason = f"it computes with {what}, which is no tensor, such as a torch.Generator of its own"
-    raise UsageError(_sentence(name, "", "", f"{reason}; {REMEDY}"))
+    raise UsageError(_sentence(name, "", "", f"{_OBJECT.format(what)}; {REMEDY}"))
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:

@@ -30,6 +30,11 @@ _COMPILED = (
     "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
     "give pipefit the module or function as it was before, and torch.where for torch.cond",
 )
+_GENERATOR = (  # the first from torch 2.14 on, where the second only calls it
+    "_checkpoint_without_reentrant_generator_impl"
+    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
+    else "_checkpoint_without_reentrant_generator"
+)
 _INFERENCE = "it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()"
 _BACKWARD = (
     "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses weights",
@@ -102,7 +107,7 @@ class RefusingStrangers(TorchFunctionMode):
 
 def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
     """Whose attribute is replaced by what."""
-    yield checkpoint, "_checkpoint_without_reentrant_generator", _refuser(*_CHECKPOINT)
+    yield checkpoint, _GENERATOR, _refuser(*_CHECKPOINT)
     yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
     if hasattr(os, "fork"):
         yield os, "fork", _refuser(*_FORKS)

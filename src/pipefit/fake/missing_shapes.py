@@ -83,6 +83,7 @@ _SHAPES = {
     "multi_margin_loss_backward": _loss_backward,
     "multilabel_margin_loss_backward": _loss_backward,
     "fractional_max_pool3d_backward": _loss_backward,
+    "_standard_gamma": _like_the_first,
     "_standard_gamma_grad": _like_the_first,
     "_sample_dirichlet": _like_the_first,
     "_dirichlet_grad": _like_the_first,
