@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
+from composed_operators import with_a_kernel_for_cuda
 from pipefit.errors import UsageError
 from pipefit.fake.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
 from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
@@ -139,6 +140,24 @@ def test_normalisations_keep_single_precision_statistics() -> None:
             norm.to(fake.device, HALF)
             saved = Saved(lambda norm=norm, x=x: norm(x.to(fake.device, HALF)), norm.parameters())  # type: ignore[misc]
             assert [dtype for _, dtype in saved.kinds].count(torch.float32) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_what_has_a_kernel_on_cuda_is_one_operation(dtype: torch.dtype) -> None:
+    """Torch composes such operators of others on devices without a kernel: an RMS norm would keep five tensors, and the
+    backward of a SiLU would take as many for itself.
+    """
+    with FakeTarget("cuda") as fake:
+        known = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+        assert {f"aten::{name}" for name in with_a_kernel_for_cuda()} <= set(known)
+        norm, x = nn.RMSNorm(6).to(fake.device, dtype), torch.empty(4, 6, dtype=dtype, device=fake.device)
+        saved = Saved(lambda: norm(x.requires_grad_()), norm.parameters())
+        assert set(saved.kinds) == {((4, 6), dtype), ((4, 1), torch.float32)}
+        for function in (F.silu, F.mish):
+            output, gradient = function(x), torch.empty_like(x)
+            with Meter() as meter:
+                torch.autograd.grad(output, x, gradient)
+            assert meter.peak == x.nbytes
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

@@ -3,6 +3,7 @@
 - The shapes of some results, and what some operators keep for backward (`logsigmoid`, `embedding_bag`, transforms):
   torch's Python code for fake tensors asks `is_cuda`, or `device_hint`. So does the code of models.
 - `softmax` of float16 into float32, which on CUDA is one kernel, and elsewhere a conversion and a kernel.
+- Operators that are composed of others on devices without a kernel of their own, which CUDA has (`KERNELS`).
 - Attention has a file of its own (`attention_choice`).
 
 Torch's C++ code asks too; what else it decides so is not known to matter.
@@ -20,6 +21,7 @@ from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
+KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -36,6 +38,11 @@ def _normalised(kernel: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dt
     half_to_float = x.dtype == torch.float16 and dtype == torch.float32
     found: Tensor = kernel(x if half_to_float or dtype is None else x.to(dtype), dim, half_to_float)
     return found
+
+
+def kernel(*_: object, **__: object) -> None:
+    """Stands for a kernel of CUDA's: that there is one decides, and fake tensors never reach it."""
+    raise NotImplementedError("a kernel of a device without bytes")
 
 
 @contextmanager

@@ -59,7 +59,7 @@ from pipefit.capture.unchecked import no_negative_variance
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
 from pipefit.fake.autocast import autocast_of
-from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
+from pipefit.fake.cuda_choices import KERNELS, counting_as_cuda, kernel, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
 from pipefit.fake.results import Known, QuickFakeMode
@@ -262,6 +262,8 @@ def _fill_slot() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, choice in _CHOICES.items():
         library.impl(name, choice, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
+    for name in KERNELS:
+        library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]
     return library
 
 
