@@ -1,6 +1,7 @@
 """The parts of the first hour on a GPU: each compares what is expected with what is found. Not a benchmark itself.
 
-A part is a function from a machine to rows. `small` is for a dry run: the same code on models of a few kilobytes.
+A part is a function from a machine and a scale to rows: the same code on models that fill some GiB of a GPU, on those
+of some hundred MiB, and, for a dry run, of a few hundred KiB.
 What is expected is worked out before anything is trained: a process that has run a backward cannot work over fake GPUs
 without losing the real one (`pipefit.fake.apart`).
 """
@@ -11,11 +12,12 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from machines import Machine
@@ -38,12 +40,22 @@ from pipefit.simulator import simulate
 from pipefit.training import Precision, Training
 from pipefit.zoo import build
 
-TINY_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 50, "sequence": 16}
-MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # samples a microbatch, and the sizes of a dry run
-    "gpt": (8, TINY_GPT),
-    "bert": (16, TINY_GPT),
-    "vgg11": (32, {"width": 4, "image_size": 32, "num_classes": 10}),
-    "resnet101": (16, {"width": 4, "image_size": 64, "num_classes": 10}),
+Scale = Literal["full", "small", "dry"]
+SMALL_GPT = {"layers": 4, "hidden": 256, "heads": 8, "vocabulary": 5000, "sequence": 256}
+DRY_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 50, "sequence": 16}
+MODELS: Mapping[str, Mapping[Scale, tuple[int, Mapping[str, Any]]]] = {  # microbatches, and what models are of
+    "gpt": {"full": (8, {}), "small": (8, SMALL_GPT), "dry": (2, DRY_GPT)},
+    "bert": {"full": (16, {}), "small": (8, SMALL_GPT), "dry": (2, DRY_GPT)},
+    "vgg11": {
+        "full": (32, {}),
+        "small": (8, {"width": 32, "image_size": 96, "num_classes": 100}),
+        "dry": (2, {"width": 4, "image_size": 32, "num_classes": 10}),
+    },
+    "resnet101": {
+        "full": (16, {}),
+        "small": (8, {"width": 32, "image_size": 96, "num_classes": 100}),
+        "dry": (2, {"width": 4, "image_size": 64, "num_classes": 10}),
+    },
 }
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "mixed-bfloat16")
 MICROBATCHES = 2
@@ -71,14 +83,13 @@ class Row:
         return abs(self.expected - self.found) <= self.within * abs(self.found)
 
 
-Part = Callable[[Machine, bool], Iterator[Row]]
+Part = Callable[[Machine, Scale], Iterator[Row]]
 
 
-def task_of(name: str, small: bool, precision: Precision = "float32") -> tuple[Task, int]:
+def task_of(name: str, scale: Scale, precision: Precision = "float32") -> tuple[Task, int]:
     """A model of the zoo and its microbatch size."""
-    size, tiny = MODELS[name]
-    task = build(name, **tiny) if small else build(name)
-    return replace(task, precision=precision), 2 if small else size
+    size, settings = MODELS[name][scale]
+    return replace(build(name, **settings), precision=precision), size
 
 
 def plan_on(machine: Machine, task: Task, size: int, memory_bytes: int | None = None) -> Plan:
@@ -95,14 +106,14 @@ def plan_on(machine: Machine, task: Task, size: int, memory_bytes: int | None = 
 # ---------------------------------------------------------------- what a process takes
 
 
-def constants(machine: Machine, small: bool) -> Iterator[Row]:
+def constants(machine: Machine, scale: Scale) -> Iterator[Row]:
     """The context, and the workspaces of cuBLAS for forwards and backwards: the lines of a device's kind."""
     own = machine.cluster().devices[0].kind.overheads
     total, reserved = (machine.figures()[name] for name in ("process_total", "reserved"))
     context = None if total is None or reserved is None else total - reserved
     machine.clear()
     before = machine.held()
-    _multiply(machine.device, 64 if small else 4096)
+    _multiply(machine.device, 64 if scale == "dry" else 4096)
     after = machine.held()
     workspaces = None if before is None or after is None else after - before
     yield Row(what="context", expected=own.context_bytes, found=context, within=0.5)
@@ -118,11 +129,11 @@ def _multiply(device: torch.device, side: int) -> None:
 # ---------------------------------------------------------------- peaks
 
 
-def peaks(name: str, machine: Machine, small: bool) -> Iterator[Row]:
+def peaks(name: str, machine: Machine, scale: Scale) -> Iterator[Row]:
     """Requested, allocated and reserved bytes of a model's training beside its certificate, in each precision."""
     asked = []
     for precision in PRECISIONS:
-        task, size = task_of(name, small, precision)
+        task, size = task_of(name, scale, precision)
         plan = plan_on(machine, task, size)
         asked.append((task, plan, certify(task, plan, target=machine.target, allocator=machine.allocator)))
     for task, plan, trace in asked:
@@ -159,11 +170,11 @@ def _actions(what: str, expected: Any, found: Any, workspaces: int) -> Iterator[
 # ---------------------------------------------------------------- what layers keep
 
 
-def saved(machine: Machine, small: bool) -> Iterator[Row]:
+def saved(machine: Machine, scale: Scale) -> Iterator[Row]:
     """What each kind of layer keeps for its backward, beside its profile."""
     precision: Precision = "mixed-bfloat16" if machine.target == "cuda" else "float32"
     for name in MODELS:
-        task, size = task_of(name, small, precision)
+        task, size = task_of(name, scale, precision)
         (costs,) = profile(task, microbatch_size=size, target=machine.target).measurements
         chain = capture(built(task, seed=0, target=machine.target), *sample(task, size), target=machine.target)
         values = tuple(value.to(machine.device) for value in chain.flatten(sample(task, size)[0]))
@@ -211,25 +222,29 @@ def _kept(layer: ChainLayer, cost: LayerCost, values: tuple[Tensor, ...]) -> tup
 # ---------------------------------------------------------------- the largest that fits
 
 
-def largest(machine: Machine, small: bool) -> Iterator[Row]:
+def largest(machine: Machine, scale: Scale) -> Iterator[Row]:
     """The largest microbatch that a certificate allows in so much memory trains, and one of a quarter more does not."""
-    memory = None if small else 12 << 30
-    task, first = task_of("gpt", small)
-    if small:
-        most = certify(task, plan_on(machine, task, 4), target=machine.target, allocator=machine.allocator).devices[0]
-        memory = 1 + (most.allocator.process_bytes if most.allocator else most.peak_bytes)
-    sizes = range(first, 64)
-    allowed = first - 1
-    for size in sizes:
+    task, first = task_of("gpt", scale)
+
+    def lacks(size: int, memory: int | None) -> bool:
         plan = plan_on(machine, task, size, memory)
-        if certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes:
-            break
-        allowed = size
+        return bool(certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes)
+
+    memory = 12 << 30 if scale == "full" else _taken(machine, task, first + 2)
+    sizes = range(first, 64)
+    allowed = first - 1 + bisect_left(sizes, True, key=lambda size: lacks(size, memory))
     claims = ((allowed, "allowed", 1), (max(allowed + 1, round(1.25 * allowed)), "refused", 0))
     asked = [(size, what, fits, plan_on(machine, task, size, memory)) for size, what, fits in claims if size]
     for size, what, fits, plan in asked:
         found = _trains(machine, task, plan)
         yield Row(what=f"{size} samples, {what}", expected=fits, found=found, unit="trains", within=0)
+
+
+def _taken(machine: Machine, task: Task, size: int) -> int:
+    """Bytes in which microbatches of this size just fit."""
+    trace = certify(task, plan_on(machine, task, size), target=machine.target, allocator=machine.allocator)
+    own = trace.devices[0].allocator
+    return 1 + (own.process_bytes if own else trace.devices[0].peak_bytes)
 
 
 def _trains(machine: Machine, task: Task, plan: Plan) -> int:
@@ -247,31 +262,31 @@ def _trains(machine: Machine, task: Task, plan: Plan) -> int:
 # ---------------------------------------------------------------- seconds
 
 
-def seconds(machine: Machine, small: bool) -> Iterator[Row]:
+def seconds(machine: Machine, scale: Scale) -> Iterator[Row]:
     """A step's time: by estimates, by a measured profile, and as it was."""
-    asked = [(name, *task_of(name, small)) for name in MODELS]
+    asked = [(name, *task_of(name, scale)) for name in MODELS]
     plans = [plan_on(machine, task, size) for _, task, size in asked]
     for (name, task, _), plan in zip(asked, plans, strict=True):
         measured = replace(plan, profile=add_seconds(plan.profile, task, device=machine.device, threads=1))
         machine.clear()
         trainer, times = Trainer(task, plan, numbers=False), []
         batch = task.batch(plan.training.batch_size)
-        for _ in range(3 if small else 20):
+        for _ in range(20 if scale == "full" else 3):
             began = time.perf_counter()
             trainer.step(batch)
             times.append(time.perf_counter() - began)
-        found = statistics.median(times[1:])
-        claims = ((f"{name}: estimated", plan, None), (f"{name}: measured profile", measured, None if small else 0.25))
-        for what, of, within in claims:
-            yield Row(what=what, expected=simulate(of).step_seconds[-1], found=found, unit="seconds", within=within)
+        found, close = statistics.median(times[1:]), 0.25 if scale == "full" else None
+        claims = ((f"{name}: estimated", plan, None), (f"{name}: measured profile", measured, close))
+        for what, one, within in claims:
+            yield Row(what=what, expected=simulate(one).step_seconds[-1], found=found, unit="seconds", within=within)
 
 
 # ---------------------------------------------------------------- the allocator itself
 
 
-def history(machine: Machine, small: bool) -> Iterator[Row]:
+def history(machine: Machine, scale: Scale) -> Iterator[Row]:
     """A recorded history of the allocator, replayed in the simulated one: every block where it was."""
-    task, size = task_of("resnet101", small)
+    task, size = task_of("resnet101", scale)
     record = machine.target == "cuda"
     machine.clear()
     if record:
@@ -302,21 +317,29 @@ def _made_up() -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- tests
 
 
-def tests(machine: Machine, small: bool) -> Iterator[Row]:
-    """The tests marked `gpu`; in a dry run they are collected."""
-    wanted = ["--collect-only"] if small else []
-    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *wanted, "tests/runtime"]
+def marked() -> list[Path]:
+    """The files of tests marked `gpu`, but for those of the emulation itself."""
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if file.parent.name != "emulated"]
+    return [file for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def tests(file: Path, machine: Machine, scale: Scale) -> Iterator[Row]:
+    """The tests of a file that are marked `gpu`; in a dry run they are collected."""
+    wanted = ["--collect-only"] if scale == "dry" else []
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *wanted, str(file)]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     print("\n".join((ended.stdout + ended.stderr).splitlines()[-15:]))
-    yield Row(what="pytest -m gpu", expected=0, found=ended.returncode, unit="exit code", within=0.0)
+    yield Row(what=f"pytest -m gpu {file.name}", expected=0, found=ended.returncode, unit="exit code", within=0.0)
 
 
+TESTS: Mapping[str, Part] = {file.stem.replace("test_", "tests-", 1): partial(tests, file) for file in marked()}
 PARTS: Mapping[str, Part] = {  # in the order of their value
-    "tests": tests,
+    "constants": constants,
+    "tests-gpu": TESTS["tests-gpu"],
     **{f"peaks-{name}": partial(peaks, name) for name in MODELS},
     "saved": saved,
     "history": history,
     "largest": largest,
-    "constants": constants,
+    **TESTS,
     "seconds": seconds,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,9 @@ import torch
 HERE = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(HERE))
 
+import first_hour  # noqa: E402 - the script's folder is on the path from here on
 import parts  # noqa: E402
-from first_hour import main, one_part, run_part, shown  # noqa: E402 - the script's folder is on the path from here on
+from first_hour import alone, concluded, main, one_part, run_part, shown  # noqa: E402
 from machines import Cpu, Gpu  # noqa: E402
 from parts import PARTS, Row  # noqa: E402
 
@@ -25,7 +28,7 @@ CLAIMED = [name for name in PARTS if name not in ("constants", "seconds")]  # th
 
 def check(name: str) -> None:
     """The rows of a part are measured, and what is claimed of bytes holds to the byte."""
-    rows = list(run_part(name, Cpu(), dry=True))
+    rows = list(run_part(name, Cpu(), "dry"))
     assert rows
     assert all(row.holds is not False for row in rows)
     assert any(row.holds for row in rows) == (name in CLAIMED)
@@ -70,14 +73,14 @@ def test_what_is_measured_on_a_gpu_has_a_name(monkeypatch: pytest.MonkeyPatch) -
 def test_a_part_that_fails_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it has measured before."""
 
-    def failing(machine: object, small: bool) -> Iterator[Row]:
+    def failing(machine: object, scale: str) -> Iterator[Row]:
         yield Row(what="a", expected=1, found=1)
         raise RuntimeError("of the GPU")
 
     monkeypatch.setitem(PARTS, "failing", failing)
     path = tmp_path / "part.json"
     with pytest.raises(RuntimeError, match="of the GPU"):
-        one_part(Namespace(part="failing", json=path, dry=True))
+        one_part(Namespace(part="failing", json=path, scale="dry"))
     assert [row["what"] for row in json.loads(path.read_text())["rows"]] == ["a"]
 
 
@@ -100,3 +103,77 @@ def test_parts_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest
     assert [part["part"] for part in document["parts"]] == ["constants", "largest"]
     assert all(part["rows"] and part["failure"] is None for part in document["parts"])
     assert document["machine"]["torch"]
+
+
+def test_no_part_takes_ten_minutes_and_all_no_more_than_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where every part would take for ever, and says so: what has not begun is named, on paper and in the JSON."""
+    clock, limits = [1e6], list[float]()
+
+    class Endless(subprocess.Popen[bytes]):
+        """A process that never ends by itself."""
+
+        def __init__(self, line: list[str], **_: object) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:  # it has been killed
+                return super().wait(60)
+            limits.append(timeout)
+            clock[0] += timeout
+            raise subprocess.TimeoutExpired("part", timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Endless)
+    monkeypatch.setattr(first_hour, "described", dict)  # which asks other programs
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    path = tmp_path / "hour.json"
+    assert main(["--dry", "--json", str(path), "--minutes", "25"]) == 1
+    assert limits == [600, 600, 300]
+    document = json.loads(path.read_text())
+    assert [part["failure"] for part in document["parts"]] == [
+        "longer than 600 s", "longer than 600 s", "longer than 300 s, which were left"
+    ]  # fmt: skip
+    assert [part["part"] for part in document["parts"]] + document["not_begun"] == list(PARTS)
+    assert f"not begun: {', '.join(list(PARTS)[3:])}\n" in capsys.readouterr().out
+
+
+def test_what_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it has started ends with it, so that nothing of it is left on the GPU."""
+    row = {"what": "a", "expected": 1, "found": 1, "holds": True}
+    script, child = tmp_path / "part.py", tmp_path / "child"
+    script.write_text(
+        "import json, pathlib, subprocess, sys, time\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(started.pid))\n"
+        f"told = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
+        f"(told.parent / 'new').write_text(json.dumps({{'rows': [{row!r}]}}))\n"
+        "(told.parent / 'new').rename(told)\n"
+        "time.sleep(1000)\n"
+    )
+    real = subprocess.Popen.wait
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return real(process, 60)
+        told = Path(process.args[process.args.index("--json") + 1])  # type: ignore[index,union-attr]
+        while not told.exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("part", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    monkeypatch.setattr(first_hour, "__file__", str(script))
+    done = alone("constants", Namespace(kind="hgx-h100", scale="dry"), 1.5)
+    assert done["rows"] == [row]
+    assert done["failure"] == "longer than 2 s, which were left"
+    stat = Path(f"/proc/{child.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    assert concluded([done], []) == 1
+
+
+def test_every_test_for_a_gpu_belongs_to_a_part() -> None:
+    """Each file in one of its own, none twice; without those of the emulation."""
+    named = {file.name for file in parts.marked()}
+    assert {"test_gpu.py", "test_gpu_moving.py", "test_target.py"} <= named
+    assert not any("emulated" in name or "nccl" in name for name in named)
+    assert len([name for name in PARTS if name.startswith("tests-")]) == len(named)
