@@ -10,7 +10,8 @@ devices like this one. `--small` takes models that train in 4 GiB. `--dry` runs 
 so that no minute of a GPU is spent on a script's mistakes: bytes are then those of an emulated device. Exits with 1 if
 a claim does not hold, or a part fails or has not begun.
 
-It has not been run on a real GPU yet.
+Nothing else may use the GPU. It has not been run on a real one yet. On the emulation (`make cuda`) run it with
+`--small`: `context` and `process` differ there, because what an emulated process takes is what it allocates.
 """
 
 from __future__ import annotations

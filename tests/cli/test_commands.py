@@ -10,7 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -183,6 +183,21 @@ def test_the_doctor_tells_what_is_installed(capsys: pytest.CaptureFixture[str]) 
     assert any(found["abilities"].values())
     assert main(["doctor"]) == 0
     assert found["torch"] in capsys.readouterr().out
+
+
+def test_the_doctor_counts_gpus_of_a_kind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight alike are one line of a terminal; another kind has its own count."""
+    gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 79 << 30}] * 8
+    facts: dict[str, Any] = {"torch": "2.13.0", "threads": 1, "gloo": True, "nccl": True, "gpus": gpus}
+    monkeypatch.setattr(doctor, "_torch_facts", lambda: facts)
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "gpus           8 x NVIDIA H100 80GB HBM3, 79.00 GiB\n" in told
+    assert "yes  train on 8 GPUs" in told
+    assert max(map(len, told.splitlines())) <= 80
+    facts["gpus"] = [*gpus, gpus[0] | {"name": "other"}]
+    assert main(["doctor"]) == 0
+    assert "8 x NVIDIA H100 80GB HBM3, 79.00 GiB; 1 x other, 79.00 GiB\n" in capsys.readouterr().out
 
 
 def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]) -> None:

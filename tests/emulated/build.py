@@ -21,7 +21,7 @@ sys.path.append(str(HERE.parent))
 
 from cuda_wheels import fetched, run  # noqa: E402 - of tests/
 
-REAL = ("runtime.c", "streams.c", "driver.c")
+REAL = ("runtime.c", "streams.c", "driver.c", "blas.c")
 READERS = (
     "torch_cuda", "torch_cpu", "c10_cuda", "torch_python", "torch_nvshmem", "torch_cuda_linalg", "caffe2_nvrtc",
 )  # fmt: skip

@@ -16,6 +16,10 @@
 #include <set>
 #include <unordered_map>
 
+namespace at::cuda {
+void *getCurrentCUDABlasHandle(bool setup); // of ATen/cuda/CUDAContextLight.h, which wants cuSPARSE's headers
+}
+
 namespace {
 
 using c10::IValue;
@@ -28,6 +32,14 @@ const c10::DispatchKeySet ABOVE = c10::autograd_dispatch_keyset_with_ADInplaceOr
 bool takes_both(const std::string &name) {
     static const std::set<std::string> names{"aten::index", "aten::index_put_", "aten::_index_put_impl_",
                                              "aten::index_put", "aten::_unsafe_index"};
+    return names.count(name) > 0;
+}
+
+/// The names of operators that torch has cuBLAS compute: from the first on, a thread has a workspace on its stream.
+bool multiplies(const std::string &name) {
+    static const std::set<std::string> names{"aten::mm",      "aten::addmm",    "aten::addmm_", "aten::bmm",
+                                             "aten::baddbmm", "aten::baddbmm_", "aten::addmv",  "aten::addmv_",
+                                             "aten::dot",     "aten::vdot",     "aten::_addmm_activation"};
     return names.count(name) > 0;
 }
 
@@ -174,6 +186,7 @@ void on_cpu(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
             value = drawing(value.isNone() ? c10::nullopt : c10::optional<at::Generator>(value.toGenerator()),
                             *call.device);
         }
+    if (multiplies(call.name)) at::cuda::getCurrentCUDABlasHandle(true);
     call.wait();
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     call.resized();

@@ -119,6 +119,21 @@ def test_memory_ends() -> None:
     assert int(seen) <= total - kept.nbytes
 
 
+def test_each_thread_that_multiplies_has_a_workspace() -> None:
+    """torch's own: 32 MiB on an H100 for forwards, from the first product on, and as much for backwards."""
+    ask = (
+        "import torch\n"
+        "def held(): return torch.cuda.memory_stats(0)['requested_bytes.all.current'] >> 20\n"
+        "weight = torch.zeros(64, 64, device='cuda', requires_grad=True)\n"
+        "out = weight + 1; print(held())\n"
+        "out = out @ weight; print(held())\n"
+        "out.sum().backward(); print(held())\n"
+        "(weight @ weight).sum().backward(); print(held())\n"
+    )
+    seen = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert seen.split() == ["0", "32", "64", "64"]
+
+
 def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads its target without waiting for its stream finds the bytes from before."""
     monkeypatch.setenv("EMULATED_LATE", "0.2")

@@ -140,6 +140,26 @@ def test_a_model_without_products_has_no_workspace() -> None:
     assert found.workspaces == 0
 
 
+class Dotted(nn.Module):
+    """A row's product with weights, which torch has cuBLAS compute, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.dot(x[0], self.weight)
+
+
+def test_products_of_rows_have_a_workspace() -> None:
+    """`dot` asks for cuBLAS's handle in forwards; its backward is a sum and a multiple, which do not."""
+    task = task_of(lambda: (nn.Tanh(), Dotted(), nn.Tanh()), outputs=8)
+    plan = plan_of(task, [3], profiled=profile(task, microbatch_size=2, target="cuda"))
+    (found,) = peaks(certify(task, on_gpus(plan), allocator=DEFAULT))
+    assert found is not None
+    assert found.workspaces == 1
+
+
 def with_memory(plan: Plan, nbytes: int) -> Plan:
     """The plan on devices of so many bytes, of which nobody else takes any."""
     device = plan.cluster.devices[0]

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -128,7 +129,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(f"{gpu['name']} {format_bytes(gpu['memory_bytes'])}" for gpu in value) or "none"
+        alike = Counter(f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}" for gpu in value)
+        return "; ".join(f"{count} x {kind}" for kind, count in alike.items()) or "none"
     if value is None:
         return "not limited or not known"
     return format_bytes(value) if isinstance(value, int) and value >= 1 << 20 else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipefit.predictions import TIGHT, fullness
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
-from pipefit.trace import CATEGORIES, DeviceTrace, Trace
+from pipefit.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_seconds
 
 
@@ -56,27 +56,33 @@ def _allocators(trace: Trace) -> list[Block]:
     known = [(device, device.allocator) for device in trace.devices if device.allocator]
     if not known:
         return []
-    simulated = trace.source != "measured"
+    of_tensors = ("device", "requested", "allocated", "reserved")
+    of_a_process = ("of that cuBLAS", "context", "communicators", "process", "full")
+    measured = trace.source == "measured"
     rows = tuple(
         (
             str(device.device),
             *(format_bytes(size) for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)),
-            _times(peaks.workspaces, peaks.workspace_bytes),
-            format_bytes(peaks.context_bytes) if simulated else "-",
-            _times(peaks.communicators, peaks.communicator_bytes),
-            format_bytes(peaks.process_bytes) if simulated else "-",
-            _full(peaks.process_bytes, device.budget_bytes) if simulated else "-",
+            *(() if measured else _process(peaks, device.budget_bytes)),
             str(peaks.retries) if peaks.fits else "out of memory",
         )
         for device, peaks in known
     )
-    columns = (
-        "device", "requested", "allocated", "reserved", "of that cuBLAS", "context", "communicators", "process", "full",
-        "cache emptied",
-    )  # fmt: skip
+    columns = (*of_tensors, *(() if measured else of_a_process), "cache emptied")
     settings = known[0][1].settings or "default"
     table = Table(columns, rows, title=f"what a GPU holds at most (caching allocator: {settings} settings)")
     return [table, *_shortage(trace)]
+
+
+def _process(peaks: AllocatorPeaks, memory: int) -> tuple[str, ...]:
+    """What a process takes besides what its allocator has reserved."""
+    return (
+        _times(peaks.workspaces, peaks.workspace_bytes),
+        format_bytes(peaks.context_bytes),
+        _times(peaks.communicators, peaks.communicator_bytes),
+        format_bytes(peaks.process_bytes),
+        _full(peaks.process_bytes, memory),
+    )
 
 
 def _full(process: int, memory: int) -> str:

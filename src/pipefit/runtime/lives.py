@@ -28,8 +28,9 @@ FORWARD_WORKSPACE, BACKWARD_WORKSPACE = -1, -2  # storages that are never freed
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     getattr(operation, overload)
-    for operation in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv)
-    for overload in operation.overloads()  # type: ignore[no-untyped-call]
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+    for operation in (getattr(_aten, name),)
+    for overload in operation.overloads()
 )
 
 
