@@ -84,6 +84,9 @@ def cuda(folder: Path, lib: Path) -> None:
     for name in NAMES[1:]:
         (lib / name).unlink(missing_ok=True)
         (lib / name).symlink_to(NAMES[0])
+    driver = lib / "libcuda.so.1"  # which programs open by its name: a library of its own, with all of the other's
+    driver.unlink()
+    run(f"gcc -shared -o {driver} -Wl,-soname,{driver.name} -Wl,--no-as-needed -L{lib} -l:{NAMES[0]}")
 
 
 def nccl(folder: Path, lib: Path) -> None:

@@ -134,6 +134,12 @@ def test_each_thread_that_multiplies_has_a_workspace() -> None:
     assert seen.split() == ["0", "32", "64", "64"]
 
 
+def test_the_driver_is_found_by_its_name() -> None:
+    """Before torch has asked anything of a device, as it is on a machine with a GPU."""
+    ask = "import ctypes; ctypes.CDLL('libcuda.so.1').cuMemcpyAsync"
+    assert subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True).returncode == 0
+
+
 def test_a_copy_that_nobody_joined_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads its target without waiting for its stream finds the bytes from before."""
     monkeypatch.setenv("EMULATED_LATE", "0.2")
