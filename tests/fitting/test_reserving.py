@@ -162,10 +162,25 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
     small = gpus(processes(made)[0] - 1)
     with (
         mock.patch.object(reserving, "certify", wraps=certify) as dry,
-        pytest.raises(InfeasibleError, match="6 plans, each of which left more than the one before, did not fit"),
+        mock.patch.object(reserving, "ROUNDS", 3),
+        pytest.raises(InfeasibleError, match="3 plans, each of which left more than the one before, did not fit"),
     ):
         plan_reserving(stack(), small, lambda _: make(small))
-    assert dry.call_count == 6
+    assert dry.call_count == 3
+
+
+def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None:
+    """The process lacks a byte and its tensors 20 MiB less than they might take: the next plan has to take less."""
+    fits = planned(1)(gpus(1 << 32))
+    least, asked = fits.prediction.peak_bytes[0], list[int]()
+
+    def make(within: Cluster) -> Plan:
+        asked.append(within.budgets[0])
+        return replace(fits, cluster=within)
+
+    with mock.patch.object(reserving, "ROUNDS", 2), pytest.raises(InfeasibleError):
+        plan_reserving(stack(), gpus(processes(fits)[0] - 1), make)
+    assert asked[1] < least < asked[0] - 20 * MIB
 
 
 def test_a_reserve_that_leaves_nothing_is_refused() -> None:

@@ -70,7 +70,7 @@ def line(made: Plan) -> float:
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """All questions are long."""
-    monkeypatch.setattr(fitting, "_LONG", 0)
+    monkeypatch.setattr(fitting, "LONG", 0)
 
 
 def made_of(asked: Question, found: Hybrid) -> Plan:
@@ -144,7 +144,7 @@ def test_a_plan_of_a_long_question_is_near_that_of_the_other_search(monkeypatch:
     """Of eight different layers on four devices: it fits, is within its bound, and hardly slower."""
     profile, on = sized(plain(Random(7), 8), *SLICES), devices(*[AMPLE] * 4)
     other = plan(profile, on, batch_size=16)
-    monkeypatch.setattr(fitting, "_LONG", 0)
+    monkeypatch.setattr(fitting, "LONG", 0)
     monkeypatch.setattr(arrangements, "_COSTLY", 0)
     made = plan(profile, on, batch_size=16)
     assert made.prediction and made.provenance and made.provenance.bound and other.prediction

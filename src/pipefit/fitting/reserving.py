@@ -1,8 +1,9 @@
 """Plans for GPUs that are held against what their processes take, and not only against their tensors.
 
 A planner knows requested bytes alone. What a GPU's caching allocator reserves for them follows from a dry run of the
-plan, and so does how many communicators its process has. Where that is more than the device has, as much more is left
-to it (`Cluster.reserves`), and planned again: mostly once or twice, since the next plan is much like the last.
+plan, and so does how many communicators its process has. Where that is more than the device has, its tensors get as
+much less than they take (`Cluster.reserves`), and all is planned again: mostly once or twice, since the next plan is
+much like the last.
 
 Costs a dry run of all layers for each plan.
 """
@@ -69,15 +70,16 @@ def plan_reserving(
 
 
 def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
-    """The cluster that leaves so many segments more of each device as its process lacks.
+    """The cluster that leaves to tensors what they take now, less the segments that a device's process lacks.
 
     Raises:
         InfeasibleError: nothing of a device would be left.
     """
-    more = [
-        reserve + -(-one.lack_bytes // _SEGMENT) * _SEGMENT
-        for reserve, one in zip(cluster.reserves, devices, strict=True)
-    ]
+    more = list(cluster.reserves)
+    for number, one in enumerate(devices):
+        if one.lack_bytes:
+            unused = max(more[number], one.budget_bytes - one.peak_bytes)
+            more[number] = unused + -(-one.lack_bytes // _SEGMENT) * _SEGMENT
     if any(reserve >= device.memory_bytes for reserve, device in zip(more, cluster.devices, strict=True)):
         raise InfeasibleError(f"{short}. That leaves nothing to tensors")
     return cluster.reserving(more)

@@ -54,14 +54,15 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
     for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
             every = [] if question.degrees == (SINGLE,) else searches(question, question.shards)
-            level = min((one.level(known) for one in every), default=0.0)
+            reached = min((one.level(known) for one in every), default=0.0)
         except UsageError as error:
             refusal = error
             continue
+        level = reached * min((one.kept for one in every), default=1.0)
         levels.append((level, number, question))
         kept = min(kept, (level, number, every), key=lambda one: one[:2])
-        if level and question.shards == ("none",):  # there is a plan with this peak
-            known = min(known, level)
+        if reached and question.shards == ("none",):  # there is a plan with this peak
+            known = min(known, reached)
     bound = float("inf")
     for level, number, question in sorted(levels, key=lambda one: one[:2]):
         if best is not None and level >= best[1].value:
@@ -79,6 +80,8 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
 
 def _alone(question: Question) -> Found:
     """The best split for one device a stage."""
-    split, value, evaluated = solve(question)
+    split, value, evaluated, kept = solve(question)
     value = int(value) if question.equal_budgets else value
-    return Found(split, question.objective, value, evaluated)
+    return Found(
+        split, question.objective, value, evaluated, proven=kept == 1, bound=None if kept == 1 else value * kept
+    )

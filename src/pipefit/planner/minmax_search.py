@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise, product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -31,27 +32,37 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.few_classes import Sizes, few_classes
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window
 
 Used = tuple[int, ...]  # number of devices of each class that hold a stage
 Indices = NDArray[np.intp]
 
+_FEW, _MANY = 4_000, 20_000  # numbers of devices of each class that are listed: with little loss, and in any case
 _ROUNDING = 1 + 1e-9  # for bounds in bytes that are compared with shares of a budget
 
 
 class Solution(NamedTuple):
-    """The best split, its highest cost, and how many candidate stages were evaluated."""
+    """The best split, its highest cost, how many candidate stages were evaluated, and the part of budgets that was kept
+    (`FewClasses`): if it is 1, no split has a lower highest cost.
+    """
 
     split: Split
     value: float
     evaluated: int
+    kept: float
 
 
 def solve(question: Question) -> Solution:
     """The best split of the question."""
     search = _Search(question)
     return search.best()
+
+
+def _places(sizes: Sizes) -> int:
+    """How many numbers of devices of each class there are."""
+    return prod(size + 1 for size in sizes)
 
 
 def is_possible(question: Question, level: float) -> bool:
@@ -85,8 +96,11 @@ class _Candidates(NamedTuple):
 class _Search:
     def __init__(self, question: Question) -> None:
         self.question, self.blocks, self.stages = question, question.blocks, question.stages
-        self.sizes = [len(c.devices) for c in question.classes]
-        self.units = [1 if question.equal_budgets else c.memory_bytes for c in question.classes]
+        self.classes, self.kept = few_classes(
+            question, lambda sizes: _places(sizes) <= _FEW, lambda sizes: _places(sizes) <= _MANY
+        )
+        self.sizes = [len(c.devices) for c in self.classes]
+        self.units = [1 if question.equal_budgets else c.memory_bytes for c in self.classes]
         self.bounds = Bounds(question)
         self.evaluated = 0
         self.windows: list[Window]
@@ -99,7 +113,7 @@ class _Search:
         rest = self._rest()
         level = float(rest[self._nothing][0])
         self._limit(level)
-        return Solution(self._forward(rest, level), level, self.evaluated)
+        return Solution(self._forward(rest, level), level, self.evaluated, self.kept)
 
     @property
     def _nothing(self) -> Used:
@@ -204,7 +218,7 @@ class _Search:
 
     def _split(self, path: tuple[tuple[int, int], ...]) -> Split:
         """The split of a path from the last stage to the first."""
-        free = [iter(c.devices) for c in self.question.classes]
+        free = [iter(c.devices) for c in self.classes]
         starts = [start for start, _ in reversed(path)]
         return Split((*starts, self.blocks), tuple(next(free[kind]) for _, kind in reversed(path)))
 

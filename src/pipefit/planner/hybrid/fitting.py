@@ -16,11 +16,10 @@ from pipefit.planner.bounds import in_flight
 from pipefit.planner.hybrid.labels import Labelled, Lines, Option, counts_upto
 from pipefit.planner.hybrid.least import Least, work_before
 from pipefit.planner.hybrid.programme import Choice, Way, banded
-from pipefit.planner.hybrid.search import WORK, Hybrid, Search, budget_level, searches
+from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, Search, budget_level, searches
 from pipefit.planner.question import Question
 
 _TIMES = 6  # that plans are looked for which turn out to fit
-_LONG = 2_000_000_000  # candidate stages on states of devices, above which not all of them are told apart
 _FIRST = 1.5  # times what no step takes less than, in which plans are looked for first
 _ROUNDING = 1 + 1e-9
 _INFINITE = float("inf")
@@ -44,7 +43,7 @@ def fastest(
 def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
     """Up to `most` plans that take no longer than `at_most` seconds and whose stages stay within a level."""
     search.expects = True
-    long = search.evaluated * search.states.count > _LONG
+    long = search.evaluated * search.states.count > LONG
     for _ in range(1 + (_TIMES if long else min(_TIMES, WORK // search.candidates))):
         tried = (_labelled if long else Search.fastest)(search, level, at_most, most)
         fit = [one for one in tried if search.value(one) <= level]

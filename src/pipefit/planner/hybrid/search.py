@@ -23,19 +23,24 @@ from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.planner.degrees import SINGLE, Degree
+from pipefit.planner.few_classes import Sizes, few_classes
 from pipefit.planner.hybrid.divided import BUCKETS
 from pipefit.planner.hybrid.placing import grids_of
 from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme, Way, banded
 from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
-from pipefit.planner.hybrid.takes import States
-from pipefit.planner.question import DeviceClass, Question, Split
+from pipefit.planner.hybrid.takes import States, states_of
+from pipefit.planner.question import Question, Split
 from pipefit.texts import counted
 
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
 _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
 WORK = 1_000_000  # candidate stages that are compared again with what was read of others
+LONG = 2_000_000_000  # candidate stages on states of devices, above which not all of them are told apart
+_CHEAP = LONG // 4  # of those where no more classes of devices are told apart than make a difference
+_STATES, _CELLS = 40_000, 1_500_000  # of devices, and of these times blocks, that tables are made of in any case
+_CLASSES = 12  # of devices that are told apart at most: 13 of them have a million states
 
 
 class Hybrid(NamedTuple):
@@ -71,7 +76,8 @@ def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
     """The plan with the lowest peak; among those, the one of the fewest estimated seconds. `every` are its searches.
 
     The value is in bytes, or a share of budgets that differ. The bound is as high, unless a limit of work has ended the
-    search; then the best plan of whole replicas, of which all is known, is among those that are compared.
+    search; then the best plan of whole replicas, of which all is known, is among those that are compared. Nor is it
+    where devices differ in so much that some are taken for smaller ones.
     """
     every, best = every or searches(question, question.shards), list[Hybrid]()
     for _ in range(1 + WORK // candidates(question, question.shards)):
@@ -84,7 +90,7 @@ def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
     if best[-1].value > least and len(question.shards) > 1:
         best.insert(0, leanest(replace(question, options=replace(question.options, shard="none"))))
     found = min(reversed(best), key=lambda one: one.value)
-    return found._replace(bound=min(found.value, least))
+    return found._replace(bound=min(found.value, least * every[0].kept))
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
@@ -125,9 +131,10 @@ class Search:
         again: bool = False,
     ) -> None:
         self.question, degrees, self.shards, self.again = question, degrees or question.degrees, shards, again
-        self.classes = sorted(question.classes, key=lambda one: one.memory_bytes)
-        self.states = States([len(one.devices) for one in self.classes])
         self.tables = {degree: DegreeTables(question, degree) for degree in degrees}
+        few = few_classes(question, self._is_cheap, self._is_possible)
+        self.classes, self.kept = sorted(few.classes, key=lambda one: one.memory_bytes), few.kept
+        self.states = States([len(one.devices) for one in self.classes])
         self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # other stages to be as far above their bounds as those that were read
@@ -135,6 +142,15 @@ class Search:
         self._level = _INFINITE  # if it is known
         self._times: dict[tuple[Degree, int, Way], Times] = {}
         self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
+
+    def _is_cheap(self, sizes: Sizes) -> bool:
+        """Whether a search that tells classes of these sizes apart takes little."""
+        cases = self._stages * len(self.tables) * len(sizes)
+        return len(sizes) <= _CLASSES and cases * states_of(sizes) <= _CHEAP
+
+    def _is_possible(self, sizes: Sizes) -> bool:
+        """Whether its tables are small enough."""
+        return len(sizes) <= _CLASSES and states_of(sizes) <= min(_STATES, _CELLS / self.question.blocks)
 
     def ways(self, degree: Degree) -> list[Way]:
         """How a stage of this degree may save memory."""
@@ -241,8 +257,13 @@ class Search:
     @property
     def evaluated(self) -> int:
         """The candidate stages: ranges of blocks at every place, of every degree, on all choices of devices."""
+        return self._stages * len(self.choices)
+
+    @property
+    def _stages(self) -> int:
+        """Ranges of blocks at every place."""
         blocks = self.question.blocks
-        return blocks * (blocks + 1) // 2 * self.counts[-1] * len(self.choices)
+        return blocks * (blocks + 1) // 2 * self.counts[-1]
 
     @property
     def candidates(self) -> int:
@@ -308,8 +329,8 @@ class Search:
         key = choice.degree, choice.take.lowest, way
         if key not in self._times:
             classes = [self.classes[number] for number in self.states.classes(choice.take)]
-            tables, kinds = self.tables[choice.degree], [self._kind(one) for one in classes]
             devices = [device for one in classes for device in one.devices]
+            tables, kinds = self.tables[choice.degree], self._kinds(devices)
             (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
             passes = (tables.seconds(kind, Group.of(cluster, shards), again=way.again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
@@ -326,8 +347,10 @@ class Search:
         """Zero, or infinity for ranges that stages of this degree cannot hold."""
         return self.tables[choice.degree].barred
 
-    def _kind(self, one: DeviceClass) -> DeviceKind:
-        return self.question.cluster.devices[one.devices[0]].kind
+    def _kinds(self, devices: Sequence[int]) -> list[DeviceKind]:
+        """The kinds of some devices, each once."""
+        kinds = [self.question.cluster.devices[device].kind for device in devices]
+        return list({kind.key: kind for kind in kinds}.values())
 
     def split(self, stages: tuple[Placed, ...]) -> Split:
         """The split of a plan, on the devices that it takes."""

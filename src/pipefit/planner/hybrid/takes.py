@@ -9,7 +9,6 @@ devices that would do contains the next, so that nothing else can be in the way 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +26,26 @@ class Take(NamedTuple):
     after: Indices
 
 
+def states_of(sizes: Sequence[int]) -> float:
+    """The number of states of classes of these sizes, those of the smallest devices first, without listing them."""
+    by_sum = np.ones(1)  # of the classes so far: the states in which so many devices are asked for
+    for size in reversed(sizes):
+        by_sum = np.cumsum(np.pad(by_sum, (0, size)))
+    return float(by_sum.sum())
+
+
 class States:
     """How many devices of each class are asked for, numbered; `sizes` are those of the classes, the smallest first."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
-        there = np.cumsum(np.array(sizes)[::-1])[::-1]  # of a class and the larger ones
-        asked = np.array(list(product(*(range(most + 1) for most in there))))
-        self._asked = asked[(np.cumsum(asked[:, ::-1], axis=1)[:, ::-1] <= there).all(axis=1)]
+        asked, there = np.zeros((1, 0), int), 0
+        for size in reversed(sizes):
+            there += size  # of a class and the larger ones
+            left = there - asked.sum(axis=1)  # that may be asked for of the class itself
+            own = np.concatenate([np.arange(most + 1) for most in left])
+            asked = np.column_stack([own, asked.repeat(left + 1, axis=0)])
+        self._asked = asked[np.lexsort(asked.T[::-1])]
         self._numbers = {tuple(one): number for number, one in enumerate(self._asked.tolist())}
 
     @property
