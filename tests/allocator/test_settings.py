@@ -126,6 +126,8 @@ def test_what_torch_refuses_is_refused(torch_says: dict[str, list[object]], text
         "max_split_size:40",
         "garbage_collection_threshold:0.5",
         "throw_on_cudamalloc_oom:True",
+        "expandable_segments_reserve:0.5",
+        "expandable_segments_reserve_by_class:0.5",
         "backend:cudaMallocAsync",
         "per_process_memory_fraction:half",
         "per_process_memory_fraction:1.5",

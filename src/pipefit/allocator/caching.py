@@ -1,4 +1,4 @@
-"""One device's caching allocator, as it is in torch 2.11 to 2.13 (`c10/cuda/CUDACachingAllocator.cpp`).
+"""One device's caching allocator, as it is in torch 2.11 to 2.15 (`c10/cuda/CUDACachingAllocator.cpp`).
 
 A request is rounded up, and gets the smallest free block of its pool and stream that is large enough, at the lowest
 address among equals. The block is split where enough is left. Without such a block a segment is taken from the driver:

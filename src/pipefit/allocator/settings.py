@@ -2,7 +2,7 @@
 
     AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:64")
 
-What is taken, with which bounds, is what torch 2.13 takes (`c10/core/AllocatorConfig.cpp` and
+What is taken, with which bounds, is what torch 2.15 takes (`c10/core/AllocatorConfig.cpp` and
 `c10/cuda/CUDAAllocatorConfig.h`), and the tests ask torch itself. Torch passes over keys that it does not know; here
 they are refused, and so are those whose effect on memory is not simulated.
 """
@@ -45,6 +45,8 @@ _ON_HOST = frozenset(
 _NOT_SIMULATED = {
     "garbage_collection_threshold": "frees cached blocks by their age",
     "throw_on_cudamalloc_oom": "gives up before cached blocks are freed",
+    "expandable_segments_reserve": "gives expandable segments an end",
+    "expandable_segments_reserve_by_class": "gives expandable segments an end",
 }
 
 

@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:], own=True)
     finally:
-        gc.freeze()  # the interpreter's end looks for garbage in all there is, which the process frees anyway
+        if "triton" not in sys.modules:  # which takes for a leak whatever is still there, and says so in thirty lines
+            gc.freeze()  # the interpreter's end looks for garbage in all there is, which the process frees anyway
 
 
 def _run(words: list[str], *, own: bool) -> int:
