@@ -10,7 +10,6 @@ from torch import Tensor
 from pipefit.capture.by_value import Reading, reading
 from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.refusals import Refusal
-from pipefit.capture.refused_calls import refusing
 from pipefit.capture.refused_runs import why
 from pipefit.errors import PipefitError, UsageError
 from pipefit.texts import dtype_name
@@ -30,7 +29,7 @@ def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     """
     numbers = Reading()
     try:
-        with refusing(traced=False), torch_draws_alone(), reading(numbers):
+        with torch_draws_alone(), reading(numbers):
             yield
     except PipefitError:
         raise

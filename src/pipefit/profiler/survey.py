@@ -19,6 +19,7 @@ from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.held import SharedStorage, shared_storages
 from pipefit.capture.orders import Orders, contiguous, orders_of
 from pipefit.capture.parameter_groups import parameter_groups
+from pipefit.capture.refused_calls import refusing
 from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
@@ -156,7 +157,7 @@ class Survey:
         """Measure a new kind, with gradients of its outputs that lie so: its number, and what it returns."""
         layer, meter = metered.layer, metered.meter
         what = f"layer {layer.name} ({type(layer.module).__name__})"
-        with named(what, meter.like), unchanged_constants(layer.module):
+        with named(what, meter.like), refusing(traced=False), unchanged_constants(layer.module):
             groups = parameter_groups([layer], self.task.groups)
             cost, outputs = meter.measure(self.optimizer, groups, arriving=arriving)
         self._meters.append(metered._replace(arriving=arriving or dense(outputs), left=meter.layouts))
@@ -317,7 +318,7 @@ class Survey:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
-        with named(f"the loss of {self.task.name}", [*values, *targets]):
+        with named(f"the loss of {self.task.name}", [*values, *targets]), refusing(traced=False):
             cost, (found,) = meter.measure(self.optimizer)
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not found.requires_grad and _is_trained(chain):
