@@ -110,11 +110,11 @@ def first_line(error: BaseException) -> str:
 
 
 def all_lines(error: BaseException) -> str:
-    """All that any exception's text says, in one line, as NCCL's says in its last one what has failed; without the
-    calls in C++ that torch may tell behind it.
+    """All that any exception's text says, in one line, as NCCL's says in its last one what has failed; without what
+    torch adds to each of CUDA, and the calls in C++ that it may tell behind it.
     """
     try:
-        said = re.split(r"Exception raised from |frame #0", str(error))[0]
+        said = re.split(r"CUDA kernel errors might |Exception raised from |frame #0", str(error))[0]
     except Exception:  # noqa: BLE001 - as above
         said = ""
     return " ".join(said.split())[: 2 * _LONGEST] or type(error).__name__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.actions import message_of
 from pipefit.capture import Task
-from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed
+from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed, all_lines
 from pipefit.runtime import train, transport
 from pipefit.runtime.lost import lost
 from pipefit.runtime.out_of_memory import ran_out
@@ -20,6 +20,7 @@ from pipefit.runtime.results import Result
 from pipefit.runtime.root_cause import died
 from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.transport import Network
+from pipefit.runtime.worker import _report
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
 
@@ -140,6 +141,13 @@ def test_all_that_an_error_says_is_told_and_heeded() -> None:
     assert str(lost("it failed", RuntimeError(slow), 0)) == (
         "it failed (NCCL error in: NCCLUtils.cpp:77, remote error Last error: Timeout waiting); if it is only slow, "
         "raise timeout_seconds"
+    )
+    assert all_lines(RuntimeError(SAID[1])) == "CUDA error: out of memory"
+    at_start = mock.Mock(**{"plan.workers": (3,), "rank": 0})
+    _, between = _report(RuntimeError(SAID[6]), at_start)
+    assert between == (
+        "device 3 ran out of memory before or between steps: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error "
+        "Last error: Cuda failure 2 'out of memory'"
     )
     died = "Connection closed by peer\nframe #0: c10d::checkTimeout(int)"
     assert str(lost("it failed", RuntimeError(died), 0)) == (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import PeerLost, UsageError, in_one_line
+from pipefit.errors import PeerLost, UsageError, all_lines
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.hardware import Hardware, check_hosts
@@ -43,7 +43,7 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
         try:
             dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
-            raise PeerLost(f"the workers did not find each other ({in_one_line(error)}){_ADVICE}") from error
+            raise PeerLost(f"the workers did not find each other ({all_lines(error)}){_ADVICE}") from error
         atexit.register(_part)
         check_members(None, "all")
     if not dist.is_initialized():

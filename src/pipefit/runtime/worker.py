@@ -38,11 +38,13 @@ from pipefit.errors import (
     PipefitWarning,
     UsageError,
     WorkerFailed,
+    all_lines,
     in_one_line,
 )
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.hardware import Hardware
+from pipefit.runtime.lost import lost
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.processes import Inherited, Passed
@@ -154,6 +156,7 @@ def _end_fork(device: int, pipe: Connection) -> None:
             (
                 "error",
                 UsageError,
+                all_lines,
                 f"device {device} was forked by a module (os.fork, multiprocessing), {_FORKED}",
                 "",
                 None,
@@ -324,7 +327,7 @@ class _Rendezvous:
         try:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
         except RuntimeError as error:
-            raise PeerLost(f"the workers did not find each other ({in_one_line(error)})") from error
+            raise lost("the workers did not find each other", error, plan.workers[self.rank]) from error
         check_members(None, "all")
 
     def wait(self, name: str) -> None:
@@ -340,7 +343,7 @@ def _report(error: BaseException, assignment: Assignment) -> tuple[type[PipefitE
     """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
     if ran_out(error):  # at no action, which would have said so
         device = assignment.plan.workers[assignment.rank]
-        return OutOfMemory, f"device {device} ran out of memory before or between steps: {in_one_line(error)}"
+        return OutOfMemory, f"device {device} ran out of memory before or between steps: {all_lines(error)}"
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
     return WorkerFailed, in_one_line(error)
