@@ -8,8 +8,6 @@ from pipefit.errors import UsageError
 from pipefit.texts import counted
 from pipefit.validation import check_types
 
-_HIDDEN = 1e-4  # the part of a step below which what is added is hidden behind other work
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:

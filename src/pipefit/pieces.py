@@ -148,7 +148,7 @@ class JsonText:
         at = self._skip_space(at + 1)
         single_until = at  # up to there, no run of elements could be cut off
         while not (not found and self.content[at : at + 1] == b"]"):
-            end = self._run_end(kind, at) if at >= single_until else None
+            end = self._run_end(at) if at >= single_until else None
             here = len(found)
             if end is not None and kind is not Any:
                 run = _checked(tuple[kind, ...], b"[%b]" % self.content[at:end], path, here)
@@ -215,7 +215,7 @@ class JsonText:
                 return at + length
         return None
 
-    def _run_end(self, kind: Any, at: int) -> int | None:
+    def _run_end(self, at: int) -> int | None:
         """Where the last of the elements from `at` on that are complete within a piece ends, if that is easily seen."""
         window = self.content[at : at + _PIECE]
         last = _LAST.get(window[:1], b",")

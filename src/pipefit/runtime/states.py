@@ -160,7 +160,7 @@ class StateMover:
                 self._leave(content, updates)
                 content.changed = False
             case Kind.RELOAD, False:
-                self._reload(action, content, updates, stale=self.conditions.of[home] is Condition.STALE)
+                self._reload(content, updates, stale=self.conditions.of[home] is Condition.STALE)
             case _:
                 self._mover.join(content.copy)
                 content.storages = []
@@ -205,7 +205,7 @@ class StateMover:
         else:
             self._free(content)
 
-    def _reload(self, action: Action, content: _Content, updates: Updates, *, stale: bool) -> None:
+    def _reload(self, content: _Content, updates: Updates, *, stale: bool) -> None:
         """Give a state memory, unless it has kept it because it is only `stale`, and start copying back."""
         if stale:
             content.storages = storages_of(self._tensors(content, updates))

@@ -66,7 +66,7 @@ def compare_blocks(
     """
     with put_back(), recording("comparing divided layers"):
         blocks = _Blocks(divided, free_bytes)
-        reason, sizes = "", [Shortening()] if blocks.seconds <= longest else Shortening.of(values, targets)
+        reason, sizes = "", [Shortening()] if blocks.seconds <= longest else Shortening.of(values)
         for size, is_wide in product(sizes, (True, False)):
             try:
                 return blocks.compare(*size.cut(values, targets), size, is_wide=is_wide)

@@ -39,7 +39,7 @@ class Shortening:
     experts: int = 1
 
     @staticmethod
-    def of(values: Values, targets: Values) -> Iterator[Shortening]:
+    def of(values: Values) -> Iterator[Shortening]:
         """The ways that batches like these have, the most likely first."""
         size = len(values[0])
         lengths = {value.shape[1] for value in values if value.ndim == 2 and not value.is_floating_point()}

@@ -26,7 +26,7 @@ def attention(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
         if s.dim > op.last - 2 or s.padded or (s.repeats > 1 and op.given["enable_gqa"]):
             continue
         forms: list[tuple[Any, Form]] = [(query, s)]
-        forms += [(op.given[name], _of_keys(op, s, op.given[name])) for name in ("key", "value")]
+        forms += [(op.given[name], _of_keys(s, op.given[name])) for name in ("key", "value")]
         if isinstance(mask, fx.Node):
             forms.append((mask, op.broadcast(s, mask)))
         dropped = op.given["dropout_p"] > 0
@@ -34,7 +34,7 @@ def attention(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(s, *forms, call=_dropping(op, s) if dropped else None)
 
 
-def _of_keys(op: Operation, s: Split, node: fx.Node) -> Form:
+def _of_keys(s: Split, node: fx.Node) -> Form:
     return C if shape(node)[s.dim] == 1 else s
 
 
