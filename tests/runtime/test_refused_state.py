@@ -60,13 +60,38 @@ class Joining(torch.optim.SGD):
         super().__init__([p for group in groups for p in group["params"]], lr=0.1, **options)
 
 
+class Starting(torch.optim.SGD):
+    """Does something once, in its first step, as those of 8 bits put their tables where the parameters are."""
+
+    started = False
+
+    def step(self, closure: Any = None) -> Any:
+        self.started = True
+        return super().step(closure)
+
+
+class Tabled(torch.optim.SGD):
+    """Keeps a table for all parameters in the state of each."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.table = torch.arange(8.0)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["table"] = self.table
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (Counting, "Counting changes its attribute 'steps' in every step"),
+        (Counting, "Counting changes its attribute 'steps' in its step"),
         (Hooked, "Hooked has hooks on its steps"),
         (Groupless, "Groupless changes parameters that are not in the groups it is given"),
         (Joining, "Joining has put parameters of several layers into one group"),
+        (Starting, "Starting changes its attribute 'started' in its step"),
     ],
 )
 @pytest.mark.parametrize("what", [What.OFFLOAD, What.UPDATE])
@@ -80,7 +105,7 @@ def test_an_optimizer_that_is_more_than_its_groups_is_refused(
         Trainer(task, plan).step(batch_of(task, plan))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Counting, Hooked, Groupless, Joining, Starting, Tabled])
 def test_planners_leave_state_where_such_an_optimizer_updates_it(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
@@ -100,6 +125,14 @@ def test_planners_leave_state_where_such_an_optimizer_updates_it(
             plan(made, tight, asked)
         half = plan(made, tight, asked, allow_infeasible=True)
         assert ("No state moves, as the optimizer " in str(half.provenance)) == bool(half.decisions)
+
+
+def test_a_tensor_that_is_kept_for_several_layers_is_not_moved_with_one() -> None:
+    """The others would find no memory behind it: it is refused as soon as it is there, behind the first update."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Tabled)
+    plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
+    with pytest.raises(UsageError, match="optimizer Tabled keeps one tensor for several parameters, so that it cannot"):
+        Trainer(task, plan).step(batch_of(task, plan))
 
 
 class Hoarding(torch.optim.SGD):

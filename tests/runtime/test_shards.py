@@ -259,7 +259,9 @@ class Rows(torch.optim.SGD):
 
 @pytest.mark.parametrize("optimizer", [Rows, torch.optim.Adafactor, torch.optim.Muon])
 def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> None:
-    """It would train other numbers on parts; where nothing is divided it trains."""
+    """It would train other numbers on parts: no profile of ranks is made, so that no plan has any, and no plan of
+    another's profile is trained. Where nothing is divided it trains.
+    """
 
     def made(groups: Any) -> torch.optim.Optimizer:
         if optimizer is torch.optim.Muon:  # for matrices alone
@@ -268,7 +270,10 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> 
 
     task = divided("dropped", optimizer=made)
     found = replace(profiled("dropped"), fingerprint=profile(task, microbatch_size=4).fingerprint)
-    with pytest.raises(UsageError, match=rf"optimizer {optimizer.__name__} of dropped updates a parameter by more"):
+    why = rf"optimizer {optimizer.__name__} of dropped updates a parameter by more"
+    with pytest.raises(UsageError, match=why):
+        profile(task, microbatch_size=4, tensor=2)
+    with pytest.raises(UsageError, match=why):
         Trainer(task, grid_plan(found, [0, 6], [(1, 2)]))
     Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
 

@@ -32,6 +32,7 @@ from pipefit.profiles import (
     ModelProfile,
     Target,
 )
+from pipefit.runtime.elementwise import check_elementwise
 from pipefit.sharding import Alone
 from pipefit.texts import counted
 
@@ -100,7 +101,8 @@ def profile_fake(
     positions.
 
     Raises:
-        UsageError: so many ranks divide nothing of the model, or a layer cannot be followed.
+        UsageError: so many ranks divide nothing of the model, a layer cannot be followed, or the optimizer needs whole
+            parameters.
     """
     task = chains.task
     like = sample(task, microbatch_size)
@@ -117,6 +119,7 @@ def profile_fake(
         measurements = [whole]
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
+            check_elementwise(task, rank.layers, sharded.shards(0), torch.device("cpu"))
             found = survey(task, kernels, rank, values, targets, progress, lambda layer: layer)
             measurements.append(of_rank(found, whole, sharded))
     made = with_loss(made, chain, whole)

@@ -19,8 +19,8 @@ from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.named import named
 from pipefit.profiler.pass_meter import PassMeter
-from pipefit.runtime.master_weights import Group, MasterWeights
-from pipefit.runtime.parts import Undivided, step_part
+from pipefit.runtime.master_weights import Group, MasterWeights, copies_of
+from pipefit.runtime.parts import Undivided, check_state_apart, step_part
 from pipefit.work import Work
 
 _SIDE = 4  # of the parameters that an optimizer is tried on
@@ -115,20 +115,19 @@ def _updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups,
 
 
 def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
-    """Why an optimizer cannot be stepped for some layers alone, in words: it is tried on two small ones.
+    """Why an optimizer cannot be stepped for some layers alone, in words: it is tried on two small ones, whose first
+    step is in parts too.
 
     Of one that fails without its model nothing is said.
     """
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         tried = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(2)]
-        for parameter in tried:
-            parameter.grad = torch.ones_like(parameter)
         try:
             whole = optimizer([[options | {"params": [parameter]}] for parameter in tried])
-            whole.step()
-            for parameter in tried:
-                parameter.grad = torch.ones_like(parameter)
-            step_part(whole, tried[:1], tried[1:])
+            for one, other in (tried, tried[::-1]) * 2:
+                one.grad = torch.ones_like(one)
+                step_part(whole, [one], [other])
+            check_state_apart(whole, *([copies_of(whole).get(one, one)] for one in tried))
         except Undivided as found:
             return found.reason
         except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better

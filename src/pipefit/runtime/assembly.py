@@ -179,4 +179,4 @@ def _put(usual: Specialized, task: Task, device: torch.device) -> None:
     criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
     move([*(layer.module for layer in layers), *criterion], device)
     if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
-        check_elementwise(task, layers, shards, device)
+        check_elementwise(task, layers, shards.own, device)

@@ -1,24 +1,27 @@
 """Whether an optimizer updates every element of a parameter by itself, so that ranks may each have a part of it.
 
 AdamW and SGD do. Others compute with rows, columns, norms or products of a whole parameter: on a part they would train
-other numbers, and nothing would tell. So an optimizer is tried: on small parameters, and on parts of them. Costs
-milliseconds.
+other numbers, and nothing would tell. So an optimizer is tried: on small parameters, and on parts of them, where layers
+are profiled for ranks, and where these begin to train. Costs milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.runtime.rank_shards import RankShards
+from pipefit.fake.fingerprint import options
+from pipefit.runtime.master_weights import Group
+from pipefit.sharding import Shard
 
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
 
@@ -38,42 +41,61 @@ class _Tried(NamedTuple):
     part: nn.Parameter
 
 
-def check_elementwise(task: Task, layers: Sequence[ChainLayer], shards: RankShards, device: torch.device) -> None:
+def check_elementwise(
+    task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, Shard], device: torch.device
+) -> None:
     """Check that ranks can update parts of the parameters of `layers` with the task's optimizer.
+
+    `shards` has what a rank has of them, by their names in the model; it is tried on `device`, and on no fake tensors.
 
     Raises:
         UsageError: it computes with more of a parameter than the element that it updates.
     """
-    draws = torch.Generator().manual_seed(0)
-    groups = [group for of_layer in parameter_groups(layers, task.groups) for group in of_layer]
     names = {
         id(parameter): layer.originals[local]
         for layer in layers
         for local, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
-    if not groups:  # nothing is trained here
-        return
-    tried = [[_tried(kind, draws, device) for kind in _kinds(group, names, shards)] for group in groups]
-    with torch.random.fork_rng(devices=[]):
-        whole, part = (
-            task.optimizer([{**group, "params": own} for group, own in zip(groups, of_groups, strict=True)])
-            for of_groups in ([[t.whole for t in of] for of in tried], [[t.part for t in of] for of in tried])
+    draws, tried = torch.Generator().manual_seed(0), list[tuple[Group, list[_Tried]]]()
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        for given, kinds in _different(parameter_groups(layers, task.groups), names, shards):
+            tried.append((given, [_tried(kind, draws, device) for kind in kinds]))
+        found = _coupled(task, tried, draws) if tried else ""
+    if found:
+        raise UsageError(
+            f"optimizer {found} of {task.name} updates a parameter by more than its elements one by one, as by norms, "
+            "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as AdamW or SGD, "
+            "or no tensor shards"
         )
-        for _ in range(_STEPS):
-            _step(whole, part, [one for of_group in tried for one in of_group], draws)
-    for one in (one for of_group in tried for one in of_group if one.kind.divided is not None):
-        if not _alike(one, part):
-            raise UsageError(
-                f"optimizer {type(part).__name__} of {task.name} updates a parameter by more than its elements one by "
-                "one, as by norms, rows or random numbers of all of it, and tensor shards have parts: use an optimizer "
-                "such as AdamW or SGD, or a plan without tensor shards"
-            )
 
 
-def _kinds(group: Mapping[str, Any], names: Mapping[int, str], shards: RankShards) -> list[_Kind]:
+def _different(
+    layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, Shard]
+) -> Iterator[tuple[Group, tuple[_Kind, ...]]]:
+    """The options of every group, and the kinds of its parameters; groups that are alike once."""
+    seen = set[object]()
+    for group in (group for of_layer in layers for group in of_layer):
+        given = {name: value for name, value in group.items() if name != "params"}
+        kinds = _kinds(group, names, shards)
+        if (key := (options(given), kinds)) not in seen:
+            seen.add(key)
+            yield given, kinds
+
+
+def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: torch.Generator) -> str:
+    """The class of the task's optimizer if it computes with more than one element; empty if it does not."""
+    every = [one for _, of_group in groups for one in of_group]
+    whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
+    part = task.optimizer([{**given, "params": [one.part for one in own]} for given, own in groups])
+    for _ in range(_STEPS):
+        _step(whole, part, every, draws)
+    alike = all(_alike(one, part) for one in every if one.kind.divided is not None)
+    return "" if alike else type(part).__name__
+
+
+def _kinds(group: Group, names: Mapping[int, str], shards: Mapping[str, Shard]) -> tuple[_Kind, ...]:
     parameters: list[nn.Parameter] = group["params"]
-    found = (_Kind(p.ndim, shards.shards[names[id(p)]][0].dim) for p in parameters)
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_Kind(p.ndim, shards[names[id(p)]].dim) for p in parameters))
 
 
 def _tried(kind: _Kind, draws: torch.Generator, device: torch.device) -> _Tried:

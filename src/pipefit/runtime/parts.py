@@ -56,7 +56,28 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
         name for name in part.__dict__.keys() - _PUT_IN if part.__dict__[name] is not whole.__dict__.get(name)
     )
     if changed:
-        raise Undivided(type(whole).__name__, f"changes its attribute {changed[0]!r} in every step")
+        raise Undivided(type(whole).__name__, f"changes its attribute {changed[0]!r} in its step")
+
+
+def check_state_apart(optimizer: Optimizer | MasterWeights, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Check that an optimizer's tensors for its parameters `own` can be moved without those for `others`.
+
+    Raises:
+        Undivided: it keeps one tensor for both, such as a table of what 8 bits stand for.
+    """
+    kept = [
+        {
+            item.untyped_storage()._cdata
+            for parameter in parameters
+            if parameter in optimizer.state
+            for item in optimizer.state[parameter].values()
+            if isinstance(item, Tensor)
+        }
+        for parameters in (own, others)
+    ]
+    if not kept[0].isdisjoint(kept[1]):
+        whole = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+        raise Undivided(type(whole).__name__, "keeps one tensor for several parameters")
 
 
 def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:

@@ -55,6 +55,11 @@ class RankShards:
         criterion = chain.criterion.module if isinstance(chain.criterion, RankLoss) else None
         return RankShards(group=group, divided=divided, shards=shards, constants=constants, criterion=criterion)
 
+    @property
+    def own(self) -> dict[str, Shard]:
+        """What this rank has, by the same names."""
+        return {name: of_ranks[self.group.rank] for name, of_ranks in self.shards.items()}
+
     def is_divided(self, name: str) -> bool:
         """Whether ranks have parts of the tensor, instead of all of it each."""
         return self.shards[name][0].dim is not None

@@ -45,6 +45,7 @@ class _Content:
     storages: Storages = field(default_factory=list)
     copy: Any = None
     changed: bool = True  # since it was last at its home
+    apart: bool = False  # whether it is known that no other layer keeps any of it
 
 
 class StateMover:
@@ -178,6 +179,9 @@ class StateMover:
                 f"{why if kept.kind == 'optimizer' else 'several tensors share their memory, or it changes its size'}; "
                 "leave it where it is, or profile and plan it again"
             )
+        if kept.kind == "optimizer" and content.storages and not content.apart:
+            updates.check_apart(kept.layers)
+            content.apart = True
 
     def _tensors(self, content: _Content, updates: Updates) -> list[Tensor]:
         kept = content.kept

@@ -31,7 +31,7 @@ from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
 from pipefit.runtime.made_tensors import MadeTensors
 from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
-from pipefit.runtime.parts import step_part
+from pipefit.runtime.parts import check_state_apart, step_part
 
 Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
 _OF_GPUS = "fused", "capturable"  # options of groups whose steps are for parameters on a GPU
@@ -128,6 +128,16 @@ class Updates:
         found = self._kept(self.parameters(layers))
         more = sum(tensor.untyped_storage().nbytes() for tensor in found) > planned
         return [tensor for tensor in found if tensor.ndim or not more]
+
+    def check_apart(self, layers: Layers) -> None:
+        """Check that what the optimizer keeps for these layers is not kept for others too, to be moved without it.
+
+        Raises:
+            Undivided: it keeps one tensor for both.
+        """
+        if self.optimizer is not None:
+            own = self.updated(layers)
+            check_state_apart(self.optimizer, [*map(self.worked_on, own)], [*map(self.worked_on, self._others(own))])
 
     def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         copies, found = copies_of(self.optimizer), list[Tensor]()
