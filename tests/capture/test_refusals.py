@@ -345,6 +345,9 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
         lambda: replace(BASE, optimizer=torch.optim.LBFGS),
         ("the optimizer cannot be run on float32 (8, 8)", "without a closure"),
     ),
+    "matrices": (
+        lambda: replace(BASE, optimizer=torch.optim.Muon), ("the optimizer cannot be run on", "options that groups="),
+    ),
     "sparse optimizer": (
         lambda: replace(BASE, optimizer=torch.optim.SparseAdam), ("the optimizer cannot be run", "use Adam or AdamW"),
     ),

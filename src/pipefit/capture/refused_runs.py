@@ -26,6 +26,10 @@ _REMEDIES = (
     ),
     (r"without an end", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
+    (
+        r"only supports 2D parameters",
+        "let a class of your own step matrices with it and the rest with another, by options that groups=... gives",
+    ),
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"_pack_padded_sequence", PADDED),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),

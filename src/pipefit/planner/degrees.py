@@ -171,8 +171,8 @@ def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) 
     if not any(1 < count <= most for count in counts):
         raise UsageError(
             f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of {counted(size, 'sample')} no "
-            f"stage can have two here: profile {profile.model} at a size and its half, as -b 2 -b 1 does, ask for 2 "
-            "replicas or more, or leave out what they divide"
+            f"stage can have two here: profile {profile.model} at a size and its half, such as 2 and 1 (-b 2 -b 1), "
+            "ask for 2 replicas or more, or leave out what they divide"
         )
 
 
@@ -186,6 +186,6 @@ def _check_slices(profile: ModelProfile, size: int, data: int, batch: int | None
     if size // data not in measured:
         raise UsageError(
             f"{data} replicas compute slices of {counted(size // data, 'sample')}, and {profile.model} was profiled at "
-            f"{', '.join(map(str, measured))}: profile it at {size} and {size // data}, as "
-            f"-b {size} -b {size // data} does"
+            f"{', '.join(map(str, measured))}: profile it at {size} and {size // data} "
+            f"(-b {size} -b {size // data}, microbatch_size=({size}, {size // data}))"
         )
