@@ -90,6 +90,15 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_offered(folder: P
     assert "\n" not in str(caught.value)
 
 
+def test_the_checkpoint_before_is_that_of_the_step_before(folder: Path) -> None:
+    """By numbers: a hundred million steps have one more digit than those before, and come first by letters."""
+    folder.with_name("step-00000004").rename(folder.with_name("step-99999999"))
+    newest = folder.rename(folder.with_name("step-100000000"))
+    (newest / SHARD).unlink()
+    with pytest.raises(FileError, match=r"the checkpoint before it is .*/step-99999999$"):
+        read_all(newest)
+
+
 @pytest.mark.parametrize("damage", [damage for damage, (_, words) in DAMAGES.items() if "SHA" not in words])
 def test_headers_show_all_but_other_bits(folder: Path, damage: str) -> None:
     """What is not a matter of the tensors' bytes is found without reading them, and the sentence is the same."""

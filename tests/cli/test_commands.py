@@ -11,8 +11,10 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
+import torch
 
 import pipefit
 from pipefit import profiles, training
@@ -198,6 +200,18 @@ def test_the_doctor_counts_gpus_of_a_kind(monkeypatch: pytest.MonkeyPatch, capsy
     facts["gpus"] = [*gpus, gpus[0] | {"name": "other"}]
     assert main(["doctor"]) == 0
     assert "8 x NVIDIA H100 80GB HBM3, 79.00 GiB; 1 x other, 79.00 GiB\n" in capsys.readouterr().out
+
+
+def test_the_doctor_tells_of_gpus_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is what it is asked for: torch counts them, and its driver is too old or broken."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock(side_effect=RuntimeError("driver too old")))
+    assert main(["doctor", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["gpus"] == []
+    assert "GPUs cannot be used: driver too old" in said.err
 
 
 def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]) -> None:

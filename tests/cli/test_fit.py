@@ -29,6 +29,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"{ASKED} --grow classes --data 3", 2, ["a stage of 3 replicas", "there are 2: use fewer"]),
     (f"{ASKED} --grow batch --from 0", 2, ["--from 0", "1 or more"]),
     (f"{ASKED} --grow batch --to many", 2, ["--to many", "whole number"]),
+    (f"{ASKED} --grow batch --to {'0' * 19}1{'9' * 9000}", 2, ["is not a size", "whole number"]),
     (f"{ASKED} --grow batch --from 9 --to 8", 2, ["--from 9 to --to 8", "nothing to try"]),
     (f"{ASKED} --grow batch --step -1", 2, ["--step"]),
     (f"{ASKED} --grow batch --step {'9' * 5000}", 2, ["--step"]),

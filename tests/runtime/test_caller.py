@@ -127,16 +127,25 @@ def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Ta
     assert trainer.trace.peak_bytes == simulate(plan, steps=2).peak_bytes
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)])
-def test_a_mode_that_training_cannot_honour_is_refused(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """In inference mode no graph can be made, and autocast around a step is unknown to its plan: both are refused by
-    name, before anything is trained.
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (torch.inference_mode, "inside torch.inference_mode.*leave it"),
+        (partial(torch.autocast, "cpu", torch.bfloat16), "inside torch.autocast.*leave it"),
+        (torch.autograd.graph.save_on_cpu, "inside hooks on saved tensors.*leave them"),
+        (partial(torch.device, "meta"), "with another default device than the CPU"),
+    ],
+)
+def test_a_mode_that_training_cannot_honour_is_refused(
+    mode: Callable[[], AbstractContextManager[Any]], said: str
+) -> None:
+    """In inference mode no graph can be made; autocast, hooks on what is saved and another default device are unknown
+    to the plan of a step. All are refused by name, before anything is trained.
     """
     task = by_hand()
     plan = plan_of(task, [2, 2])
     trainer = Trainer(task, plan)
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
-    name = "inference_mode" if mode is torch.inference_mode else "autocast"
     batch = batch_of(task, plan)
     calls: list[Callable[[], Any]] = [
         lambda: profile(task, microbatch_size=2),
@@ -144,10 +153,32 @@ def test_a_mode_that_training_cannot_honour_is_refused(mode: Callable[[], Abstra
         lambda: Trainer(task, plan),
         lambda: trainer.step(batch),
     ]
+    if "device" in said:
+        calls.append(lambda: trainer.evaluate(batch))
     for call in calls:
-        with mode(), pytest.raises(UsageError, match=f"inside torch.{name}.*leave it"):
+        with mode(), pytest.raises(UsageError, match=said):
             call()
     assert_same(trainer.state_dict(), before)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("make", [by_hand, traced])
+def test_a_search_for_anomalies_changes_nothing(make: Callable[[], Task]) -> None:
+    """`torch.autograd.detect_anomaly()` asks of every gradient whether it is a number; where nothing has numbers, as in
+    a profile and a dry run, nothing is asked. Training is that without it.
+    """
+    task = make()
+    plan = plan_of(task, [1, len(profile(task, microbatch_size=2).layers) - 1])
+    wanted_losses, wanted = alone(task, plan, steps=2)
+    with torch.autograd.detect_anomaly():
+        assert profile(task, microbatch_size=2, threads=torch.get_num_threads()) == plan.profile
+        assert certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
+        torch.manual_seed(0)
+        trainer = Trainer(task, plan)
+        losses = [trainer.step(batch_of(task, plan, step)) for step in range(2)]
+        assert torch.is_anomaly_enabled()
+    assert losses == pytest.approx(wanted_losses)
+    assert_same(trainer.state_dict(), wanted)
 
 
 @pytest.mark.parametrize("part", ["weight", "running_mean"])

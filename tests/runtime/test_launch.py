@@ -337,6 +337,14 @@ def test_what_is_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
             pipefit.train(task, plan_of(), steps=1)
 
 
+def test_a_process_that_may_start_none_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of multiprocessing.Pool, whose assertion would say it of children and name no way out."""
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setitem(mp.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"daemonic process.*ProcessPoolExecutor"):
+        pipefit.train(accidents.make, plan_of(), steps=1)
+
+
 def test_as_many_workers_as_stages() -> None:
     """A trainer in a group of another size says how many it wants."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -197,6 +197,20 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert [number for number, _ in folders.whole(tmp_path)] == [3, 4]
 
 
+def test_a_folder_with_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Of a training before: it would be loaded as the newest, and with `keep` the new one removed as the oldest."""
+    before, trainer = trained(), trained()
+    step(before)
+    before.save(tmp_path, background=False)
+    with pytest.raises(FileError, match="step-00000002 is there already, of a later step than 1: go on from there"):
+        trainer.save(tmp_path, keep=1)
+    trainer.load(tmp_path)
+    step(trainer)
+    trainer.save(tmp_path, keep=1)
+    trainer.finish()
+    assert [number for number, _ in folders.whole(tmp_path)] == [3]
+
+
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     """The failure is told as the next step ends, once, with the last whole checkpoint; the next save succeeds."""
     trainer = trained()

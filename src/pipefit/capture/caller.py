@@ -1,7 +1,7 @@
 """What the caller's own contexts and batches may be, and how the caller's module is left as it is.
 
 Training records a graph under `torch.no_grad()` too. What a pipeline cannot do is refused by name: training inside
-inference mode or autocast, gradients for the tensors of a batch.
+inference mode, autocast, hooks on saved tensors or another default device; gradients for the tensors of a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def recording(what: str) -> Iterator[None]:
     """Inside, autograd records, whether or not the caller turned it off.
 
     Raises:
-        UsageError: the caller is in inference mode or under autocast; begins with `what`.
+        UsageError: the caller is in a context under which training is another; begins with `what`.
     """
     if torch.is_inference_mode_enabled():
         raise UsageError(
@@ -36,8 +36,27 @@ def recording(what: str) -> Iterator[None]:
             f"{what} inside torch.autocast is not what the plan says: leave it, and use Task(..., "
             "precision='mixed-bfloat16') or 'mixed-float16', which plans know"
         )
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        raise UsageError(
+            f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) is not what "
+            "the plan says: leave them, for plans say themselves what is moved and what is computed again"
+        )
+    refuse_device(what)
     with torch.enable_grad():
         yield
+
+
+def refuse_device(what: str) -> None:
+    """Refuse another default device than the CPU, on which numbers of ours would be made that a plan has elsewhere.
+
+    Raises:
+        UsageError: there is one; begins with `what`.
+    """
+    if torch.get_default_device().type != "cpu":
+        raise UsageError(
+            f"{what} with another default device than the CPU (torch.set_default_device, torch.device) is not what the "
+            "plan says, which has a device for every tensor: put `with torch.device('cpu'):` around it"
+        )
 
 
 @contextmanager

@@ -126,7 +126,8 @@ def _offering_the_one_before(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileError as error:
-        before = [other for _, other in whole(folder.parent) if other.name < folder.name]
+        known = [other for _, other in whole(folder.parent)]
+        before = known[: known.index(folder)] if folder in known else []
         raise FileError(f"{error}{f'; the checkpoint before it is {_named(before[-1])}' if before else ''}") from None
 
 
@@ -206,11 +207,17 @@ def begin(directory: Path, step: int) -> Path:
     Whoever calls it has the `Hold` of `directory`, until the checkpoint is whole or cleared away.
 
     Raises:
-        FileError: the checkpoint is there already, or the folder cannot be made.
+        FileError: the checkpoint, or one of a later step, is there already, or the folder cannot be made.
     """
     target = folder_of(directory, step)
     if os.path.lexists(target):
         raise FileError(f"{_named(target)} is there already: remove it, or save to another folder")
+    later = [other for number, other in whole(directory) if number > step]
+    if later:  # as the newest it would be loaded instead of this one, and `remove_old` would remove this one
+        raise FileError(
+            f"{_named(later[-1])} is there already, of a later step than {step}: go on from there, or save to another "
+            "folder"
+        )
     partial = target.with_name(f"{target.name}.partial")
     try:
         directory.mkdir(parents=True, exist_ok=True)

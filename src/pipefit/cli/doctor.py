@@ -14,6 +14,7 @@ from typing import Any
 
 from pipefit.cli.options import Json
 from pipefit.cli.output import on_stderr
+from pipefit.errors import first_line
 
 _PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors")
 
@@ -79,14 +80,20 @@ def _torch_facts() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "gpus": [_gpu(torch.cuda.get_device_properties(number)) for number in range(torch.cuda.device_count())],
+        "gpus": _gpus(torch.cuda),
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
         "nccl": distributed.is_available() and distributed.is_nccl_available(),
     }
 
 
-def _gpu(properties: Any) -> dict[str, Any]:
-    return {"name": properties.name, "memory_bytes": properties.total_memory}
+def _gpus(cuda: Any) -> list[dict[str, Any]]:
+    """The GPUs that torch can use: none where their driver is too old or broken, which is said."""
+    try:
+        found = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:
+        on_stderr(f"pipefit: GPUs cannot be used: {first_line(error)}")
+        return []
+    return [{"name": one.name, "memory_bytes": one.total_memory} for one in found]
 
 
 def _memory_bytes() -> int | None:

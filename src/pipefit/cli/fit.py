@@ -25,6 +25,7 @@ from pipefit.cli.options import (
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
+from pipefit.texts import shortened
 
 if TYPE_CHECKING:
     from pipefit.cluster import Cluster
@@ -256,8 +257,8 @@ def _size(grow: str, option: str, text: str | None, default: int) -> int:
         return default
     if grow == "memory":
         return parse_bytes(text)
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) < 1 << 50:
-        raise UsageError(f"{option} {text} is not a size: write a whole number, 1 or more")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) < 1 << 50):
+        raise UsageError(f"{option} {shortened(text)} is not a size: write a whole number, 1 or more")
     return int(text)
 
 

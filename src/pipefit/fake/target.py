@@ -101,6 +101,7 @@ class FakeTarget:
             if self.target == "cuda":
                 stack.enter_context(autocast_of(FAKE_CUDA))
                 stack.enter_context(counting_as_cuda(FAKE_CUDA))
+            stack.enter_context(torch.autograd.set_detect_anomaly(mode=False))  # by which every number is a NaN
             # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._mode)

@@ -131,7 +131,8 @@ def _traces(
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan))
-    like = sample(task, plan.training.microbatch_size)
+    with recording("certifying"):
+        like = sample(task, plan.training.microbatch_size)
     dry = _DryRun(task, plan, programs, lending, like, steps, kernels, reserves, chains)
 
     def run() -> tuple[_Ran, KernelMemory]:

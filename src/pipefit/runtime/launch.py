@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -83,13 +84,18 @@ def launch(
     The arguments are those of `pipefit.runtime.restarts.train`.
 
     Raises:
-        UsageError: this is not Linux.
+        UsageError: this is not Linux, or a process that may start none.
         PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(
             "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
             "script of your own around it"
+        )
+    if current_process().daemon:
+        raise UsageError(
+            "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in one with "
+            "daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
         )
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)

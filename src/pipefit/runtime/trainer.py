@@ -297,7 +297,7 @@ class Trainer:
 
         Raises:
             UsageError: batches wait for an update, or something that is trained cannot be written; names it.
-            FileError: the folder cannot be made, or has this checkpoint already.
+            FileError: the folder cannot be made, or has this checkpoint already, or a later one.
         """
         if self._accumulated:
             raise UsageError(
