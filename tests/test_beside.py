@@ -110,6 +110,14 @@ def test_there_are_no_more_forks_than_cores() -> None:
         assert beside(own)[0]() != os.getpid()
 
 
+@pytest.mark.parametrize("call", ["os.fork", "os.pipe", "os.memfd_create"])
+def test_where_no_process_is_to_be_had_work_is_done_here(call: str) -> None:
+    """Where a limit of a user or a container is reached, of processes or open files."""
+    with forking(), mock.patch(call, side_effect=BlockingIOError(11, "Resource temporarily unavailable")):
+        (work,) = beside(own)
+        assert work() == HERE
+
+
 def _fails() -> None:
     raise ValueError(f"in {os.getpid()}")
 

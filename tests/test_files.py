@@ -196,6 +196,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a list": ("[]", Plan, ["not a pipefit document"]),
     "another tool's": ('{"name": "x"}', Plan, ["not a pipefit document", '"pipefit"']),
     "unknown kind": (text_with(PLAN, pipefit="recipe"), Plan, ["recipe", "plan, program, trace"]),
+    "long kind": (text_with(PLAN, pipefit="x" * 9000), Plan, ["'xxxxx", "...'; kinds are"]),
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
     "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
     "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),

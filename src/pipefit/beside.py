@@ -22,7 +22,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import TypeVar
@@ -54,15 +54,16 @@ def beside(
 ) -> tuple[Callable[[], T], ...]:
     """Begin all `works`, one after the other, in another process: functions that wait for what each returned.
 
-    Where there is no core for them, or outside of `forking`, each is done when its result is asked for. So it is with
-    `forks` False, and where `check`, which is called in the fork before, raises anything: for works that not every
-    process can do, and that might take what is in their way for another failure.
+    Where there is no core or process for them, or outside of `forking`, each is done when its result is asked for. So
+    it is with `forks` False, and where `check`, which is called in the fork before, raises anything: for works that not
+    every process can do, and that might take what is in their way for another failure.
     """
     running = _forks.get() if forks else None
     fork = None
     if running is not None and len(running) < len(os.sched_getaffinity(0)) > 1:
-        fork = _Fork(works, check)
-        running.add(fork)
+        with suppress(OSError):  # no process is to be had, or no file for it, as under ulimit or in a container
+            fork = _Fork(works, check)
+            running.add(fork)
     return tuple(_later(fork, number, work) for number, work in enumerate(works))
 
 

@@ -32,7 +32,7 @@ from pipefit.post_mortems import PostMortem
 from pipefit.presets import is_preset
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
-from pipefit.texts import kind_of, printable
+from pipefit.texts import kind_of, printable, shortened
 from pipefit.trace import Trace
 from pipefit.units import parse_rate
 from pipefit.validation import instance, parsed, sentence
@@ -252,7 +252,7 @@ def _check_header(text: JsonText, source: str, expected: str | None) -> str:
     name, version = header.get("pipefit"), header.get("version")
     if not isinstance(name, str) or name not in _KINDS:
         said = (
-            f"it says it is a {printable(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
+            f"it says it is a {shortened(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
         )
         raise FileError(f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}")
     if expected is not None and name != expected:

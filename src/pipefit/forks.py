@@ -30,6 +30,9 @@ _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 class Fork:
     """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe, and then ends in
     silence, whatever `work` raises. It ends, too, with this process, and as nobody holds this object any more.
+
+    Raises:
+        OSError: the system has no process for it, or no pipe.
     """
 
     def __init__(self, work: Callable[[int], object]) -> None:

@@ -271,6 +271,8 @@ def test_no_output_is_cut_off_in_silence(unbuffered: str, folder: Path, tmp_path
         (f"set -o pipefail; {command} | true", 1, ""),
         (f"{sys.executable} -m pipefit simulate plan.json -o {tmp_path / 'made.json'} > /dev/null 2> /dev/full", 0, ""),
         (f"{sys.executable} -m pipefit show none.json 2> /dev/full", 6, ""),
+        (f"{sys.executable} -m pipefit show none.json --json > /dev/full", 6, "pipefit: there is no file none.json"),
+        (f"ulimit -f 0; {sys.executable} -B -m pipefit simulate plan.json -o lost > /dev/full", 6, "pipefit: lost"),
     ):
         done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False)
         assert (done.returncode, done.stdout) == (code, b"")

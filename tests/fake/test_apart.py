@@ -123,9 +123,11 @@ def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
         apart("cuda", lambda: time.sleep(1000))
 
 
-@pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle"])
-def test_what_a_fork_cannot_do_is_done_here(why: str) -> None:
-    """An error that is not ours may be of the fork alone; torch may refuse backwards there; some answers stay."""
+@pytest.mark.parametrize("why", ["a failure of the fork's own", "no backward", "no pickle", "no process"])
+def test_what_a_fork_cannot_do_is_done_here(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is not ours may be of the fork alone; torch may refuse backwards there; some answers stay. A limit
+    of processes may be reached.
+    """
     here, done = os.getpid(), list[int]()
 
     def work() -> object:
@@ -134,6 +136,8 @@ def test_what_a_fork_cannot_do_is_done_here(why: str) -> None:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return threading.Lock() if why == "no pickle" else None
 
+    if why == "no process":
+        monkeypatch.setattr(os, "fork", mock.Mock(side_effect=BlockingIOError))
     refuse = RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
     with mock.patch.object(room, "run_a_backward", side_effect=refuse if why == "no backward" else None):
         apart("cuda", work)

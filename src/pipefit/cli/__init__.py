@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -185,9 +185,12 @@ class _Failure:
 
             text = wrapped(text, get_terminal_size().columns)
         print(text, file=sys.stderr)
-        if self._as_json:
-            with suppress(OSError):  # nobody reads it, or the disk is full, which has been said
-                print(json.dumps({"error": sentence, "exit_code": code, **found}), flush=True)
+        try:
+            if self._as_json:
+                print(json.dumps({"error": sentence, "exit_code": code, **found}))
+            sys.stdout.flush()
+        except OSError:  # nobody reads it, or the disk is full
+            _close_stdout()
         return code
 
     def unexpected(self, error: BaseException) -> int:

@@ -8,8 +8,8 @@ a script may plan, certify and then train.
     trace = apart(target, lambda: run_dry(plan))
 
 Work that a fork cannot do is done in this process: where it has run a backward before, which torch refuses in a fork,
-where an answer cannot be pickled, or where work fails in a way that may be the fork's own. Who trains asks
-`follows_fake_streams`, and refuses.
+where no process is to be had, where an answer cannot be pickled, or where work fails in a way that may be the fork's
+own. Who trains asks `follows_fake_streams`, and refuses.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -45,7 +46,10 @@ def apart(target: Target, work: Callable[[], T]) -> T:
         WorkerFailed: the fork was killed, or stands still.
     """
     ours = target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
-    told = None if ours else _told(work)
+    told = None
+    if not ours:
+        with suppress(OSError):  # no process is to be had
+            told = _told(work)
     if told is None:
         return work()
     found, error, warned = told
