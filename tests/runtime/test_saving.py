@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -228,6 +229,22 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -
         trainer.save(tmp_path)
         trainer.finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_without_a_thread_a_checkpoint_is_lost_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user or a container may have no more of them just then: it is told as a full disk is, and the next succeeds."""
+    trainer = trained()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        trainer.save(tmp_path)
+        with pytest.warns(PipefitWarning, match=r"checkpoint 1 cannot be saved .* new thread; there is no whole one"):
+            trainer.finish()
+    step(trainer)
+    trainer.save(tmp_path)
+    trainer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:

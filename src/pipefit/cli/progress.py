@@ -65,8 +65,9 @@ class _Lines:
         self._thread = Thread(target=self._write, name="pipefit-progress", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
-        self._thread.start()
+        """Begin to write; where the system has no thread left for it, nothing is written."""
+        with suppress(RuntimeError):
+            self._thread.start()
 
     def report(self, done: int, total: int, what: str) -> None:
         """What is being done now."""

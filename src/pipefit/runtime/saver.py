@@ -137,7 +137,7 @@ class Saver:
         failures = self._which(writing.failure is not None)
         if failures and writing.failure is None:
             writing.give_up(f"{_workers(failures)} could not write")
-        writing.thread.join() if failures else self._join(writing, writing.ended)
+        self._join(writing, writing.ended)
         if self.rank == 0 and (failures or writing.failure is not None):
             folders.clear(writing.partial)
         writing.release()
@@ -201,7 +201,10 @@ class _Writing:
 
     def start(self) -> None:
         """Begin to write."""
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # the system has no thread left for us
+            self._end(FileError(self._sentence(error)))
 
     def give_up(self, why: str) -> None:
         """Wait for other workers no longer."""
@@ -213,17 +216,21 @@ class _Writing:
             self.hold.release()
 
     def _run(self) -> None:
+        failure = None
         try:
             self._write_part()
             self.done.set()
             if self.saver.rank == 0:
                 self._complete()
         except (OSError, PipefitError, ValueError, RuntimeError, MemoryError) as error:
-            self.failure = FileError(self._sentence(error))
+            failure = FileError(self._sentence(error))
         finally:
-            self.tensors = None
-            self.done.set()
-            self.ended.set()
+            self._end(failure)
+
+    def _end(self, failure: FileError | None) -> None:
+        self.failure, self.tensors = failure, None
+        self.done.set()
+        self.ended.set()
 
     def _write_part(self) -> None:
         assert self.tensors is not None
