@@ -9,6 +9,7 @@ import pwd
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,6 +370,27 @@ def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatc
         Cache(this_machine(1)).add([Kernel(operation=str(entry), peak_bytes=entry)])
         assert set(Cache(this_machine(1)).read()) == {str(number) for number in range(entry + 1)}
     assert len(parsed) == 10
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: lines.replace(b'"peak_bytes":1', b'"peak_bytes":3'),
+        lambda lines: lines.replace(b'"operation":"x"', b'"operation":"y"'),
+        lambda lines: lines + b"\0\r\xff\n",
+        lambda lines: lines + b'{"kernels":[]}\n',
+    ],
+)
+def test_a_line_that_is_not_as_it_was_written_is_not_believed(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    """A bit that a disk has turned would be another peak, in silence; the file is replaced by what is measured next."""
+    ours = Cache(this_machine(1))
+    ours.add([Kernel(operation="x", peak_bytes=1)])
+    ours.path.write_bytes(damage(ours.path.read_bytes()))
+    cache_module._reader.cache_clear()
+    again = Cache(this_machine(1))
+    assert not again.read()
+    again.add([Kernel(operation="z", peak_bytes=1)])
+    assert dict(again.read()) == {"z": Kernel(operation="z", peak_bytes=1)}
 
 
 def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:

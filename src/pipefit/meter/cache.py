@@ -1,9 +1,10 @@
 """The user's cache of what kernels take, so that no operation is measured twice.
 
 There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`: a line that
-names the machine, then a line for every time that something was measured. Workers add lines at the same time, each with
-one write, and read only what has been added since they last looked. A file that cannot be read, or that belongs to
-another machine, counts as empty and is replaced. Where no file can be written, nothing is cached.
+names the machine, then a line for every time that something was measured, behind its digest. Workers add lines at the
+same time, each with one write, and read only what has been added since they last looked. A file that cannot be read,
+that a disk has damaged, or that belongs to another machine, counts as empty and is replaced. Where no file can be
+written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
 from pipefit.writable import replace_file
 
-_VERSION = 4
+_VERSION = 5
+_DIGITS = 16  # of the digest of a line
 
 
 class Cache:
@@ -42,7 +44,7 @@ class Cache:
     def add(self, kernels: Iterable[Kernel]) -> None:
         """Add these to the file."""
         memory = KernelMemory(kernels=tuple(kernels))
-        line = adapter(KernelMemory).dump_json(memory, exclude_defaults=True) + b"\n"
+        line = _signed(adapter(KernelMemory).dump_json(memory, exclude_defaults=True)) + b"\n"
         self._reader.read()
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,19 +92,24 @@ class _Reader:
             self._kernels, self.broken = {}, True
 
     def _read_on(self) -> None:
-        """The lines that have been added; one that has no end yet is still being written."""
+        """The lines that have been added; what has no end yet is still being written."""
         with self._path.open("rb") as file:
             file.seek(self._end)
-            lines = file.read().splitlines(keepends=True)
-        if not self._end and lines[:1] != [self._header]:
+            *lines, _ = file.read().split(b"\n")
+        if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:
             raise ValueError("it does not begin as a cache of this machine does")
         for line in lines:
-            if not line.endswith(b"\n"):
-                break
-            self._end += len(line)
-            if line != self._header:
-                memory: KernelMemory = adapter(KernelMemory).validate_json(line, strict=True)
+            self._end += len(line) + 1
+            if line + b"\n" != self._header:
+                if line != _signed(text := line[_DIGITS + 1 :]):
+                    raise ValueError("a line is not as it was written")
+                memory: KernelMemory = adapter(KernelMemory).validate_json(text, strict=True)
                 self._kernels.update((kernel.operation, kernel) for kernel in memory.kernels)
+
+
+def _signed(text: bytes) -> bytes:
+    """A text behind its digest."""
+    return f"{hashlib.sha256(text).hexdigest()[:_DIGITS]} ".encode() + text
 
 
 @lru_cache(maxsize=8)
