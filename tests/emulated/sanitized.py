@@ -1,0 +1,128 @@
+"""Trains under torch's sanitizer of streams, and prints how many accesses to memory it has seen, and how many without
+order. Run as a script; with `unjoined`, no stream waits for a copy of pipefit's.
+
+    build/cuda/bin/python tests/emulated/sanitized.py [unjoined]
+
+torch's sees operators alone, and tensors by where they begin. Here it also sees copies by the driver, a storage is one
+thing whatever views it has, and what was freed is remembered: its memory belongs to others while a copy reads it.
+(torch/cuda/_sanitizer.py)
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from torch.cuda import _sanitizer as sanitizer
+
+from movable import movable
+from pipefit.capture import Task
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_driver import CudaDriver
+from pipefit.zoo import build
+from state_away import away
+from tiny import batch_of, plan_of
+
+REACHED = "device0*1+device1*1+device2*1+host0*1"
+
+
+class Watch(sanitizer.EventHandler):
+    """Counts accesses, and those that no event orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accesses, self.unordered = 0, 0
+
+    def touched(self, stream: int, read: set[int], written: set[int], by: str) -> None:
+        """Work of a stream on memory, by where its storages begin."""
+        self.accesses += len(read | written)
+        names = {start: [by] for start in read | written}
+        self.unordered += len(self._handle_kernel_launch(stream, read - written, written, set(), by, names))
+
+    def _handle_memory_allocation(self, data_ptr: int) -> None:
+        if data_ptr not in self.tensors_accessed.accesses:
+            super()._handle_memory_allocation(data_ptr)
+
+    def _handle_memory_deallocation(self, data_ptr: int) -> None:
+        """What was done there stays known."""
+
+    def storage_at(self, address: int) -> set[int]:
+        """Where the storage of the device that an address is in begins; nothing if it is of the host."""
+        on_host = address >= 1 << 46  # addresses of emulated devices rise from 1 << 45
+        return set() if on_host else {max(start for start in self.tensors_accessed.accesses if start <= address)}
+
+
+class Arguments(sanitizer.ArgumentHandler):
+    """Tensors by their storages."""
+
+    def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, *_: Any, **__: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.is_cuda and (start := value.untyped_storage().data_ptr()):
+            (self.dataptrs_written if is_write else set() if metadata_only else self.dataptrs_read).add(start)
+
+
+class Mode(sanitizer.CUDASanitizerDispatchMode):
+    """Tells a `Watch` of every operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        factory, seen = bool(sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name)), Arguments()
+        seen.parse_inputs(func._schema, args, kwargs or {}, is_factory=factory)
+        out = func(*args, **(kwargs or {}))
+        seen.parse_outputs(func._schema, out, is_factory=factory)
+        if seen.dataptrs_read or seen.dataptrs_written:
+            stream = torch.cuda.current_stream().cuda_stream
+            self.event_handler.touched(stream, seen.dataptrs_read, seen.dataptrs_written, str(func))
+        return out
+
+
+def moving_plan(task: Task) -> Plan:
+    """Three stages: two keep every other tensor on the host, and the last one's optimizer state is there."""
+    found = profile(task, microbatch_size=2, target="cuda")
+    plan = plan_of(task, [2, 2, 2], size=2, microbatches=4, memory_bytes=1 << 34, profiled=found)
+    link = replace(plan.cluster.links[0], members=parse_place(REACHED).members)
+    saved = [
+        Decision(
+            stage=stage,
+            subject=SavedTensors(tensors=tuple(movable(plan, stage)[::2])),
+            what=What.OFFLOAD,
+            place=parse_place("host"),
+            ahead=1,
+        )
+        for stage in (0, 1)
+    ]
+    cluster = replace(plan.cluster, backend="cuda", links=(link,))
+    return replace(plan, cluster=cluster, decisions=(*saved, away(2, 4, 6, ahead=1)))
+
+
+def main(*options: str) -> None:
+    """Train two steps."""
+    task = build("gpt", layers=3, hidden=32, heads=2, vocabulary=100, sequence=16, dropout=0.0)
+    plan = moving_plan(task)
+    watch, copied = Watch(), CudaDriver.copy
+
+    def copy(driver: CudaDriver, target: int, source: int, nbytes: int, stream: int) -> None:
+        watch.touched(stream, watch.storage_at(source), watch.storage_at(target), "copy")
+        copied(driver, target, source, nbytes, stream)
+
+    CudaDriver.copy = copy
+    if "unjoined" in options:
+        OnStream.join = lambda copies, handle: None
+    sanitizer.ArgumentHandler, sanitizer.EventHandler = Arguments, lambda: watch
+    with Mode():
+        trainer = Trainer(task, plan, numbers=False)
+        for step in range(2):
+            trainer.step(batch_of(task, plan, step))
+    print(watch.accesses, watch.unordered)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
