@@ -122,8 +122,9 @@ class StageState:
                 if kept is not None and stage.optimizer is not None:
                     if stage.shards is not None:
                         kept = stage.shards.part_of_state(name, kept)
+                    beside = stage.updates.numbers_beside(trained)
                     stage.optimizer.state[trained] = {
-                        **{key: _like(value, trained) for key, value in kept.items()},
+                        **{key: _put(value, trained, single=key not in beside) for key, value in kept.items()},
                         **copy.deepcopy(dict(self.numbers.get(name, {}))),
                     }
                 elif replace and stage.optimizer is not None:
@@ -151,6 +152,6 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
         into.copy_(found if shards is None else shards.part(name, found))
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of an optimizer's tensor: on the parameter's device, except for counters, which stay on the host."""
-    return value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
+def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
+    """A copy of an optimizer's tensor on the parameter's device, or a `single` number's where it is, on the host."""
+    return value.clone() if value.ndim == 0 and single else value.to(parameter.device, copy=True)

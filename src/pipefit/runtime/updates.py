@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from pipefit.runtime.copying import Pace
 from pipefit.runtime.made_tensors import MadeTensors
 from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parts import check_state_apart, step_part
+from pipefit.runtime.single_numbers import kept_beside
 
 Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
 _OF_GPUS = "fused", "capturable"  # options of groups whose steps are for parameters on a GPU
@@ -67,6 +68,7 @@ class Updates:
         share: Share | None = None,
     ) -> None:
         self._start, self._stop, self._agreement, self._share = start, start + len(layers), agreement, share
+        self._make, self._beside = task.optimizer, dict[tuple[int, int, torch.dtype], frozenset[str]]()
         self._elsewhere, self._own = elsewhere, own_parameters(layers)
         owned = [own for n, own in enumerate(self._own, start=start) if share is None or share.owns(n)]
         self._owned = frozenset(id(parameter) for own in owned for parameter in own)
@@ -105,6 +107,21 @@ class Updates:
         copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
         found = parameter if copy is None else copy
         return copies_of(self.optimizer).get(found, found)
+
+    def numbers_beside(self, trained: Tensor) -> frozenset[str]:
+        """The single numbers that the optimizer keeps on the device of what it works on, by name; none on the host."""
+        if trained.device.type == "cpu" or self.optimizer is None:
+            return frozenset()
+        asked = self._group_of[id(trained)], trained.ndim, trained.dtype
+        if asked not in self._beside:
+            self._beside[asked] = kept_beside(self._make, self.optimizer.param_groups[asked[0]], trained)
+        return self._beside[asked]
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        """The number of its group by the id of what the optimizer works on."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {id(trained): number for number, group in enumerate(groups) for trained in group["params"]}
 
     @property
     def made(self) -> list[Tensor]:
