@@ -6,7 +6,8 @@
  * the null stream of a device is a stream like any other.
  *
  * One lock and one condition serve all, since a process has a few streams and no more than a few processors.
- * EMULATED_LATE=0.002 makes every piece of work begin that many seconds late.
+ * EMULATED_LATE=0.002 makes every piece of work begin that many seconds late, and 0-0.002 each by another number of
+ * seconds up to that many.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -64,8 +65,9 @@ static struct CUstream_st *known(cudaStream_t stream) { /* 1 and 2 name the null
 
 static void *work_of(void *argument) {
     struct CUstream_st *stream = argument;
-    const char *text = getenv("EMULATED_LATE");
-    double late = text ? atof(text) : 0;
+    char *text = getenv("EMULATED_LATE"), *range = text;
+    double least = text ? strtod(text, &range) : 0, most = range && *range == '-' ? atof(range + 1) : least;
+    unsigned draws = (unsigned)getpid() * 2654435761u ^ (unsigned)(size_t)stream;
     cudaSetDevice(stream->device);
     pthread_mutex_lock(&lock);
     for (;;) {
@@ -73,6 +75,7 @@ static void *work_of(void *argument) {
         struct work *work = stream->first;
         if (!work) break;
         pthread_mutex_unlock(&lock);
+        double late = least + (most - least) * rand_r(&draws) / RAND_MAX;
         if (late > 0) usleep((useconds_t)(1e6 * late));
         work->does(work->argument);
         pthread_mutex_lock(&lock);
