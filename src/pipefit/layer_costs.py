@@ -144,6 +144,7 @@ class LayerCost:
     mutates_inputs: bool  # works in place on what it is given
     fed_back: tuple[str, ...] = ()  # buffers with which it computes and that it changes; a checkpoint keeps copies
     fed_back_bytes: int = 0  # the part of `buffer_bytes` that these are
+    unseen: tuple[str, ...] = ()  # tensors that its forward changes where autograd does not see it, as by `x.data`
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.constants import held_tensors
 from pipefit.capture.orders import Orders, as_made, contiguous
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.stand_ins import standing_in
@@ -31,7 +32,8 @@ class ChainLayer:
 
     `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
     inputs: bare, or in a tuple or list. Its inputs arrive with their dimensions in these `orders`, and what it returns
-    `leaves` in others; None where that is as the module made it, as behind the last layer.
+    `leaves` in others; None where that is as the module made it, as behind the last layer. Its forward changes the
+    tensors `unseen` by autograd.
     """
 
     name: str
@@ -41,9 +43,17 @@ class ChainLayer:
     packing: Packing = "bare"
     orders: Orders = ()
     leaves: Orders | None = None
+    unseen: tuple[str, ...] = ()
 
     def outputs(self, values: Values) -> Any:
-        """What the module returns for the values from the layer before, as it is."""
+        """What the module returns for the values from the layer before, as it is.
+
+        Changes that autograd does not see are told to it before they happen: a backward that needs what an earlier
+        forward has saved is refused then, as after any other change in place.
+        """
+        if self.unseen:
+            held = held_tensors(self.module)
+            torch.autograd.graph.increment_version([held[name] for name in self.unseen])
         values = as_made(values, self.orders)
         with autocasting(self.autocast, values):
             return self.module(packed(values, self.packing))
@@ -78,7 +88,7 @@ class Chain:
         costs = measurement.costs
         left = (*(cost.orders for cost in costs[1:]), None)
         layers = tuple(
-            replace(layer, packing=cost.packing, orders=cost.orders, leaves=leaves)
+            replace(layer, packing=cost.packing, orders=cost.orders, leaves=leaves, unseen=cost.unseen)
             for layer, cost, leaves in zip(self.layers, costs, left, strict=True)
         )
         return replace(self, layers=layers, packing=measurement.loss.packing)

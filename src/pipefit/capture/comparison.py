@@ -1,17 +1,20 @@
 """Compares a module with its chain: the net under every trace.
 
-Two real microbatches, one after the other, go through a copy of the module as a plain loop would send them, and through
-a copy of the chain, with the same random draws. Their losses, the gradient of every parameter and all buffers are
-compared. The second microbatch shows what is kept from one call to the next: an update of a buffer, a count, a tensor
-in an attribute. The module, its gradients and all random generators stay as they are.
+Two real microbatches, one after the other, go through a copy of the module as a plain loop would send them. They go
+through a copy of the chain as a pipeline sends them, with the same random draws: both forward, then both backward, so
+that a backward that meets what a later forward has changed is found out, whatever it was changed by. Their losses, the
+gradient of every parameter and all buffers are compared. The second microbatch shows what is kept from one call to the
+next: an update of a buffer, a count, a tensor in an attribute. The module, its gradients and all random generators stay
+as they are.
 
 Parameters that are zero throughout, such as the last layer of a residual branch, would hide whatever is behind them:
 both copies have the same small numbers there. Costs, on the host, three times the bytes of the module and the
-activations of one microbatch.
+activations of two microbatches.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,7 +56,11 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
         with _put_back(module):
             plain = _plain_run(task, module, chain, batches)
         with _put_back(module):
-            ours = _chain_run(module, chain, batches)
+            ours = _chain_run(module, chain, batches, in_flight=True)
+        if ours is None:
+            with _put_back(module):
+                ours = _chain_run(module, chain, batches, in_flight=False)
+        assert ours is not None
         return compared(
             plain,
             ours,
@@ -110,7 +117,7 @@ def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sa
     """A copy of the module, trained as a plain loop does, without an update."""
     (own,), loss_of = _copies([module], task.loss)
     with _plainly(task, "training"):
-        losses = list(_losses(_forward(task, own, loss_of, chain), batches))
+        losses = _losses(_forward(task, own, loss_of, chain), batches)
     return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 
 
@@ -145,8 +152,12 @@ def _plainly(task: Task, doing: str) -> Iterator[None]:
         ) from error
 
 
-def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:
-    """A copy of the chain, trained in the same way; its tensors have the names that they have in the module."""
+def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in_flight: bool) -> Run | None:
+    """A copy of the chain, trained in the same way or with all microbatches `in_flight`.
+
+    Its tensors have the names that they have in the module. None if autograd sees that a later forward has changed
+    what a backward needs: training says so where it happens, and a plan may recompute.
+    """
     own, loss_of = _copies([layer.module for layer in chain.layers], chain.criterion)
     layers = tuple(replace(layer, module=copy) for layer, copy in zip(chain.layers, own, strict=True))
     copy = replace(chain, layers=layers, criterion=loss_of)
@@ -158,10 +169,12 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Ru
         return copy.loss(values, copy.flatten_targets(targets))
 
     try:
-        losses = list(_losses(forward, batches))
+        losses = _losses(forward, batches, in_flight=in_flight)
     except PipefitError:
         raise
     except Exception as error:
+        if in_flight and "modified by an inplace operation" in str(error):
+            return None
         raise UsageError(
             f"{chain.name} fails as a chain, and as a module it does not ({in_one_line(error)}): {REMEDY}"
         ) from error
@@ -185,15 +198,30 @@ def _by_names_of(
     return parameters, buffers
 
 
-def _losses(forward: Callable[[Any, Any], Tensor], batches: Sequence[Sample]) -> Iterator[Tensor]:
-    """The loss of each microbatch, which has gone backward too; random draws depend on its number alone."""
+def _losses(
+    forward: Callable[[Any, Any], Tensor], batches: Sequence[Sample], *, in_flight: bool = False
+) -> list[Tensor]:
+    """The loss of each microbatch, which has gone backward too: before the next one goes forward, unless all are
+    `in_flight`. Random draws depend on its number alone.
+    """
+    losses, waiting = [], deque[tuple[Tensor, Tensor]]()
     for number, batch in enumerate(batches):
         seed_all(number)
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch)
         loss = forward(inputs, targets)
+        losses.append(loss.detach().reshape(()))
         if loss.requires_grad:
-            torch.autograd.backward(loss.reshape(()))
-        yield loss.detach().reshape(())
+            waiting.append((loss.reshape(()), torch.get_rng_state()))
+        del loss  # and with it, soon, its graph
+        while waiting and (not in_flight or number + 1 == len(batches)):
+            _go_backward(*waiting.popleft())
+    return losses
+
+
+def _go_backward(loss: Tensor, draws: Tensor) -> None:
+    """The backward of a microbatch, with the `draws` that follow those of its forward."""
+    torch.set_rng_state(draws)
+    torch.autograd.backward(loss)
 
 
 def _own_loss(outputs: Any) -> Tensor:

@@ -31,6 +31,12 @@ def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
+def held_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All tensors that `module` holds: parameters, buffers under all their names, and those that are attributes."""
+    registered = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return dict([*registered, *named_constants(module)])
+
+
 @contextmanager
 def unchanged_constants(module: nn.Module) -> Iterator[None]:
     """Inside, `module` runs forward.

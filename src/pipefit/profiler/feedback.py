@@ -29,6 +29,7 @@ from pipefit.capture.constants import named_constants
 from pipefit.capture.storages import storage_key
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
+from pipefit.profiler.writes import changed_arguments
 
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")
@@ -45,6 +46,9 @@ class Feedback:
     fed_back_bytes: int
     unrepeatable: str  # in words; empty if there is nothing else
     parameters: frozenset[str]  # that it changes
+    unseen: tuple[str, ...]  # tensors that it changes without autograd, as by `x.data`
+    in_place: frozenset[str]  # all tensors that it changes and does not replace
+    read: frozenset[str]  # all with which it computes
 
 
 def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
@@ -64,18 +68,30 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     now = dict(module.named_buffers(remove_duplicate=False))
     changed = [b for b in buffers if now.get(b.name) is not b.tensor or b.is_changed(sources.written)]
     _put_back(module, buffers)
+    after = plain_attributes(owner)
+    written = sources.in_place | (sources.written & read)
+    written |= {b.storage for b in buffers} if _toggles(plain, after) else set()
+    held = [*(b for b in buffers if now.get(b.name) is b.tensor), *others]
     fed_back = [b for b in buffers if b.storage in read and b.storage in {one.storage for one in changed}]
     fed_back = buffers if sources.reads_numbers else fed_back
     names = [other.name for other in others if other.is_changed(sources.written)]
     parameters = frozenset(names) & {name for name, _ in module.named_parameters()}
-    names += filter(None, (changed_name(before, plain), changed_name(plain, plain_attributes(owner))))
+    names += filter(None, (changed_name(before, plain), changed_name(plain, after)))
     return Feedback(
         changed=frozenset(buffer.name for buffer in changed),
         fed_back=tuple(buffer.name for buffer in fed_back),
         fed_back_bytes=sum({b.storage: b.tensor.untyped_storage().nbytes() for b in fed_back}.values()),
         unrepeatable=_unrepeatable(names, draws=sources.draws),
         parameters=parameters,
+        unseen=tuple(one.name for one in held if one.is_unseen(written)),
+        in_place=frozenset(one.name for one in held if one.is_in_place(written)),
+        read=frozenset(one.name for one in (*buffers, *others) if one.storage in read),
     )
+
+
+def _toggles(before: Plain, after: Plain) -> bool:
+    """Whether the next forward is in another mode, in which it may change statistics with which this one computes."""
+    return any(before[name] != after.get(name) for name in before if name.rpartition(".")[2] == "training")
 
 
 def _unrepeatable(changed: Sequence[str], *, draws: bool) -> str:
@@ -102,6 +118,14 @@ class _Seen(NamedTuple):
         now = storage_key(self.tensor), self.tensor._version
         return self.storage in written or now != (self.storage, self.version)
 
+    def is_in_place(self, written: Set[int]) -> bool:
+        """Whether its numbers are others since, or it has been given others (`x.data = ...`)."""
+        return self.storage in written or storage_key(self.tensor) != self.storage
+
+    def is_unseen(self, written: Set[int]) -> bool:
+        """The same, if autograd does not know it."""
+        return self.is_in_place(written) and self.tensor._version == self.version
+
 
 def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
     for buffer in buffers:
@@ -112,8 +136,9 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
 class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows, for every storage, the storages of the buffers from which its content was computed.
 
-    `written` are the storages that were written to; `draws` is whether random numbers came from another generator than
-    torch's default; `reads_numbers` whether a number was read whose value is unknown.
+    `written` are the storages that were written to, `in_place` those of them that are no norm's statistics; `draws` is
+    whether random numbers came from another generator than torch's default; `reads_numbers` whether a number was
+    read whose value is unknown.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -121,6 +146,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept, so that no address is used twice
         self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
         self.written: set[int] = set()
+        self.in_place: set[int] = set()
         self.draws = self.reads_numbers = False
 
     def of(self, tensor: Tensor) -> frozenset[int]:
@@ -131,7 +157,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        changed = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        changed = changed_arguments(func)
         read = given
         if any(given.get(name) for name in _TRAINING) or "with_update" in str(func):
             changed |= set(_STATISTICS)
@@ -142,6 +168,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         written = _tensors([given.get(name) for name in changed])
         self.written |= set(map(storage_key, written))
+        self.in_place |= set(map(storage_key, _tensors([given.get(name) for name in changed.difference(_STATISTICS)])))
         for tensor in (*_tensors(out), *written):
             storage = tensor.untyped_storage()
             self._met.append(storage)

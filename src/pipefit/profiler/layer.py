@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.by_value import assumptions
-from pipefit.capture.constants import constants
+from pipefit.capture.constants import constants, held_tensors
 from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.stand_ins import STRANGER
+from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import Values
 from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, dense, gradients_in, layouts_of
+from pipefit.profiler.backward_state import check_backward
 from pipefit.profiler.feedback import Feedback, feedback
 from pipefit.profiler.gradients import BackwardPass, Gradients, gradients_of
 from pipefit.profiler.graph import nodes
@@ -32,6 +34,7 @@ from pipefit.profiler.pass_meter import PassMeter
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
+from pipefit.profiler.writes import changed_inputs
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.weight_copies import WeightCopy, cast_by, using
 from pipefit.texts import dtype_name
@@ -92,6 +95,7 @@ class LayerMeter:
         self.layouts: Layouts = ()
         self._by_value = False  # whether something was assumed of the forward, since it depends on values
         self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self._left = set[str]()  # what a backward changes in place
 
     def measure(
         self, optimizer: MakeOptimizer, groups: LayerGroups = (), *, arriving: Layouts | None = None
@@ -113,6 +117,7 @@ class LayerMeter:
         self.layouts = later.layouts
         _check_buffer_shapes(shapes, _buffer_shapes(self.module))
         second = self._feedback(attributes)
+        self._check_backward(second)
         self.changed_buffers = second.changed
         held = held_storages(self.module).values()
         cost = LayerCost(
@@ -132,6 +137,7 @@ class LayerMeter:
             mutates_inputs=bool(self.changed_inputs),
             fed_back=second.fed_back,
             fed_back_bytes=second.fed_back_bytes,
+            unseen=second.unseen,
             unrepeatable=second.unrepeatable,
             undivided=updates.undivided,
             update_left_bytes=updates.left_bytes,
@@ -226,9 +232,21 @@ class LayerMeter:
             self.meter.forget_graphs()
         return found
 
-    def _forward(self) -> Values:
-        """Run a forward."""
-        return self.call(self._enter(GraphEnds(), [torch.empty_like(v, requires_grad=False) for v in self.like]))
+    def _check_backward(self, second: Feedback) -> None:
+        """Check that a backward does not depend on how many other microbatches went forward before it.
+
+        Raises:
+            Refusal: it does.
+        """
+        with self.meter:
+            check_backward(self._forward, self.module, second, self._left)
+            self.meter.forget_graphs()
+        self._drop_gradients()
+
+    def _forward(self, graph: GraphEnds | None = None) -> Values:
+        """Run a forward, at the start of `graph`."""
+        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
+        return self.call(self._enter(graph or GraphEnds(), inputs))
 
     def _kept_by_forward(self) -> _Kept:
         """Run a forward, and see what exists after it."""
@@ -284,8 +302,7 @@ class LayerMeter:
         with saving_nothing():
             self.call(self._enter(GraphEnds(), list(inputs)))
         self.meter.drop_graph()
-        changed = (number for number, value in enumerate(inputs) if value._version != versions[number])
-        self.changed_inputs = frozenset(changed)
+        self.changed_inputs = changed_inputs(inputs, versions, self.meter.written)
         return Peak.of(self.meter)
 
     def _microbatch(self, arriving: Layouts | None, usual: Sequence[GradientOrigin] = ()) -> _Microbatch:
@@ -307,6 +324,7 @@ class LayerMeter:
         given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
         del incoming
         backward(graph)
+        self._left |= {n for n, t in held_tensors(self.module).items() if storage_key(t) in self.meter.written}
         outgoing = self._outgoing(graph)
         work, spans = self.meter.work, self.meter.spans
         gradients = gradients_of(self.meter, outgoing, given, usual)

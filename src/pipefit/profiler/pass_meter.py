@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from pipefit.layer_costs import Span
 from pipefit.meter.cpu import Meter, Tracked
 from pipefit.meter.kernels import Kernels
+from pipefit.profiler.writes import written_storages
 from pipefit.trace import CATEGORIES, Category
 from pipefit.work import Alike, Work
 
@@ -51,6 +52,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
         self._operations: Counter[tuple[int, int]] = Counter()  # how many of so many FLOPs and bytes moved
+        self.written: set[int] = set()  # the storages that operations of the pass changed in place
 
     def storages(self, tensors: Sequence[Tensor]) -> list[Tracked]:
         """The tensors' storages, without holding them."""
@@ -67,6 +69,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
         self._released, self._spans = [], []
         self._operations.clear()
+        self.written.clear()
 
     @property
     def peak_bytes(self) -> int:
@@ -94,6 +97,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().operation(func, args, kwargs)
+        self.written |= written_storages(func, args, kwargs)
         if not func.is_view and func not in _MOVE_NOTHING:
             count = flop_registry.get(func._overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=out)

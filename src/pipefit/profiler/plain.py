@@ -1,15 +1,19 @@
-"""Plain attributes of a module: numbers, texts, flags, containers of them, random generators of Python and NumPy.
+"""What a forward may count in: numbers, texts, flags, containers of them, random generators of Python and NumPy.
 
-A forward that changes one of them, as by counting its calls, may compute something else when it runs again. Tensors are
-not plain. What lies deep inside, in a closure, or in an object of a C extension is not seen. Microseconds an attribute.
+They are attributes of a module, of its class or of another object, variables of the functions that these hold
+(closures), and variables of the Python module that a class or function names (globals); and whether a parameter is
+trained. A forward that changes one of them may compute something else when it runs again. Tensors are not plain. What
+lies deep inside, or in an object of a C extension, is not seen, nor are globals of functions that a forward calls.
+Microseconds an attribute.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,8 @@ from torch import Tensor, nn
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, nn.Module)
+_OPAQUE = (type, ModuleType, nn.Module)
+_LIBRARIES = ("torch", "pipefit", "builtins")  # whose classes and functions count nothing
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 6  # of containers and objects inside of one another
 
@@ -45,12 +50,57 @@ def plain_attributes(owner: object) -> Plain:
     """
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
     parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
-    return {
-        f"{path}.{name}".removeprefix("."): comparable(item)
-        for path, part in parts
-        for name, item in getattr(part, "__dict__", {}).items()
-        if name not in _REGISTERED
-    }
+    return {f"{path}.{name}".removeprefix("."): item for path, part in parts for name, item in _attributes(part)}
+
+
+def _attributes(part: object) -> Iterator[tuple[str, object]]:
+    """Those of one module, or of another object or function, its class's and the globals that it names among them."""
+    own = getattr(part, "__dict__", {})
+    classes = [each for each in type(part).__mro__ if not _of_a_library(each)]
+    functions = [part, *(item for each in classes for item in vars(each).values())]
+    for name, item in (*_countable((n, i) for each in classes for n, i in vars(each).items()), *_globals(functions)):
+        yield name, comparable(item)
+    yield from ((name, comparable(item)) for name, item in own.items() if name not in _REGISTERED)
+    if isinstance(part, nn.Module):
+        yield from ((f"{name}.requires_grad", p.requires_grad) for name, p in part.named_parameters(recurse=False))
+    if isinstance(part, FunctionType):
+        yield from ((name, comparable(item)) for name, item in _closure(part))
+
+
+def _globals(functions: Iterable[object]) -> Iterator[tuple[str, object]]:
+    """What functions may count in among the variables of their Python modules, by name."""
+    for function in functions:
+        if isinstance(function, FunctionType) and not _of_a_library(function):
+            names = _names(function.__code__)
+            yield from _countable((n, function.__globals__[n]) for n in names if n in function.__globals__)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function, and the functions inside of it, look up."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _countable(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    """Those that are numbers, texts, flags or containers, without Python's own."""
+    return ((n, i) for n, i in items if isinstance(i, (*_PLAIN, *_CONTAINERS, Mapping)) and not n.startswith("__"))
+
+
+def _closure(function: FunctionType) -> list[tuple[str, object]]:
+    """The variables around a function, by name, that have a value."""
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # not yet
+            continue
+    return found
+
+
+def _of_a_library(item: Any) -> bool:
+    return str(getattr(item, "__module__", None)).partition(".")[0] in _LIBRARIES
 
 
 def comparable(item: Any, depth: int = _DEPTH) -> object:
@@ -74,7 +124,20 @@ def comparable(item: Any, depth: int = _DEPTH) -> object:
         return tuple((comparable(key, depth - 1), comparable(value, depth - 1)) for key, value in item.items())
     if isinstance(item, _CONTAINERS):
         return type(item), tuple(comparable(part, depth - 1) for part in item)
-    return _Same(item), comparable(getattr(item, "__dict__", {}), depth - 1)
+    return _Same(item), comparable(_inside(item), depth - 1)
+
+
+def _inside(item: Any) -> Mapping[str, object]:
+    """What an object has, or a function holds, by name."""
+    match item:
+        case MethodType():
+            return {"self": item.__self__}
+        case partial():
+            return {"func": item.func, "args": item.args, "keywords": item.keywords}
+        case FunctionType():
+            return {} if _of_a_library(item) else dict(_closure(item))
+    found: Mapping[str, object] = getattr(item, "__dict__", {})
+    return found
 
 
 def changed_name(before: Plain, after: Plain) -> str | None:

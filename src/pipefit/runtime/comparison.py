@@ -268,9 +268,9 @@ def _obstacle(measurement: Measurement) -> str:
 
 
 def host_bytes(measurement: Measurement) -> int:
-    """What a comparison takes of the host: copies of the module and gradients, and one microbatch's activations."""
+    """What a comparison takes of the host: copies of the module and gradients, and two microbatches' activations."""
     costs = (*measurement.costs, measurement.loss)
-    activations = sum(sum(cost.storages) for cost in costs) + max(cost.forward_peak_bytes for cost in costs)
+    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(c.forward_peak_bytes for c in costs)
     return _COPIES * module_bytes(measurement) + activations
 
 

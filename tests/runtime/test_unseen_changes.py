@@ -1,0 +1,338 @@
+"""What a layer changes, or its backward reads, where autograd does not look: trained as plainly, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from feeding_back import WIDTH, Average, task_with
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer
+from tiny import batch_of, plan_of
+
+MICROBATCHES, STEPS = 3, 2
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.detach().mean(0)
+
+
+class ByData(Average):
+    """Multiplies by an average that it has changed by `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.average.data.lerp_(mean(x), 0.5)
+        return x * self.average
+
+
+class Afterwards(Average):
+    """Changes it when it has been saved, which plain autograd would refuse of any change that it sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        result = x * self.average
+        self.average.data[1:].add_(mean(x)[1:])
+        return result
+
+
+class Preserved(Average):
+    """Hides the change by a tool of torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.autograd._unsafe_preserve_version_counter(self.average), torch.no_grad():
+            self.average.lerp_(mean(x), 0.5)
+        return x * self.average
+
+
+class OtherData(Average):
+    """Puts another tensor's numbers behind the average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.average.data = self.average.data * 0.5 + mean(x)
+        return x * self.average
+
+
+class Shrinking(Average):
+    """Changes a weight, which is saved for the gradient of what comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.mul_(0.9)
+        found: Tensor = self.linear(x)
+        return found
+
+
+class InAList(Average):
+    """An average that is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.held[0].data.lerp_(mean(x), 0.5)
+        return x * self.held[0]
+
+
+class Toggling(nn.Module):
+    """A batch norm that takes turns: it computes with statistics in one microbatch, and changes them in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(not self.norm.training)
+        found: Tensor = self.norm(self.linear(x))
+        return found
+
+
+class BothModes(nn.Module):
+    """A batch norm in training, and another use of its statistics, which are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        assert self.norm.running_mean is not None
+        return self.norm(x) + x * self.norm.running_mean
+
+
+class OnTheContext(torch.autograd.Function):
+    """Multiplies by what it keeps as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor
+        return x * getattr(factor, "average", factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * getattr(ctx.factor, "average", ctx.factor), None
+
+
+class Saving(torch.autograd.Function):
+    """The same as autograd wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Keeping(Average):
+    """Multiplies by its average through a function that keeps it."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """As an attribute."""
+        found: Tensor = OnTheContext.apply(x, self.average)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.update(mean(x))
+        return self.multiplied(x)
+
+
+class KeepingItself(Keeping):
+    """The function keeps the whole module."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """As an attribute."""
+        found: Tensor = OnTheContext.apply(x, self)
+        return found
+
+
+class Hooked(Keeping):
+    """A hook multiplies the gradient."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """In the backward alone."""
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * self.average)
+        return x
+
+
+class KeptWell(Keeping):
+    """Keeps a clone."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """As an attribute."""
+        found: Tensor = OnTheContext.apply(x, self.average.clone())
+        return found
+
+
+class SavedWell(Keeping):
+    """Lets autograd save it."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """And check it."""
+        found: Tensor = Saving.apply(x, self.average)
+        return found
+
+
+class Following(Average):
+    """Its backward changes the average with which its forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_full_backward_hook(lambda own, _, gradients: own.update(gradients[0].mean(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) - self.average
+
+
+class Noting(Average):
+    """Its backward changes what its forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_full_backward_hook(lambda own, _, gradients: own.update(gradients[0].mean(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x)
+        return found
+
+
+class Input(Average):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(0.5)
+        found: Tensor = self.linear(x)
+        return found
+
+
+class ClonedInput(Average):
+    """Changes a clone of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x.data.mul_(0.5)
+        found: Tensor = self.linear(x)
+        return found
+
+
+class Cloning(Average):
+    """Changes it by `.data`, and computes with a clone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.average.data.lerp_(mean(x), 0.5)
+        return x * self.average.clone()
+
+
+def plainly(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """A loop without pipefit, in which each microbatch goes backward before the next goes forward."""
+    torch.manual_seed(0)
+    module = task.build()
+    optimizer, losses, count = task.optimizer(module.parameters()), [], plan.training.microbatches
+    for step in range(STEPS):
+        found = []
+        for inputs, targets in zip(*(part.chunk(count) for part in batch_of(task, plan, step)), strict=True):
+            loss = task.loss(module(inputs.clone()), targets)
+            (loss / count).backward()
+            found.append(loss.detach())
+        losses.append(float(torch.stack(found) @ torch.full((count,), 1 / count)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, module.state_dict()
+
+
+@cache
+def profiled(build: Callable[[], nn.Module], by_hand: bool = True) -> ModelProfile:
+    return profile(task_with(build, by_hand=by_hand), microbatch_size=2, threads=torch.get_num_threads())
+
+
+def planned(build: Callable[[], nn.Module], by_hand: bool = True, **training: Any) -> tuple[Task, Plan]:
+    """All in one stage: under GPipe with three microbatches in flight, unless told otherwise."""
+    training = {"microbatches": MICROBATCHES, "schedule": "gpipe"} | training
+    found = profiled(build, by_hand)
+    task = task_with(build, by_hand=by_hand)
+    return task, plan_of(task, [len(found.layers)], size=2, profiled=found, **training)
+
+
+def check(task: Task, plan: Plan) -> None:
+    """Losses and weights are those of the plain loop, to the bit."""
+    losses, state = plainly(task, plan)
+    trainer = Trainer(task, plan)
+    assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
+    trained = trainer.state_dict()
+    assert [name for name, tensor in state.items() if not torch.equal(trained[name], tensor)] == []
+
+
+UNSEEN = [ByData, Afterwards, Preserved, OtherData, Shrinking, InAList, Toggling, BothModes]
+
+
+@pytest.mark.parametrize("build", UNSEEN)
+def test_several_in_flight_are_refused(build: type[nn.Module]) -> None:
+    """Their backward would compute with the numbers of another microbatch; it is refused by name."""
+    task, plan = planned(build)
+    with pytest.raises(UsageError, match=r"microbatch 0 cannot go backward .*changed in place since"):
+        Trainer(task, plan).step(batch_of(task, plan))
+
+
+@pytest.mark.parametrize("build", UNSEEN)
+def test_one_in_flight_trains_as_plainly(build: type[nn.Module]) -> None:
+    """As the last stage under 1F1B has."""
+    check(*planned(build, schedule="1f1b"))
+
+
+@pytest.mark.parametrize("build", [ByData, Afterwards, OtherData])
+def test_recomputed_it_trains_as_plainly(build: type[nn.Module]) -> None:
+    """With several in flight: each has a copy of its own."""
+    check(*planned(build, recompute="always"))
+
+
+def norm() -> nn.Module:
+    return nn.BatchNorm1d(WIDTH)
+
+
+@pytest.mark.parametrize("build", [Cloning, KeptWell, ClonedInput, Noting, norm])
+def test_the_way_out_is_one(build: Callable[[], nn.Module]) -> None:
+    """What computes with clones trains as plainly, and so does what only looks like one of these."""
+    check(*planned(build))
+
+
+def test_what_autograd_saves_is_its_own_to_refuse() -> None:
+    """By name as it goes backward, and not where it is recomputed."""
+    task, plan = planned(SavedWell)
+    with pytest.raises(UsageError, match="changed in place since"):
+        Trainer(task, plan).step(batch_of(task, plan))
+    check(*planned(SavedWell, recompute="always"))
+
+
+@pytest.mark.parametrize(
+    ("build", "by_hand", "why"),
+    [
+        (Keeping, True, "its backward reads 'average', which its forward changes and does not save"),
+        (Keeping, False, "its backward reads 'average', which its forward changes and does not save"),
+        (KeepingItself, True, "its backward reads 'average', which its forward changes and does not save"),
+        (Hooked, True, "its backward reads 'average', which its forward changes and does not save"),
+        (Following, True, "its backward changes 'average', with which its forward computes"),
+        (Input, True, "its forward changes what it is given where autograd does not see it"),
+    ],
+)
+def test_what_nobody_would_check_is_refused(build: type[nn.Module], by_hand: bool, why: str) -> None:
+    """While it is profiled, with the layer and the tensor."""
+    with pytest.raises(UsageError, match=f"layer .*{why}"):
+        profiled(build, by_hand)
