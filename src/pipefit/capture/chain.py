@@ -136,7 +136,7 @@ class Chain:
             UsageError: it is no scalar.
         """
         wanted = None if self.targets is None else self.targets.rebuild(targets)
-        with autocasting(self.autocast, values), standing_in(values):
+        with autocasting(self.autocast, values), standing_in(values, self.criterion):
             result = values[0] if self.criterion is None else self.criterion(self.rebuild(values), wanted)
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)

@@ -2,16 +2,20 @@
 
 Those of a loss that is a module go with the last stage to its device; those of a closure are where its script puts
 them. They take none of what a plan counts, because they are there before and after it. A parameter among them
-is refused: its gradient would be on the device of the loss alone, and no optimizer there has it.
+is refused: its gradient would be on the device of the loss alone, and no optimizer there has it. A loss may change its
+tensors, or put others in the place of its buffers; those are put back.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -30,10 +34,49 @@ STRANGER = (
 )
 
 
-def standing_in(values: tuple[Tensor, ...]) -> AbstractContextManager[object]:
-    """Inside, real tensors that meet `values` are replaced by fake ones, if those are fake."""
+@dataclass(slots=True)
+class StoodIn:
+    """What losses that ran have met: real tensors with what stood in for each, and the buffers that they replaced."""
+
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    replaced: list[Tensor] = field(default_factory=list)
+
+
+_noticing: ContextVar[StoodIn | None] = ContextVar("what stands in for real tensors", default=None)
+
+
+@contextmanager
+def noticing() -> Iterator[StoodIn]:
+    """Inside, losses run over fake tensors."""
+    token = _noticing.set(found := StoodIn())
+    try:
+        yield found
+    finally:
+        _noticing.reset(token)
+
+
+def standing_in(values: tuple[Tensor, ...], loss: object) -> AbstractContextManager[object]:
+    """Inside, while a loss runs, real tensors that meet `values` are replaced by fake ones, if those are fake."""
     like = values[0]
-    return _StandIns(like) if isinstance(like, FakeTensor) else nullcontext()
+    return _standing_in(like, loss) if isinstance(like, FakeTensor) else nullcontext()
+
+
+@contextmanager
+def _standing_in(like: FakeTensor, loss: object) -> Iterator[None]:
+    parts = loss.modules() if isinstance(loss, nn.Module) else ()
+    buffers = {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
+    found, stand_ins = _noticing.get(), _StandIns(like)
+    try:
+        with stand_ins:
+            yield
+    finally:
+        for (part, name), buffer in buffers.items():
+            if part._buffers.get(name) is not buffer:
+                part._buffers[name] = buffer
+                if found is not None and buffer is not None:
+                    found.replaced.append(buffer)
+        if found is not None:
+            found.pairs.extend(stand_ins.pairs)
 
 
 def left_real(tensor: Tensor) -> AbstractContextManager[object]:
@@ -58,6 +101,11 @@ class _StandIns(TorchFunctionMode):
         super().__init__()
         self._like = like
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # real and fake, which keeps the first from being freed
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The real tensors so far, with the fake ones."""
+        return list(self._made.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, self._stand_in, (args, kwargs or {}))

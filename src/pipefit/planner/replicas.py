@@ -54,10 +54,11 @@ def representative(question: Question, degree: Degree) -> Question:
         UsageError: there are no devices for it, or a layer can have no replicas.
     """
     groups = groups_of(question, degree)
-    for layer, cost in zip(question.profile.layers, question.measured(degree).costs, strict=True):
+    measured, names = question.measured(degree), [f"layer {name}" for name in question.profile.layers]
+    for what, cost in zip((*names, "the loss"), (*measured.costs, measured.loss), strict=True):
         if degree.data > 1 and cost.alone:
             raise UsageError(
-                f"layer {layer} {cost.alone}: that would become another in each of {degree.data} replicas, "
+                f"{what} {cost.alone}: that would become another in each of {degree.data} replicas, "
                 "so leave data out, and its stage can be on one device"
             )
     how, options, profile = question.training, question.options, question.profile

@@ -5,7 +5,8 @@ forward has left. In a pipeline other forwards come between. Autograd checks wha
 the module itself on a context and hooks on gradients are checked by nobody: a layer whose backward so reads what its
 forward changes, or changes what its forward reads, would train other gradients. It is refused by name.
 
-Only layers that change what they hold, forward or backward, are run once more for this.
+Only layers that change what they hold are run once more for this, and not those that only count in integers, as batch
+norm does, unless their backward runs code of Python's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def check_backward(
             "forward before that",
             f"change {name!r} in the forward, or after the optimizer's step",
         )
-    if found.in_place:
+    held = held_tensors(module)
+    if any(found.runs_python or held[name].is_floating_point() for name in found.in_place):
         read = _read_unsaved(forward, module)
         for name in sorted(read & found.in_place):
             raise Refusal(
@@ -58,7 +60,7 @@ def check_backward(
 
 def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
     """The names of what a backward reads of what `module` holds, besides what autograd has saved for it."""
-    graph, saved, reads = GraphEnds(), _Saved(), _Reads()
+    graph, saved, reads = GraphEnds(), Saved(), _Reads()
     with saved:
         values = forward(graph)
     leave(graph, values)
@@ -67,7 +69,7 @@ def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> 
     del values
     with reads:
         backward(graph)
-    return {name for name, storage in held.items() if storage in reads.storages - saved.storages}
+    return {name for name, storage in held.items() if storage in reads.storages - saved.versions.keys()}
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,13 +87,13 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, a forward runs; `storages` are those that autograd saves for the backward, and checks."""
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, a forward runs; `versions` are those of what autograd saves for the backward and checks, by storage."""
 
     def __init__(self) -> None:
-        self.storages: set[int] = set()
+        self.versions: dict[int, int] = {}
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self.storages.add(storage_key(tensor))
+        self.versions[storage_key(tensor)] = tensor._version
         return tensor.detach()  # the tensor itself may be the result of the node that keeps it

@@ -48,6 +48,7 @@ class Feedback:
     parameters: frozenset[str]  # that it changes
     unseen: tuple[str, ...]  # tensors that it changes without autograd, as by `x.data`
     in_place: frozenset[str]  # all tensors that it changes and does not replace
+    runs_python: bool  # whether its backward does, in a custom function or a hook of a module
     read: frozenset[str]  # all with which it computes
 
 
@@ -62,7 +63,7 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     others = [_Seen.now(name, p) for name, p in module.named_parameters(remove_duplicate=False)]
     others += [_Seen.now(name, constant) for name, constant in named_constants(module)]
     plain = plain_attributes(owner)
-    with _Sources([seen.tensor for seen in (*buffers, *others)]) as sources:
+    with Sources([seen.tensor for seen in (*buffers, *others)]) as sources:
         outputs = forward()
         read = frozenset[int]().union(*map(sources.of, (*outputs, *_kept_by_custom_functions(outputs))))
     now = dict(module.named_buffers(remove_duplicate=False))
@@ -85,6 +86,7 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
         parameters=parameters,
         unseen=tuple(one.name for one in held if one.is_unseen(written)),
         in_place=frozenset(one.name for one in held if one.is_in_place(written)),
+        runs_python=any(map(_is_of_a_layer, nodes(outputs))),
         read=frozenset(one.name for one in (*buffers, *others) if one.storage in read),
     )
 
@@ -133,7 +135,7 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
         module.get_submodule(path)._buffers[name] = buffer.tensor
 
 
-class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows, for every storage, the storages of the buffers from which its content was computed.
 
     `written` are the storages that were written to, `in_place` those of them that are no norm's statistics; `draws` is
@@ -174,6 +176,11 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._met.append(storage)
             self._known[storage._cdata] = self._known.get(storage._cdata, frozenset()) | sources
         return out
+
+
+def _is_of_a_layer(node: object) -> bool:
+    """Whether a node of a graph is a custom function, and none of our own."""
+    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("pipefit.")  # type: ignore[attr-defined]
 
 
 def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -30,6 +30,7 @@ from pipefit.profiler.backward_state import check_backward
 from pipefit.profiler.feedback import Feedback, feedback
 from pipefit.profiler.gradients import BackwardPass, Gradients, gradients_of
 from pipefit.profiler.graph import nodes
+from pipefit.profiler.loss_state import changed_by_loss
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
@@ -242,6 +243,13 @@ class LayerMeter:
             check_backward(self._forward, self.module, second, self._left)
             self.meter.forget_graphs()
         self._drop_gradients()
+
+    def changed_by_loss(self, loss: object) -> str:
+        """What a forward of the loss changes of its own tensors, in words; see `changed_by_loss`."""
+        with self.meter:
+            found = changed_by_loss(self._forward, loss)
+            self.meter.forget_graphs()
+        return found
 
     def _forward(self, graph: GraphEnds | None = None) -> Values:
         """Run a forward, at the start of `graph`."""

@@ -320,13 +320,15 @@ class Survey:
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
         with named(f"the loss of {self.task.name}", [*values, *targets]), refusing(traced=False):
             cost, (found,) = meter.measure(self.optimizer)
+            changed = meter.changed_by_loss(chain.criterion)
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not found.requires_grad and _is_trained(chain):
             raise UsageError(
                 f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
             )
-        return replace(cost, packing=self.form.packing), meter.layouts[:count]
+        cost = replace(cost, packing=self.form.packing, unrepeatable=cost.unrepeatable or changed)
+        return cost, meter.layouts[:count]
 
 
 def shared_name(chain: Chain, shared: Shared) -> str:

@@ -149,6 +149,11 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
                 f"{where}, and layer {layer} {cost.alone}: that would become another in each replica, so put this "
                 "layer into a stage on one device"
             )
+    if plan.measurement.loss.alone and number + 1 == len(plan.stages):
+        raise UsageError(
+            f"{where}, and the loss {plan.measurement.loss.alone}: that would become another in each replica, so put "
+            "the last stage on one device"
+        )
     for shared, stages in plan.summed.items() if stage.grid.divides_gradients else ():
         if number in stages:
             raise UsageError(

@@ -205,6 +205,7 @@ class DegreeTables:
         """Infinity for ranges with a layer that replicas cannot hold: it computes with what it changes."""
         edges, costs = self.question.edges, self.measurement.costs
         alone = [float(any(cost.alone for cost in costs[a:b])) for a, b in pairwise(edges)]
+        alone[-1] += float(bool(self.measurement.loss.alone))
         held = ranges(np.concatenate(([0.0], np.cumsum(alone))))
         found: Floats = np.where((held > 0) & (self.degree.data > 1), np.inf, 0.0)
         return found

@@ -1,0 +1,134 @@
+"""Losses that change what they hold, such as a centre: trained as plainly, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.grids import Grid
+from pipefit.planner import plan as plan_of_profile
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify
+from pipefit.schedule import lower
+from tiny import batch_of, plan_of, task_of
+
+
+class Centred(nn.Module):
+    """The distance from targets and a centre that follows the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.ones(4))
+
+    def follow(self, outputs: Tensor) -> None:
+        """In place."""
+        self.centre.lerp_(outputs.detach().mean(0), 0.5)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.follow(outputs)
+        return (outputs - self.centre - targets).square().mean()
+
+
+class Replacing(Centred):
+    """The centre becomes another tensor, as in DINO."""
+
+    def follow(self, outputs: Tensor) -> None:
+        """Out of place."""
+        self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
+
+
+class Scaled(Centred):
+    """The centre is a factor, and saved; autograd does not see that it changes."""
+
+    def follow(self, outputs: Tensor) -> None:
+        """Behind its back."""
+        self.centre.data.lerp_(outputs.detach().mean(0), 0.5)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.follow(outputs)
+        return (outputs * self.centre - targets).square().mean()
+
+
+def closed() -> Callable[[Any, Any], Tensor]:
+    """A function with a centre around it."""
+    centre = torch.ones(4)
+
+    def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+        centre.lerp_(outputs.detach().mean(0), 0.5)
+        return (outputs - centre - targets).square().mean()
+
+    return distance
+
+
+def task(loss: Callable[[], Callable[[Any, Any], Any]]) -> Task:
+    """Two layers, and a loss of its own."""
+    return task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], loss=loss())
+
+
+@cache
+def profiled(loss: Callable[[], Callable[[Any, Any], Any]]) -> ModelProfile:
+    return profile(task(loss), microbatch_size=(4, 2), threads=torch.get_num_threads())
+
+
+def planned(loss: Callable[[], Callable[[Any, Any], Any]], **training: Any) -> Plan:
+    return plan_of(task(loss), (1, 1), size=4, microbatches=3, profiled=profiled(loss), **training)
+
+
+LOSSES = [Centred, Replacing, closed]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
+    """Over two steps of three microbatches in flight, after a dry run, which leaves the loss as it is."""
+    plan = planned(loss, schedule="gpipe")
+    trained = task(loss)
+    certify(trained, plan)
+    trainer = Trainer(trained, plan)
+    ours = [trainer.step(batch_of(trained, plan, step)) for step in range(2)]
+    torch.manual_seed(0)
+    plain = task(loss)
+    module, theirs = plain.build(), []
+    optimizer = plain.optimizer(module.parameters())
+    for step in range(2):
+        found = []
+        for inputs, targets in zip(*(part.chunk(3) for part in batch_of(plain, plan, step)), strict=True):
+            found.append(plain.loss(module(inputs), targets))
+            (found[-1] / 3).backward()
+        theirs.append(float(torch.stack(found).detach().mean()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert all(torch.allclose(trainer.state_dict()[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> None:
+    """Named where a plan asks for it, and left alone where a planner chooses."""
+    what = "a tensor" if loss is closed else "'centre'"
+    with pytest.raises(UsageError, match=f"cannot recompute the loss, which changes {what} in every forward"):
+        lower(planned(loss, recompute="always"))
+    plan = planned(loss)
+    twofold = replace(plan.stages[1], grid=Grid(devices=(1, 2), data=2))
+    with pytest.raises(UsageError, match=f"2 replicas, and the loss changes {what} in every forward"):
+        lower(replace(plan, stages=(plan.stages[0], twofold), cluster=Cluster.emulated((3, 1 << 30))))
+    with pytest.raises(UsageError, match=f"the loss changes {what} in every forward"):
+        plan_of_profile(profiled(loss), Cluster.emulated((4, 1 << 30)), batch_size=16, planner="exact", data=2)
+    found = plan_of_profile(profiled(loss), Cluster.emulated((2, 1 << 30)), batch_size=16)
+    assert found.stages[-1].grid.data == 1
+
+
+def test_a_change_that_autograd_does_not_see_is_refused() -> None:
+    """Where the loss has saved it."""
+    with pytest.raises(UsageError, match="the loss of tiny cannot be planned: it changes 'centre', which it saves"):
+        profiled(Scaled)
