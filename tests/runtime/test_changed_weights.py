@@ -117,6 +117,26 @@ def test_float32_copies_are_refused() -> None:
         lower(plan)
 
 
+class Shrinking(nn.Linear):
+    """A linear layer that makes its weight smaller before it computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_half_precision_copies_are_refused() -> None:
+    """Autocast would cast the weight as it has become; a copy for all microbatches has it as it was before."""
+    trained = replace(task(Shrinking), precision="mixed-bfloat16")
+    plan = plan_of(trained, (3,), size=SIZE, profiled=profile(trained, microbatch_size=SIZE))
+    with pytest.raises(UsageError, match=r"mixed-bfloat16 computes with a half-precision copy .*use precision float32"):
+        lower(plan)
+
+
 def test_what_is_not_trained_has_one_version() -> None:
     """What a forward changes and no update does is there once under an endless schedule, and is allowed."""
     assert lower(under(planned(Follower), "pipedream"))

@@ -71,6 +71,41 @@ def closed() -> Callable[[Any, Any], Tensor]:
     return distance
 
 
+def following() -> Callable[[Any, Any], Tensor]:
+    """Another tensor takes the centre's place."""
+    kept = {"centre": torch.ones(4)}
+
+    def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+        kept["centre"] = 0.5 * kept["centre"] + 0.5 * outputs.detach().mean(0)
+        return (outputs - kept["centre"] - targets).square().mean()
+
+    return distance
+
+
+class Warming(nn.Module):
+    """Weighs more from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.weights = 0, [1.0]
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        self.weights.append(self.calls / 10)
+        return (outputs - targets).square().mean() * sum(self.weights)
+
+
+def noting() -> Callable[[Any, Any], Tensor]:
+    """Keeps what nobody computes with."""
+    kept = {"last": torch.zeros(())}
+
+    def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+        kept["last"] = (outputs - targets).square().mean()
+        return kept["last"]
+
+    return distance
+
+
 def task(loss: Callable[[], Callable[[Any, Any], Any]]) -> Task:
     """Two layers, and a loss of its own."""
     return task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)], loss=loss())
@@ -85,10 +120,16 @@ def planned(loss: Callable[[], Callable[[Any, Any], Any]], **training: Any) -> P
     return plan_of(task(loss), (1, 1), size=4, microbatches=3, profiled=profiled(loss), **training)
 
 
-LOSSES = [Centred, Replacing, closed]
+LOSSES = {
+    Centred: "'centre' in every forward",
+    Replacing: "'centre' in every forward",
+    closed: "a tensor in every forward",
+    following: "a tensor in every forward",
+    Warming: "'calls', which is no buffer",
+}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, noting])
 def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
     """Over two steps of three microbatches in flight, after a dry run, which leaves the loss as it is."""
     plan = planned(loss, schedule="gpipe")
@@ -115,17 +156,23 @@ def test_the_centre_follows_as_plainly(loss: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_is_neither_recomputed_nor_in_replicas(loss: Callable[[], Any]) -> None:
     """Named where a plan asks for it, and left alone where a planner chooses."""
-    what = "a tensor" if loss is closed else "'centre'"
-    with pytest.raises(UsageError, match=f"cannot recompute the loss, which changes {what} in every forward"):
+    what = LOSSES[loss]
+    with pytest.raises(UsageError, match=f"cannot recompute the loss, which changes {what}"):
         lower(planned(loss, recompute="always"))
     plan = planned(loss)
     twofold = replace(plan.stages[1], grid=Grid(devices=(1, 2), data=2))
-    with pytest.raises(UsageError, match=f"2 replicas, and the loss changes {what} in every forward"):
+    with pytest.raises(UsageError, match=f"2 replicas, and the loss changes {what}"):
         lower(replace(plan, stages=(plan.stages[0], twofold), cluster=Cluster.emulated((3, 1 << 30))))
-    with pytest.raises(UsageError, match=f"the loss changes {what} in every forward"):
+    with pytest.raises(UsageError, match=f"the loss changes {what}"):
         plan_of_profile(profiled(loss), Cluster.emulated((4, 1 << 30)), batch_size=16, planner="exact", data=2)
     found = plan_of_profile(profiled(loss), Cluster.emulated((2, 1 << 30)), batch_size=16)
     assert found.stages[-1].grid.data == 1
+
+
+def test_what_nobody_computes_with_may_change() -> None:
+    """Recomputed, and in replicas."""
+    lower(planned(noting, recompute="always"))
+    assert plan_of_profile(profiled(noting), Cluster.emulated((2, 1 << 30)), batch_size=16, data=2)
 
 
 def test_a_change_that_autograd_does_not_see_is_refused() -> None:

@@ -145,7 +145,7 @@ def _own(module: nn.Module) -> Iterator[object]:
 
 def _held(function: FunctionType) -> Iterator[object]:
     """What a function holds: the contents of its closure, and its defaults."""
-    yield from (cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell))
+    yield from (cell.cell_contents for cell in function.__closure__ or () if not is_empty(cell))
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
 
@@ -170,13 +170,13 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
 
     cells = original.__closure__ or ()
     for cell in cells:
-        memo.setdefault(id(cell), cell if _is_empty(cell) else CellType())  # several functions may share one
+        memo.setdefault(id(cell), cell if is_empty(cell) else CellType())  # several functions may share one
     made = FunctionType(
         original.__code__, original.__globals__, original.__name__, None, tuple(memo[id(cell)] for cell in cells)
     )
     memo[id(original)] = made  # before what it holds, which may hold it
     for cell in cells:
-        if _is_empty(memo[id(cell)]) and not _is_empty(cell):
+        if is_empty(memo[id(cell)]) and not is_empty(cell):
             memo[id(cell)].cell_contents = value(cell.cell_contents)
     made.__defaults__ = tuple(map(value, original.__defaults__)) if original.__defaults__ else None
     made.__kwdefaults__ = {name: value(held) for name, held in (original.__kwdefaults__ or {}).items()}
@@ -185,7 +185,8 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
     return made
 
 
-def _is_empty(cell: CellType) -> bool:
+def is_empty(cell: CellType) -> bool:
+    """Whether a variable around a function has no value yet."""
     try:
         cell.cell_contents  # noqa: B018 -- reading an empty one raises
     except ValueError:

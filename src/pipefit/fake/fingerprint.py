@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.as_found import left_as_found
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer, wholes
 from pipefit.capture.settings import layout, module_settings
@@ -222,7 +223,11 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
             torch.empty(v.shape, dtype=getattr(torch, v.dtype), requires_grad=v.requires_grad)
             for v in measurement.loss.inputs
         ]
-        with torch.enable_grad(), _Recorder() as recorder:  # the mode around is no part of it
+        with (
+            left_as_found(chain.criterion),
+            torch.enable_grad(),
+            _Recorder() as recorder,
+        ):  # the mode around is no part of it
             try:
                 chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
             except PipefitError:

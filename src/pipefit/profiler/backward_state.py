@@ -60,7 +60,7 @@ def check_backward(
 
 def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
     """The names of what a backward reads of what `module` holds, besides what autograd has saved for it."""
-    graph, saved, reads = GraphEnds(), Saved(), _Reads()
+    graph, saved, reads = GraphEnds(), Saved(), Reads()
     with saved:
         values = forward(graph)
     leave(graph, values)
@@ -72,8 +72,8 @@ def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> 
     return {name for name, storage in held.items() if storage in reads.storages - saved.versions.keys()}
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, a backward runs; `storages` are those that operations were given."""
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a pass runs; `storages` are those that operations were given."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

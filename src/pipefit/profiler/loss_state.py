@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
+from pipefit.capture.as_found import reachable
 from pipefit.capture.constants import held_tensors
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.stand_ins import noticing
 from pipefit.capture.storages import storage_key
-from pipefit.profiler.backward_state import Saved
+from pipefit.profiler.backward_state import Reads, Saved
 from pipefit.profiler.feedback import Sources
 
 
@@ -24,9 +25,10 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
     Raises:
         Refusal: it changes what it has saved for its backward where autograd does not see it.
     """
-    saved = Saved()
-    with noticing() as stood_in, Sources(()) as sources, saved:
+    saved, before = Saved(), [one for one in reachable(loss) if isinstance(one, Tensor)]
+    with noticing() as stood_in, Reads() as reads, Sources(()) as sources, saved:
         forward()
+    kept = set(map(id, reachable(loss)))
     held = held_tensors(loss) if isinstance(loss, nn.Module) else {}
     names = {id(tensor): repr(name) for name, tensor in held.items()}
     for real, fake in stood_in.pairs:
@@ -37,5 +39,10 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
                 "not see it (x.data): with several microbatches in flight it would compute with another one's",
                 "compute with a clone",
             )
-    changed = [*stood_in.replaced, *(real for real, fake in stood_in.pairs if storage_key(fake) in sources.written)]
+    replaced = [one for one in before if id(one) not in kept and storage_key(one) in reads.storages]
+    changed = [
+        *stood_in.replaced,
+        *replaced,
+        *(real for real, fake in stood_in.pairs if storage_key(fake) in sources.written),
+    ]
     return f"changes {names.get(id(changed[0]), 'a tensor')} in every forward" if changed else ""

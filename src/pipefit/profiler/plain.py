@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.copying import is_empty
+
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _OPAQUE = (type, ModuleType, nn.Module)
@@ -90,13 +92,8 @@ def _countable(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, objec
 
 def _closure(function: FunctionType) -> list[tuple[str, object]]:
     """The variables around a function, by name, that have a value."""
-    found = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # not yet
-            continue
-    return found
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [(name, cell.cell_contents) for name, cell in cells if not is_empty(cell)]
 
 
 def _of_a_library(item: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from pipefit.capture.as_found import left_as_found
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.held import SharedStorage, shared_storages
@@ -318,7 +319,11 @@ class Survey:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
-        with named(f"the loss of {self.task.name}", [*values, *targets]), refusing(traced=False):
+        with (
+            named(f"the loss of {self.task.name}", [*values, *targets]),
+            refusing(traced=False),
+            left_as_found(chain.criterion),
+        ):
             cost, (found,) = meter.measure(self.optimizer)
             changed = meter.changed_by_loss(chain.criterion)
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")

@@ -17,6 +17,7 @@ import torch
 
 from pipefit.actions import Action
 from pipefit.allocator import AllocatorSettings
+from pipefit.capture.as_found import left_as_found
 from pipefit.capture.by_value import READINGS
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
@@ -136,7 +137,12 @@ def _traces(
     dry = _DryRun(task, plan, programs, lending, like, steps, kernels, reserves, chains)
 
     def run() -> tuple[_Ran, KernelMemory]:
-        with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
+        with (
+            recording("certifying"),
+            torch.random.fork_rng(devices=[]),
+            left_as_found(task.loss),
+            FakeTarget(target) as fake,
+        ):
             return dry.run(fake, fold=fold), fake.unknown
 
     ran, unknown = apart(target, run)

@@ -23,16 +23,21 @@ def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
     for number in sorted(stage for rank in ranks for stage in of_ranks[rank]):
         stage, measured = plan.stages[number], plan.measured(number)
         for layer, kind in enumerate(measured.layers[stage.start : stage.stop], start=stage.start):
+            shared = any(layer in one.users and one.copying for one in measured.shared)
             for parameter in measured.kinds[kind].changed_parameters:
-                for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable):
+                copied = bool(shared or parameter.copy_bytes)
+                for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable, copied=copied):
                     raise UsageError(
                         f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its forward, "
                         f"as nn.Embedding(max_norm=...) does, and {where}, which would miss the change: {instead}"
                     )
 
 
-def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool) -> Iterator[tuple[str, str]]:
-    """What has another copy of a parameter of a layer in stage `number`, and what to do instead."""
+def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool, copied: bool) -> Iterator[tuple[str, str]]:
+    """What has another copy of a parameter of a layer in stage `number`, and what to do instead.
+
+    It is `copied` where autocast computes with a copy of it, which has the weight's values from before the forward.
+    """
     training, moved = plan.training, list(_moved(plan, number, layer))
     for decision in moved if is_trained else [one for one in moved if one.what is What.OFFLOAD]:
         yield f"the plan has it elsewhere too ({decision})", "leave the parameters of this layer on its device"
@@ -41,6 +46,8 @@ def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool) -> Iter
     if is_trained and training.precision.startswith("master-"):
         instead = f"use precision {training.precision.replace('master', 'mixed')}, or float32"
         yield f"precision {training.precision} updates a float32 copy of it", instead
+    if copied:
+        yield f"precision {training.precision} computes with a half-precision copy of it", "use precision float32"
 
 
 def _moved(plan: Plan, number: int, layer: int) -> Iterator[Decision]:
