@@ -141,6 +141,7 @@ struct Call {
     }
 
     void wait() {
+        c10::cuda::CUDAGuard guard(*device); // whose null stream it may be
         auto stream = c10::cuda::getCurrentCUDAStream(device->index());
         C10_CUDA_CHECK(cudaStreamSynchronize(stream.stream()));
     }

@@ -134,6 +134,19 @@ def test_each_thread_that_multiplies_has_a_workspace() -> None:
     assert seen.split() == ["0", "32", "64", "64"]
 
 
+def test_operators_wait_for_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A normalisation of what comes late from another device, which is not the current one."""
+    ask = (
+        "import torch\n"
+        "here, there = torch.arange(64.0, device='cuda:1'), torch.zeros(64, device='cuda:2')\n"
+        "torch.cuda.synchronize(1), torch.cuda.synchronize(2)\n"
+        "there.copy_(here)\n"
+        "print(torch.nn.functional.layer_norm(there, (64,)).abs().sum().item() > 1)\n"
+    )
+    monkeypatch.setenv("EMULATED_LATE", "0.2")
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_the_driver_is_found_by_its_name() -> None:
     """Before torch has asked anything of a device, as it is on a machine with a GPU."""
     ask = "import ctypes; ctypes.CDLL('libcuda.so.1').cuMemcpyAsync"
