@@ -64,6 +64,18 @@ def test_a_good_guess_spares_the_search_for_the_edge(limit: int, wrong: int) -> 
     assert max(judged) <= max(16 * limit, limit + 2)
 
 
+def test_a_wild_guess_is_followed_in_steps() -> None:
+    """Numbers far beyond the edge may take very long to judge: none is more than sixteen times what holds."""
+    judged = list[int]()
+
+    def judge(number: int) -> bool:
+        judged.append(number)
+        return number <= 100
+
+    assert edge(judge, range(1, 100_000), lambda _: 90_000) == (100, 101)
+    assert max(judged) <= 16 * 100
+
+
 def test_a_guess_beyond_what_is_refused_hides_nothing() -> None:
     """Where all is refused that a guess leads to, the numbers before it are looked at all the same."""
     assert edge(lambda number: number <= 40 if number <= 60 else None, range(1, 1 << 20), lambda _: 900) == (40, 41)
