@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.runtime.naming import held_tensors
-from pipefit.runtime.rank_shards import RankShards, unstored_buffers
+from pipefit.runtime.rank_shards import unstored_buffers
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 
@@ -68,8 +68,8 @@ def _of_stage(ranks: Ranks, *, once: bool) -> Told:
     entries = [state.entries() for state in states]
     constants = {n: t for layer in first.layers for n, t in shards.constants.get(layer.name, {}).items()}
     return Told(
-        states[0].of_tensors({one: _joined(shards, one.name, [own[one] for own in entries]) for one in entries[0]}),
-        {name: _joined(shards, name, [own[name] for own in held]) for name in held[0]}
+        states[0].of_tensors({one: _joined(first, one.name, [own[one] for own in entries]) for one in entries[0]}),
+        {name: _joined(first, name, [own[name] for own in held]) for name in held[0]}
         | (constants if not once or first.replica == 0 else {}),
     )
 
@@ -78,9 +78,13 @@ def _held(stage: StageRunner) -> dict[str, Tensor]:
     return {name: tensor for layer in stage.layers for name, tensor in held_by(stage, layer).items()}
 
 
-def _joined(shards: RankShards, name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor of the parts of all ranks in this process."""
-    own = parts[0]
-    if not shards.is_part(name, own):
+def _joined(first: StageRunner, name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor of the parts of all ranks in this process, or of a worker's, which others have beside it.
+
+    State that is on the host is gathered by way of the device, as NCCL knows no other way, and is on the host again.
+    """
+    own, shards = parts[0], first.shards
+    if shards is None or not shards.is_part(name, own):
         return own
-    return shards.whole(name, parts if len(parts) > 1 else shards.group.all_gather(own))
+    gathered = parts if len(parts) > 1 else shards.group.all_gather(own.to(first.device))
+    return shards.whole(name, gathered).to(own.device)
