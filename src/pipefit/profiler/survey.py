@@ -273,7 +273,8 @@ class Survey:
         if trainable:
             original = chain.layers[layer].originals.get(name, name)
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
-            state, early = state_bytes(parameter, wanted, self.optimizer, self.kernels)
+            run = self._meters[self.layers[layer]].layer.module.get_parameter(name)  # the chain's own may not be run
+            state, early = state_bytes(run, wanted, self.optimizer, self.kernels)
         copies = {user: self._copy_bytes(user, shared) for user in shared.users}
         copying = tuple(user for user in shared.users if copies[user])
         return SharedParameter(
