@@ -166,8 +166,10 @@ def test_what_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     done = alone("constants", Namespace(kind="hgx-h100", scale="dry"), 1.5)
     assert done["rows"] == [row]
     assert done["failure"] == "longer than 2 s, which were left"
-    stat = Path(f"/proc/{child.read_text()}/stat")
-    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    stat, deadline = Path(f"/proc/{child.read_text()}/stat"), time.monotonic() + 60
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert concluded([done], []) == 1
 
 

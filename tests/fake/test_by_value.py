@@ -165,7 +165,7 @@ class Shrinks(nn.Module):
 
 def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on for ever where every condition holds; the sentence has the line and the way out."""
-    monkeypatch.setattr("pipefit.profiler.survey.Reading", partial(Reading, most=100))
+    monkeypatch.setattr("pipefit.profiler.named.Reading", partial(Reading, most=100))
     with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
         profile(task_of(Shrinks), microbatch_size=SIZE)
 

@@ -123,8 +123,8 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
 
 def test_alternatives_are_those_of_the_answer_alone() -> None:
     """They are looked for once, however many values are tried, and are those of its plan."""
-    demand = Demand(cluster=Cluster.emulated((2, 32 * KIB)), batch_size=4, **ALONE)
-    growth = setting("layers", trained, demand, range(2, 5))
+    demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), batch_size=4, **ALONE)
+    growth = setting("layers", trained, demand, range(2, 20))
     with mock.patch.object(planner, "alternatives", wraps=planner.alternatives) as looked:
         found = find(growth, certify=False)
     assert len(found.tried) > 2 and looked.call_count == 1

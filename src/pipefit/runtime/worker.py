@@ -156,7 +156,6 @@ def _end_fork(device: int, pipe: Connection) -> None:
             (
                 "error",
                 UsageError,
-                all_lines,
                 f"device {device} was forked by a module (os.fork, multiprocessing), {_FORKED}",
                 "",
                 None,
