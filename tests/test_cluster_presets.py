@@ -369,6 +369,7 @@ def test_several_machines_are_as_many_with_a_network_between_them() -> None:
     and what one machine's wires carry does not wait for another's.
     """
     one, several = load_cluster("dgx2-a100"), load_cluster("3xdgx2-a100@25GB/s")
+    assert load_cluster("2xhgx-h100@50GB/s").name == "2xhgx-h100@50GB/s"
     assert is_cluster("3xdgx2-a100@25GB/s") and not is_cluster("plan.json")
     assert len(several.devices) == 24 and len(several.hosts) == 3 and several.target == "cuda"
     for machine in range(3):

@@ -347,11 +347,9 @@ _EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_band
 
 
 def _short(nbytes: int) -> str:
-    """The shortest exact way to write a size: `256MiB`, `1000B`."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (10**9, "GB"), (10**6, "MB")):
-        if nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return f"{nbytes}B"
+    """The shortest exact way to write a size: `256MiB`, `50GB`, `1000B`."""
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "GB": 10**9, "MB": 10**6, "B": 1}
+    return min((f"{nbytes // unit}{name}" for name, unit in units.items() if nbytes % unit == 0), key=len)
 
 
 def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:
