@@ -142,7 +142,8 @@ def test_a_gpu_is_held_to_the_memory_of_the_plans_device(device: torch.device) -
         Trainer(task, plan, cap=False).step(batch_of(task, plan))
         gc.collect()
         torch.cuda.empty_cache()
-        small = plan.cluster.devices[0].kind.overheads.context_bytes + (100 << 20)
+        own = plan.cluster.devices[0].kind.overheads
+        small = own.context_bytes + 2 * own.cublas_workspace_bytes + (100 << 20)
         devices = tuple(replace(one, memory_bytes=small) for one in plan.cluster.devices)
         tight = replace(plan, cluster=replace(plan.cluster, devices=devices))
         with pytest.raises(OutOfMemory, match=r"out of memory.*stage 0"):
