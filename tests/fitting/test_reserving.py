@@ -169,6 +169,21 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
     assert dry.call_count == 3
 
 
+def test_what_moves_on_from_device_to_device_is_asked_of_all_alike() -> None:
+    """A planner that fills another device each time is asked a third time with as much left of all of them."""
+    plans, asked = [planned()(gpus(1 << 32, 1 << 32)) for _ in range(3)], list[tuple[int, ...]]()
+    needed = max(processes(plans[0]))
+
+    def make(within: Cluster) -> Plan:
+        asked.append(within.reserves)
+        return replace(plans[len(asked) - 1], cluster=within)
+
+    with mock.patch.object(reserving, "ROUNDS", 3), pytest.raises(InfeasibleError):
+        plan_reserving(stack(), gpus(needed - 1, needed - 1), make)
+    assert asked[0] == (0, 0) and len(set(asked[1])) == 2 and len(set(asked[2])) == 1
+    assert asked[2][0] > max(asked[1])
+
+
 def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None:
     """The process lacks a byte and its tensors 20 MiB less than they might take: the next plan has to take less."""
     fits = planned(1)(gpus(1 << 32))

@@ -11,6 +11,7 @@ Costs a dry run of all layers for each plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -48,11 +49,11 @@ def plan_reserving(
     Raises:
         InfeasibleError: the tensors of a plan fit but not its processes, and no other plan was found.
     """
-    within, short = cluster, list[str]()
+    asked, short = [cluster], list[str]()
     dry = partial(certify, task, target="cuda", allocator=allocator or AllocatorSettings(), chains=chains)
     for number in range(ROUNDS):
         try:
-            proposal = make(within)
+            within, proposal = _first(make, asked)
             if progress is not None:
                 progress(number, 0, f"a dry run of {counted(len(proposal.plan.workers), 'process')}")
             devices, made = dry(proposal.plan).devices, proposal.settled()
@@ -65,8 +66,30 @@ def plan_reserving(
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
-        within = _leaving_more(within, devices, short[-1])
+        asked = [_leaving_more(within, devices, short[-1])]
+        if len(short) > 1:  # what no longer fits on one device may be next on another like it, and then on a third
+            asked.insert(0, _alike(asked[0]))
     raise InfeasibleError(f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit")
+
+
+def _first(make: Callable[[Cluster], Proposal], clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
+    """The first of some clusters for which there is a plan, and what is proposed for it.
+
+    Raises:
+        InfeasibleError: there is none for any of them; as the last one says.
+    """
+    for cluster in clusters[:-1]:
+        with suppress(InfeasibleError):
+            return cluster, make(cluster)
+    return clusters[-1], make(clusters[-1])
+
+
+def _alike(cluster: Cluster) -> Cluster:
+    """The cluster that leaves of all devices of a kind and size what it leaves of any of them."""
+    most = dict[tuple[object, int], int]()
+    for reserve, device in zip(cluster.reserves, cluster.devices, strict=True):
+        most[device.kind.key, device.memory_bytes] = max(reserve, most.get((device.kind.key, device.memory_bytes), 0))
+    return cluster.reserving([most[device.kind.key, device.memory_bytes] for device in cluster.devices])
 
 
 def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
