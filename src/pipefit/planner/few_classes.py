@@ -29,8 +29,8 @@ def few_classes(
 ) -> FewClasses:
     """The classes of a question, in the order of their lowest device numbers.
 
-    They are so few that a search over them is possible, and that it is cheap, unless this took more than a slight part
-    of a budget.
+    Classes that differ slightly become one until a search is cheap, and any two until it is possible at all; `is_cheap`
+    and `is_possible` say so of the sizes of classes.
     """
     left = sorted(question.classes, key=lambda one: one.memory_bytes)
     while len(left) > 1:

@@ -38,8 +38,8 @@ _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
 WORK = 1_000_000  # candidate stages that are compared again with what was read of others
 LONG = 2_000_000_000  # candidate stages on states of devices, above which not all of them are told apart
-_CHEAP = LONG // 4  # of those where no more classes of devices are told apart than make a difference
-_STATES, _CELLS = 40_000, 1_500_000  # of devices, and of these times blocks, that tables are made of in any case
+_CHEAP = LONG // 4  # of the same, up to which classes of devices that differ slightly are told apart
+_STATES, _CELLS = 40_000, 1_500_000  # of devices, and these times blocks: the most that there are tables for
 _CLASSES = 12  # of devices that are told apart at most: 13 of them have a million states
 
 
