@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from pipefit.beside import beside, forking
+from pipefit.beside import beside, forking, forks_left
 from pipefit.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
@@ -165,6 +165,21 @@ def test_what_is_not_silent_is_done_here(loud: Callable[[], Any], capfd: pytest.
     assert said.err == ("words\n" if loud is _writes else "")
 
 
+def test_there_is_a_core_for_each_fork() -> None:
+    """Of two cores one is left beside a fork, and both where it has ended. Outside of `forking`, and on a single core,
+    nothing may fork.
+    """
+    assert forks_left() == 0
+    with forking():
+        assert forks_left() == 2
+        (later,) = beside(own)
+        assert forks_left() == 1
+        later()
+        assert forks_left() == 2
+        with mock.patch("os.sched_getaffinity", return_value={0}):
+            assert forks_left() == 0
+
+
 def test_a_fork_ends_when_nobody_asks_for_it() -> None:
     """As its functions go, in the middle of its work; and nothing of it is left, a file neither."""
     with forking():
@@ -180,7 +195,7 @@ def test_a_fork_ends_when_nobody_asks_for_it() -> None:
 _PROGRAM = """
 import os, sys, time
 from unittest import mock
-from pipefit.beside import beside, forking
+from pipefit.beside import beside, forking, forks_left
 from pipefit.cli.stopping import stoppable
 
 with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), stoppable(at_once=True), forking():

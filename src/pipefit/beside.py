@@ -49,6 +49,12 @@ def forking() -> Iterator[None]:
         _forks.reset(before)
 
 
+def forks_left() -> int:
+    """For how many more forks there is a core, while this process waits for them; none outside of `forking`."""
+    running, cores = _forks.get(), len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    return 0 if running is None or cores == 1 else max(0, cores - len(running))
+
+
 def beside(
     *works: Callable[[], T], forks: bool = True, check: Callable[[], object] | None = None
 ) -> tuple[Callable[[], T], ...]:

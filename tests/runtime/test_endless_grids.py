@@ -15,7 +15,7 @@ from divided import GRIDS, MODELS, divided, grid_plan, profiled
 from endless_training import batches_of
 from pipefit.grids import SHARDINGS
 from pipefit.plans import Plan
-from pipefit.runtime import Trainer, certify, dry_run, train
+from pipefit.runtime import Trainer, certify, rehearsal, train
 from pipefit.schedule import ENDLESS, distinct_steps
 from pipefit.schedule.endless import period
 from replay import replayed
@@ -141,13 +141,13 @@ def test_replicas_that_do_the_same_are_run_dry_once(schedule: str, monkeypatch: 
     """Of as many replicas everywhere the first ones stand for all, in every sample."""
     plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (2, 1)], schedule=schedule, microbatches=3)
     task, ran = divided("dropped", optimizer=MOMENTUM), list[int]()
-    assembled = dry_run.assemble
+    assembled = rehearsal.assemble
 
     def counted(site: Any, number: int, **how: Any) -> Any:
         ran.append(number)
         return assembled(site, number, **how)
 
-    monkeypatch.setattr(dry_run, "assemble", counted)
+    monkeypatch.setattr(rehearsal, "assemble", counted)
     folded = certify(task, plan)
     assert ran == [0, 2]
     assert samples(folded) == samples(certify(task, plan, fold=False))

@@ -16,7 +16,7 @@ from pipefit.allocator import AllocatorSettings
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, dry_run
+from pipefit.runtime import certify, rehearsal
 from pipefit.runtime.endless_folding import Label, Labelled, fewer, labels
 from pipefit.runtime.endless_lives import EndlessLives
 from pipefit.schedule import ENDLESS, step_programs
@@ -48,8 +48,8 @@ def random_plan(found: ModelProfile, schedule: str, rng: Random) -> Plan:
 
 def told(plan: Plan, **options: Any) -> tuple[Trace, bool]:
     """A dry run with the allocator, and whether all microbatches had to be run in the end."""
-    whole = dry_run._DryRun._whole
-    with mock.patch.object(dry_run._DryRun, "_whole", autospec=True, side_effect=whole) as again:
+    whole = rehearsal.Rehearsal._whole
+    with mock.patch.object(rehearsal.Rehearsal, "_whole", autospec=True, side_effect=whole) as again:
         return certify(wide(), plan, allocator=DEFAULT, **options), again.called
 
 

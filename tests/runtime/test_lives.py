@@ -19,7 +19,7 @@ from pipefit.allocator import AllocatorSettings
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
-from pipefit.runtime import certify, dry_run
+from pipefit.runtime import certify, dry_run, rehearsal, reserved
 from pipefit.runtime.folding import Folding
 from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.reserved import LivesOf
@@ -89,13 +89,13 @@ def test_births_and_deaths_are_those_of_the_allocator() -> None:
 def captured() -> Iterator[list[Any]]:
     """The events of every device of the dry run inside, in its order."""
     seen: list[Any] = []
-    original = dry_run.allocator_peaks
+    original = reserved.allocator_peaks
 
     def capturing(*args: Any) -> AllocatorPeaks:
         seen.append(args[3])
         return original(*args)
 
-    with mock.patch.object(dry_run, "allocator_peaks", capturing):
+    with mock.patch.object(reserved, "allocator_peaks", capturing):
         yield seen
 
 
@@ -141,7 +141,7 @@ def test_what_is_on_the_host_has_no_block() -> None:
 def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int) -> None:
     """Any split, schedule and recomputation: all three numbers of three steps are equal, and nothing is run twice."""
     plan = on_gpus(random_plan(found, Random(seed), microbatches=5))
-    with mock.patch.object(dry_run._DryRun, "_whole") as again:
+    with mock.patch.object(rehearsal.Rehearsal, "_whole") as again:
         folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
     assert not again.called
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
@@ -165,7 +165,7 @@ def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
     """What each reserves is what a dry run with it alone says, and they differ; the model is run once."""
     plan = on_gpus(random_plan(found, Random(1), microbatches=5))
     settings = [DEFAULT, AllocatorSettings(expandable=True)]
-    with mock.patch.object(dry_run._DryRun, "run", autospec=True, side_effect=dry_run._DryRun.run) as run:
+    with mock.patch.object(rehearsal.Rehearsal, "run", autospec=True, side_effect=rehearsal.Rehearsal.run) as run:
         both = dry_run.certify_each(wide(), plan, settings)
     assert run.call_count == 1
     assert both == [certify(wide(), plan, allocator=one) for one in settings]
@@ -224,7 +224,7 @@ def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any
 def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
     """A dry run whose repetitions turn out to be wrong is made again with every microbatch."""
     plan = plan_of(wide(), [6], size=700, microbatches=3, profiled=found)
-    whole, original = dry_run._DryRun._whole, LivesOf.step
+    whole, original = rehearsal.Rehearsal._whole, LivesOf.step
 
     def doubtful(self: LivesOf, *args: Any) -> None:
         original(self, *args)
@@ -232,7 +232,7 @@ def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
 
     with (
         mock.patch.object(LivesOf, "step", doubtful),
-        mock.patch.object(dry_run._DryRun, "_whole", autospec=True) as run,
+        mock.patch.object(rehearsal.Rehearsal, "_whole", autospec=True) as run,
     ):
         run.side_effect = whole
         trace = certify(wide(), plan, allocator=DEFAULT)

@@ -18,7 +18,7 @@ from pipefit.grids import SHARDINGS, Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, dry_run
+from pipefit.runtime import certify, rehearsal, reserved
 from pipefit.runtime.ownership import Ownership
 from pipefit.runtime.owning_meter import Event
 from pipefit.runtime.representatives import kin, owned_layers
@@ -55,8 +55,8 @@ def tied() -> ModelProfile:
 def run_devices(task: Any, plan: Plan, **options: Any) -> tuple[Trace, int]:
     """A folded dry run that is not made again, and how many devices it has run."""
     with (
-        mock.patch.object(dry_run._DryRun, "_whole", side_effect=AssertionError("made again")),
-        mock.patch.object(dry_run, "assemble", wraps=dry_run.assemble) as assembled,
+        mock.patch.object(rehearsal.Rehearsal, "_whole", side_effect=AssertionError("made again")),
+        mock.patch.object(rehearsal, "assemble", wraps=rehearsal.assemble) as assembled,
     ):
         trace = certify(task, plan, **options)
     return trace, assembled.call_count
@@ -108,7 +108,7 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     training = Training(batch_size=16, microbatches=2)
     stages = (Stage(start=0, stop=6, grid=grid),)
     plan = on_gpus(Plan(profile=own, cluster=Cluster.emulated((8, 1 << 30)), training=training, stages=stages))
-    with mock.patch.object(dry_run, "allocator_peaks", wraps=dry_run.allocator_peaks) as asked:
+    with mock.patch.object(reserved, "allocator_peaks", wraps=reserved.allocator_peaks) as asked:
         trace, count = run_devices(wide(), plan, allocator=AllocatorSettings())
     assert count == 2
     assert asked.call_count == len({device.allocator for device in trace.devices}) < 8

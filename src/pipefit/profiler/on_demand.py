@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from pipefit.beside import beside
+from pipefit.beside import beside, forks_left
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
@@ -27,6 +27,8 @@ from pipefit.profiles import MOST_THREADS, ModelProfile, Target
 from pipefit.validation import whole
 
 T = TypeVar("T")
+
+_MANY = 3  # cores
 
 _Wanted = tuple[int, tuple[int, ...], bool]  # a size of microbatches, numbers of ranks, and whether positions too
 
@@ -66,7 +68,7 @@ class OnDemand:
             self._say("tracing the model")
             with _profiling():
                 self._begin(wanted)
-                made = self._begun.pop(wanted, None) or partial(self._made, wanted, self._progress)
+                made = self._begun.pop(wanted, None) or self._first(wanted)
                 self._known[wanted] = made()
             self._say("searching")
         return self._known[wanted]
@@ -85,6 +87,16 @@ class OnDemand:
                 self.chains.family(fake)
             works = (partial(self._made, wanted, None) for wanted in others)
             self._begun = dict(zip(others, profiled_beside(self._target, *works), strict=True))
+
+    def _first(self, wanted: _Wanted) -> Callable[[], ModelProfile]:
+        """What makes a profile that is waited for: another process, where there are so many cores that a dry run will
+        have some. Torch refuses backwards in all forks of a process that has run one.
+        """
+        if self._target == "cpu" or forks_left() < _MANY:
+            return partial(self._made, wanted, self._progress)
+        with FakeTarget(self._target) as fake:
+            self.chains.unrun(wanted[0], fake)
+        return profiled_beside(self._target, partial(self._made, wanted, None))[0]
 
     def chain(self) -> Chain:
         """The chain of the smallest size. Costs its trace, and no profile."""

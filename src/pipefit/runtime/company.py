@@ -21,6 +21,7 @@ from pipefit.runtime.owning_meter import OwningMeter
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.representatives import Kin, owned_layers
+from pipefit.trace import MemorySample
 
 Owned = frozenset[int]  # layers
 
@@ -134,6 +135,11 @@ class Company:
             ownership.learn()
         for account in self.devices_of:
             account.learn()
+
+    @property
+    def no_samples(self) -> dict[int, list[MemorySample]]:
+        """For every device the samples of its memory, none as yet."""
+        return {device: [] for devices in self.devices_of.values() for device in devices}
 
     @property
     def alike(self) -> bool:

@@ -120,6 +120,31 @@ def form(events: Sequence[Event]) -> bytes:
     return sha256(found.tobytes()).digest()
 
 
+class Allocators:
+    """What the caching allocators of a plan's devices hold at most, with each of some `settings`; simulated once for
+    devices that do the same.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, arenas: Sequence[Arena], settings: Sequence[AllocatorSettings]
+    ) -> None:
+        self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
+        self._known: dict[Hashable, list[AllocatorPeaks]] = {}
+        self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and what the device lends
+
+    def peaks(self, device: int, events: list[Event], requested: int) -> list[AllocatorPeaks]:
+        """Those of a device with these events, besides what it lends, whose meter has counted `requested` bytes."""
+        plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
+        every = [*lent, *events]
+        if (id(events), *lent) not in self._forms:
+            self._forms[id(events), *lent] = form(every)
+        of_device = plan.cluster.devices[device].memory_bytes, overheads(plan, device)
+        key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
+        if key not in self._known:
+            self._known[key] = [allocator_peaks(plan, program, device, every, one, requested) for one in self._settings]
+        return self._known[key]
+
+
 def allocator_peaks(
     plan: Plan, program: Program, device: int, events: Sequence[Event], settings: AllocatorSettings, requested: int
 ) -> AllocatorPeaks:

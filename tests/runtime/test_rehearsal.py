@@ -1,0 +1,77 @@
+"""Dry runs whose devices are run by several processes: the same answer, and every device is run in one of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipefit.kernels import Kernel
+from pipefit.runtime.rehearsal import Rehearsed
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
+
+# In a process of its own, because one that has run a backward leaves no fork any.
+_PROGRAM = """
+from contextlib import nullcontext
+from unittest import mock
+
+from pipefit.allocator import AllocatorSettings
+from pipefit.beside import beside, forking
+from pipefit.profiler import profile
+from pipefit.runtime import certify, rehearsal
+from tiny import plan_of
+from wide import on_gpus, wide
+
+with forking(), mock.patch("os.sched_getaffinity", lambda _: {0, 1}):
+    (profiled,) = beside(lambda: profile(wide(), microbatch_size=700, target="cuda"))
+    found = profiled()
+
+
+def answer(plan, how, cores):
+    "What is certified, and how many devices are run in this process."
+    with (
+        how,
+        mock.patch("os.sched_getaffinity", lambda _: set(range(cores))),
+        mock.patch.object(rehearsal, "assemble", wraps=rehearsal.assemble) as run,
+    ):
+        return certify(wide(), plan, allocator=AllocatorSettings()), run.call_count
+
+
+plans = {
+    schedule: on_gpus(
+        plan_of(wide(), [3, 1, 2], size=700, microbatches=4, schedule=schedule, profiled=found)
+    )
+    for schedule in ("1f1b", "pipedream")
+}
+divided = {(name, cores): answer(plan, forking(), cores) for name, plan in plans.items() for cores in (2, 8)}
+alone = {name: answer(plan, nullcontext(), 2) for name, plan in plans.items()}
+for (name, cores), (trace, here) in divided.items():
+    assert trace == alone[name][0], (name, cores)
+    print(name, cores, here, alone[name][1])
+"""
+
+
+def test_devices_are_divided_between_processes() -> None:
+    """This process runs none of them, whether each has a core or not, so that it may fork again."""
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=here, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "1f1b 2 0 3", "1f1b 8 0 3", "pipedream 2 0 3", "pipedream 8 0 3"
+    ]  # fmt: skip
+
+
+def test_parts_of_a_dry_run_tell_of_all_devices() -> None:
+    """Each device is of one part, an assumption is told once, and where one part differs the whole does."""
+    assumed = Kernel(operation="aten._local_scalar_dense.default()", peak_bytes=None, reason="its value is not known")
+    one, other = Rehearsed({0: [], 2: []}, {0: [], 2: []}, (assumed,)), Rehearsed({1: []}, {1: []}, (assumed,))
+    together = Rehearsed.together([one, other])
+    assert together.samples.keys() == together.peaks.keys() == {0, 1, 2}
+    assert together.assumed == (assumed,)
+    assert together.alike
+    assert not Rehearsed.together([one, other._replace(alike=False)]).alike
