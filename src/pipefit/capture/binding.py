@@ -8,6 +8,7 @@ layers that use it hold the same object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ class Binding:
         _owner(layer, owners).add_module(last, part)
         return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}
 
-    def give_the_rest(self, layers: Sequence[ChainLayer]) -> None:
+    def with_the_rest(self, layers: Sequence[ChainLayer]) -> list[ChainLayer]:
         """Gives the layer nearest by name what no layer holds: unused parameters, and other names of tied ones."""
+        unread: dict[str, list[str]] = {layer.name: [] for layer in layers}
         held = {
             id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
         }
@@ -95,6 +97,8 @@ class Binding:
             held[id(tensor)] = layer
             register(layer.module, name, tensor, persistent=True)
             layer.originals[name] = name  # type: ignore[index]
+            unread[layer.name].append(name)
+        return [replace(layer, unread=frozenset(unread[layer.name])) for layer in layers]
 
     def tensor(self, name: str) -> Tensor:
         """The parameter, buffer or constant of that name in the program."""

@@ -33,7 +33,7 @@ class ChainLayer:
     `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
     inputs: bare, or in a tuple or list. Its inputs arrive with their dimensions in these `orders`, and what it returns
     `leaves` in others; None where that is as the module made it, as behind the last layer. Its forward changes the
-    tensors `unseen` by autograd.
+    tensors `unseen` by autograd. It has the tensors `unread` for the state dict alone.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ChainLayer:
     orders: Orders = ()
     leaves: Orders | None = None
     unseen: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
 
     def outputs(self, values: Values) -> Any:
         """What the module returns for the values from the layer before, as it is.

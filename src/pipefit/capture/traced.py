@@ -108,8 +108,7 @@ def _layers(
         layer = _class_of(module, piece.name)(write(flow, order, arriving, leaving, names))
         found.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
         arriving = leaving
-    binding.give_the_rest(found)
-    yield from found
+    yield from binding.with_the_rest(found)
 
 
 def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:

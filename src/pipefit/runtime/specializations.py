@@ -150,14 +150,14 @@ class Specializations:
             known = shards.divided
             chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(shards.group)
         pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
-        layers = tuple(replace(new, module=_rebind(new, old)) for new, old in pairs)
+        layers = tuple(replace(new, module=_rebind(new, old, usual.layers)) for new, old in pairs)
         return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))
 
     def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
         """The loss of a rank's new chain, with the constants of the old one's."""
         if isinstance(chain.criterion, RankLoss) and shards.criterion is not None:
             new, old = (ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion))
-            _rebind(new, old)
+            _rebind(new, old, (old,))
         return replace(chain.measured(self.plan.measured(stage)), layers=()).loss
 
 
@@ -179,23 +179,36 @@ def _shaped(value: Value, tensor: Tensor) -> Value:
     return replace(value, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size())
 
 
-def _rebind(new: ChainLayer, old: ChainLayer) -> nn.Module:
-    """The new layer's module with the parameters and buffers of the old one's.
+def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn.Module:
+    """The new layer's module with the parameters and buffers of the old one's, or of another layer of its stage, since
+    readers may differ from mode to mode. What no layer reads in this mode may be in another stage, and is left out.
 
     Raises:
-        UsageError: the new module needs a tensor that the old one does not have, or has in another shape.
+        UsageError: the new module needs a tensor that the stage does not have, or has in another shape.
     """
-    local: dict[str, Tensor] = {**dict(old.module.named_parameters()), **dict(old.module.named_buffers())}
-    original = {old.originals[name]: tensor for name, tensor in local.items() if name in old.originals}
+    local = _tensors(old)
+    original = {
+        layer.originals[name]: tensor
+        for layer in (*stage, old)
+        for name, tensor in _tensors(layer).items()
+        if name in layer.originals
+    }
     for name, own in [*new.module.named_parameters(), *new.module.named_buffers()]:
         path, _, attribute = name.rpartition(".")
         part = new.module.get_submodule(path)
         tensor = original.get(new.originals.get(name, ""), local.get(name))
-        if tensor is None or tensor.shape != own.shape:
-            raise UsageError(
-                f"{new.name} needs {name} in this mode, which it does not have in training: evaluate with a module of "
-                "your own"
-            )
         place = part._parameters if attribute in part._parameters else part._buffers
-        place[attribute] = tensor  # type: ignore[assignment]
+        if tensor is not None and tensor.shape == own.shape:
+            place[attribute] = tensor  # type: ignore[assignment]
+        elif name in new.unread:
+            del place[attribute]
+        else:
+            raise UsageError(
+                f"{new.name} needs {name} in this mode, which its stage does not have in training: evaluate with a "
+                "module of your own"
+            )
     return new.module
+
+
+def _tensors(layer: ChainLayer) -> dict[str, Tensor]:
+    return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}

@@ -1,0 +1,100 @@
+"""Models that read other buffers in evaluation than in training: what an evaluation of a traced one gives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.training import Training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Centred(nn.Linear):
+    """A linear layer of what is left beside a mean, if it is given one."""
+
+    def forward(self, x: Tensor, mean: Tensor | None = None) -> Tensor:
+        return super().forward(x if mean is None else x - mean)
+
+
+class Counting(nn.Module):
+    """Counts steps behind its last layer, and reads the mean of its features in evaluation alone, `early` or late."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Centred(8, 8) for _ in range(4))
+        self.head, self.early = Centred(8, 3), early
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x, None if self.training or not self.early or number else self.mean))
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+                self.steps.add_(1)
+        return self.head(x, None if self.training or self.early else self.mean)
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 3)
+
+
+def evaluated(early: bool, cuts: list[int]) -> tuple[float, float, Any]:
+    """The loss of a batch in evaluation after a step, of a trainer and of a plain loop; and the trainer."""
+    torch.manual_seed(1)
+    plain = Counting(early)
+    task = Task(lambda: Counting(early), batch=batch, loss=F.mse_loss, optimizer=lambda g: torch.optim.SGD(g, lr=0.1))
+    costs = profile(task, microbatch_size=2)
+    edges = [0, *cuts, len(costs.layers)]
+    plan = Plan(
+        profile=costs,
+        cluster=Cluster.emulated((len(edges) - 1, 1 << 30)),
+        training=Training(batch_size=4, microbatches=2),
+        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges))),
+    )
+    trainer = Trainer(task, plan)
+    plain.load_state_dict(trainer.state_dict())
+    given, updates = batch(4), torch.optim.SGD(plain.parameters(), lr=0.1)
+    trainer.step(given)
+    parts = list(zip(*(tensor.split(2) for tensor in given), strict=True))
+    for x, y in parts:
+        (F.mse_loss(plain(x), y) / 2).backward()
+    updates.step()
+    plain.eval()
+    with torch.no_grad():
+        wanted = sum(F.mse_loss(plain(x), y).item() for x, y in parts) / 2
+    return trainer.evaluate(given), wanted, trainer
+
+
+@pytest.mark.parametrize("cuts", [[], [4], [2, 6]])
+def test_buffers_that_only_training_reads_are_left_out_of_an_evaluation(cuts: list[int]) -> None:
+    """Whichever layer would have them by their names, in whichever stage: the loss is that of the plain module."""
+    found, wanted, trainer = evaluated(False, cuts)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert trainer.state_dict()["steps"] == 2
+
+
+def test_a_buffer_that_another_layer_of_the_stage_has_in_training_is_read() -> None:
+    """The statistics are those of training, though another layer reads them in evaluation."""
+    found, wanted, _ = evaluated(True, [])
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_buffer_of_another_stage_is_refused() -> None:
+    """The first stage has not what the last one learns."""
+    with pytest.raises(UsageError, match=r"needs mean in this mode, which its stage does not have in training"):
+        evaluated(True, [4])
