@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from pipefit.cluster import Cluster
-from pipefit.planner import ELSEWHERE, Asked
+from pipefit.errors import UsageError
+from pipefit.planner import ELSEWHERE, ON_RUNS, Asked
 from pipefit.planner import plan as plan_of_profile
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
@@ -86,6 +87,7 @@ def _plan_of_task(
     asked: Asked,
 ) -> Plan:
     """The plan of a task, whose profiles are made on the way."""
+    _check(model, asked)
     from pipefit.fitting.on_the_way import Proposal, in_order, plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
 
@@ -104,3 +106,29 @@ def _plan_of_task(
     from pipefit.fitting.reserving import plan_reserving
 
     return plan_reserving(model, cluster, make, allocator, known.chains, progress)
+
+
+def _check(model: Task, asked: Asked) -> None:
+    """Check, before a profile is made, what is known of a task besides.
+
+    Raises:
+        UsageError: it cannot be planned as asked.
+    """
+    if asked.get("sequences") and asked.get("tensor") is None:
+        raise UsageError(
+            "a model is profiled with sequence parallelism for as many shards as are asked for: say how many, as by "
+            "--tensor 2 --sequences (tensor=2, sequences=True)"
+        )
+    if asked.get("planner") in ON_RUNS:
+        raise UsageError(
+            f"the {asked['planner']} planner takes what training runs measured: profile the model with --runs "
+            "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no runs"
+        )
+    Training(  # of one sample: schedule, precision, clipping and versions do or do not go together
+        batch_size=1,
+        microbatches=1,
+        schedule=asked.get("schedule") or "1f1b",
+        precision=model.precision or "float32",
+        clip_norm=asked.get("clip_norm"),
+        versions=asked.get("versions", "weights"),
+    )

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def ends():
     return pipefit.Task(torch.nn.Sequential(Ends(2, 2)), batch=pairs, loss=torch.nn.functional.mse_loss)
 def ignores(): return task(lambda size: pairs(3))
 def empty(): return task(no_data)
+def late(*size): raise RuntimeError("too late")
+def unmade(inputs=1): return pipefit.Task(late, batch=late, loss=late)
 number = 3
 """
 TALKER = """
@@ -245,6 +248,67 @@ def test_a_mistake_has_its_sentence_and_its_code(
     assert "Traceback" not in err
     assert not [word for word in words if word not in err], err
     assert sorted(set(os.listdir(folder)) - {"__pycache__"}) == sorted(set(before) - {"__pycache__"})
+
+
+KNOWN_BEFORE = [  # of a model that cannot be built, on four devices
+    ("plan --batch-size 64 --clip-norm nan", "not to nan"),
+    ("plan --clip-norm -1", "not to -1.0"),
+    ("plan --batch-size 64 --microbatches 4 --clip-norm inf", "not to inf"),
+    ("plan --data 9", "needs 9 devices, and there are 4"),
+    ("plan --batch-size 64 --data 3", "3 replicas cannot divide microbatches"),
+    ("plan --batch-size 64 --tensor 9", "needs 9 devices, and there are 4"),
+    ("plan --batch-size 64 --data 4 --tensor 2", "needs 8 devices, and there are 4"),
+    ("plan --batch-size 64 --stages 9", "too few for 9 stages"),
+    ("plan --batch-size 64 --stages 4 --data 2 --planner uniform", "too few for 4 stages of 2 devices"),
+    ("plan --batch-size 64 --microbatches 3", "use 63 samples, or 66"),
+    ("plan --batch-size 64 --microbatch-size 7", "use 63 samples, or 70"),
+    ("plan --batch-size 64 --schedule gpip", "did you mean gpipe?"),
+    ("plan --batch-size 64 --schedule pipedream --clip-norm 1", "clip in the optimizer"),
+    ("plan --batch-size 64 --schedule pipedream --shard parameters", "replicas cannot divide parameters then"),
+    ("plan --batch-size 64 --schedule pipedream --precision mixed-float16", "use mixed-bfloat16"),
+    ("plan --batch-size 64 --versions everything", "they belong to pipedream"),
+    ("plan --batch-size 64 --shard gradients --data 1", "ask for 2 replicas or more"),
+    ("plan --batch-size 64 --shard gradients --tensor 4", "ask for fewer shards"),
+    ("plan --batch-size 64 --shard gradients --microbatch-size 1", "an even number of samples"),
+    ("plan --batch-size 64 --sequences", "--tensor 2 --sequences"),
+    ("plan --batch-size 64 --planner additive", "the additive planner takes what training runs measured"),
+    ("fit --schedule gpip", "did you mean gpipe?"),
+    ("fit --microbatches 99999999", "more than the 65536"),
+    ("fit --grow inputs --schedule gpip", "did you mean gpipe?"),
+    ("fit --grow inputs --planner jiont", "did you mean joint?"),
+    ("fit --grow inputs --batch-size 64 --microbatches 3", "use 63 samples, or 66"),
+    ("fit --grow inputs --tensor 9", "needs 9 devices, and there are 4"),
+    ("fit --grow batch --data 5", "needs 5 devices, and there are 4"),
+    ("fit --grow memory --data 9", "needs 9 devices, and there are 4"),
+    ("fit --grow devices --data 9 --to 5", "needs 9 devices, and there are 5"),
+    ("profile -b 1 --runs trimmed --clip-norm nan", "not to nan"),
+    ("profile -b 1 --runs trimmed --schedule 1f1b", "profile, plan and train under gpipe"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), KNOWN_BEFORE, ids=[line for line, _ in KNOWN_BEFORE])
+def test_what_no_profile_can_change_is_refused_before_one_is_made(
+    line: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A question that is wrong for every model is refused before one is built or given data, which may take minutes."""
+    monkeypatch.chdir(folder)
+    command, *options = line.split()
+    assert main([command, "mine:unmade", "--cluster", "emulated:4x1GiB", *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "too late" not in said
+
+
+def test_a_name_of_several_lines_makes_no_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A document cannot put a line of its own on the terminal, as if a command had said it."""
+    plan = make_plan(random_profile(6), (2, 4))
+    named = replace(plan, profile=replace(plan.profile, model="a\npipefit: all is well\u2028\x85\x1b[2Jb"))
+    save(named, tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "megatron"]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines() == [said.removesuffix("\n")]
+    assert said.startswith("pipefit: a pipefit: all is well")
+    assert "\x1b" not in said
 
 
 def test_closed_streams_change_nothing(folder: Path) -> None:

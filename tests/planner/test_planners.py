@@ -147,7 +147,7 @@ def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follow
         ({"planner": "best"}, "no planner 'best': choose one of joint, mpress, exact, exhaustive"),
         ({"objective": "best"}, "objective must be 'throughput' or 'peak', not 'best'"),
         ({"schedule": "zigzag"}, "no schedule 'zigzag'"),
-        ({"stages": 9}, "has 8 layers, too few for 9 stages"),
+        ({"stages": 9, "cluster": devices(*[AMPLE] * 9)}, "has 8 layers, too few for 9 stages"),
         ({"stages": 5}, "has 4 devices, too few for 5 stages"),
         ({"stages": 0}, "at least one stage"),
         ({"batch_size": 8, "microbatches": 4}, "was profiled at microbatch size 1, not 2"),
@@ -157,7 +157,7 @@ def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follow
 def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> None:
     """With the numbers, before any planning."""
     with pytest.raises(UsageError, match=says):
-        plan(profile(alike(8)), devices(*[AMPLE] * 4), **wrong)
+        plan(profile(alike(8)), **{"cluster": devices(*[AMPLE] * 4), **wrong})
 
 
 @pytest.mark.parametrize("planner", ["joint", "exact"])

@@ -179,7 +179,7 @@ class _Failure:
         """Says what went wrong, and passes the exit code on; `found` is what is known all the same."""
         if self._debug:
             traceback.print_exc()
-        text = "\n".join(printable(line) for line in f"pipefit: {sentence}".splitlines())
+        text = " ".join(printable(line) for line in f"pipefit: {sentence}".splitlines())  # names may have lines too
         if sys.stderr.isatty():
             from pipefit.tables import wrapped
 

@@ -93,6 +93,11 @@ def command(
     if (runs is None) != (cluster is None):
         raise UsageError("--runs and --cluster go together: the runs train on the cluster's devices")
     devices = None if cluster is None else load_cluster(cluster)
+    training = None if devices is None else _training(devices, microbatch_size[0], microbatches, schedule, clip_norm)
+    if devices is not None and training is not None:
+        from pipefit.profiler.runs import check_places
+
+        check_places(devices, training, recompute)
     with progress("profiling") as report:
         task = resolve(model, settings, precision)
         from pipefit.profiler import profile
@@ -107,19 +112,20 @@ def command(
             sequences=sequences,
             progress=report,
         )
-    if runs is not None and devices is not None:
-        from pipefit.training import Training
-
-        count = microbatches or 4 * len(devices.devices)
-        training = Training(
-            batch_size=count * microbatch_size[0],
-            microbatches=count,
-            schedule=schedule,
-            precision=found.assumptions.precision,
-            clip_norm=clip_norm,
-        )
+    if runs is not None and devices is not None and training is not None:
+        training = replace(training, precision=found.assumptions.precision)
         found = _with_runs(found, task, runs, devices, training, recompute=recompute, store=store)
     deliver(found, output=output, as_json=as_json)
+
+
+def _training(
+    cluster: Cluster, microbatch_size: int, microbatches: int | None, schedule: str, clip_norm: float | None
+) -> Training:
+    """How the runs train, but for the model's precision."""
+    from pipefit.training import Training
+
+    count = microbatches or 4 * len(cluster.devices)
+    return Training(batch_size=count * microbatch_size, microbatches=count, schedule=schedule, clip_norm=clip_norm)
 
 
 def _with_runs(

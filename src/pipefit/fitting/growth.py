@@ -18,8 +18,9 @@ from pipefit.fits import Attempt, Sense, named_value
 from pipefit.fitting.attempts import attempt, soon_fitting
 from pipefit.fitting.on_the_way import Proposal, plan_on_the_way, sizes_asked
 from pipefit.places import Member, MemberKind
-from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question
-from pipefit.planner.spaces import Numbers
+from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question, check_planner
+from pipefit.planner.degrees import check_degrees
+from pipefit.planner.spaces import Numbers, check_first
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Target
 from pipefit.schedule.whole_stages import Recompute
@@ -40,6 +41,9 @@ class Demand:
     `data` and `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget
     for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would
     take many times as long.
+
+    Raises:
+        UsageError: there is no such planner or schedule, or the numbers do not go together.
     """
 
     cluster: Cluster
@@ -53,6 +57,29 @@ class Demand:
     planner: str = "joint"
     target: Target = "cpu"
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        check_planner(self.planner)
+        numbers = self.numbers()
+        check_first(numbers, self.cluster, Options(), numbers.sizes(None, chooses=True))
+
+    def check_degrees(self, devices: int) -> None:
+        """Check, before a profile is made, that so many devices are enough for a stage as it is asked for.
+
+        Raises:
+            UsageError: they are too few.
+        """
+        check_degrees(self.data or 1, devices, data=self.data, tensor=self.tensor)
+
+    def numbers(self, microbatch_size: int | None = None) -> Numbers:
+        """The numbers among the arguments of a plan."""
+        asked = self.asked(microbatch_size)
+        return Numbers(
+            batch_size=asked.get("batch_size"),
+            microbatches=asked.get("microbatches"),
+            microbatch_size=asked.get("microbatch_size"),
+            schedule=self.schedule,
+        )
 
     def asked(self, microbatch_size: int | None = None) -> Asked:
         """The arguments of a plan, for microbatches of so many samples if the demand does not say of how many."""
@@ -95,22 +122,16 @@ class Demand:
         self, value: int, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None
     ) -> Attempt | None:
         """An attempt that fits, if one is soon found: of the smallest microbatches on one device a stage."""
-        within, asked = cluster or self.cluster, self.asked(microbatch_size)
-        numbers = Numbers(
-            batch_size=asked.get("batch_size"),
-            microbatches=asked.get("microbatches"),
-            microbatch_size=asked.get("microbatch_size"),
-            schedule=self.schedule,
-        )
+        within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
         with suppress(UsageError):  # whoever plans it is told
             size = numbers.sizes(known, chooses=True)[0]
             costs = known(size)
             question = Question(
                 profile=costs,
                 cluster=within,
-                training=numbers.training(size, costs, within),
+                training=numbers.training(size, costs.assumptions.precision, within),
                 options=Options(data=1, tensor=1, recompute=self.recompute, allow_infeasible=True),
-                means=asked["means"],
+                means=self.asked()["means"],
             )
             return soon_fitting(value, question)
         return None
@@ -169,6 +190,7 @@ class Growth:
 
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
     """The largest value of a setting: `make(value)` describes the model."""
+    demand.check_degrees(len(demand.cluster.devices))
     return Growth(
         name=name,
         sense="largest",
@@ -191,6 +213,7 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
         raise UsageError(
             "a batch that grows has as many samples as fit, not batch_size: say how many microbatches it has"
         )
+    demand.check_degrees(len(demand.cluster.devices))
     return Growth(
         name="batch",
         sense="largest",
@@ -216,6 +239,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
             "are used: name a cluster of equal devices"
         )
+    demand.check_degrees(values[-1])
     known = demand.profiles(task)
     costs, sizes = known(known.sizes[0]), known.sizes if demand.planner in ON_GRIDS else (1,)
     most = len(costs.block_names) * sizes[-1]
@@ -238,6 +262,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
 
 def memory(task: Task, demand: Demand, values: range) -> Growth:
     """The least memory, in bytes, that every device of the cluster must have."""
+    demand.check_degrees(len(demand.cluster.devices))
     known = demand.profiles(task)
     return Growth(
         name="memory",

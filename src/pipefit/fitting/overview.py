@@ -30,6 +30,7 @@ from pipefit.overviews import HOWS, How, InPrecision, Overview, Reach, Replicate
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.joint import exact_in_time
+from pipefit.planner.spaces import check_first
 from pipefit.plans import Plan
 from pipefit.profiler import Progress
 from pipefit.profiler.on_demand import OnDemand, profiled_beside
@@ -91,6 +92,9 @@ def fit(
             f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
             "fits on a few: name a cluster of equal devices, or ask pipefit plan"
         )
+    each = 1 if microbatches is None else microbatches
+    training = Training(batch_size=each, microbatches=each, schedule=schedule)
+    check_first(training, cluster, Options(), (1,))
     kernels = target or cluster.target
     return apart(kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress))
 

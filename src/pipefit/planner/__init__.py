@@ -50,6 +50,7 @@ from pipefit.validation import check_arguments, check_names, instance
 
 __all__ = [
     "ON_GRIDS",
+    "ON_RUNS",
     "PLANNERS",
     "Asked",
     "Found",
@@ -64,6 +65,7 @@ __all__ = [
     "best_split",
     "bisection",
     "capture",
+    "check_planner",
     "exact",
     "exhaustive",
     "first_last",
@@ -101,6 +103,7 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
+ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that take what training runs measured
 ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
@@ -209,8 +212,7 @@ def answered(
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
     planner = PLANNER_FOR[objective] if planner is None else planner
-    if planner not in PLANNERS:
-        raise UsageError(unknown(f"there is no planner {planner!r}", planner, PLANNERS))
+    check_planner(planner)
     numbers = Numbers(
         batch_size=batch_size,
         microbatches=microbatches,
@@ -241,6 +243,16 @@ def answered(
         return _chosen(space) if chooses else Answer(_leanest(space, planner))
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
     return Answer(solved(space.question, asked, name=planner))
+
+
+def check_planner(name: str) -> None:
+    """Check that there is a planner of this name.
+
+    Raises:
+        UsageError: there is none; says which there are.
+    """
+    if name not in PLANNERS:
+        raise UsageError(unknown(f"there is no planner {name!r}", name, PLANNERS))
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:

@@ -79,6 +79,20 @@ def divisible(training: Training) -> tuple[Sharding, ...]:
     return SHARDINGS[:1] if training.versions == "everything" else SHARDINGS[:-1]
 
 
+def check_divided(training: Training, shard: Sharding | None) -> None:
+    """Check that replicas may divide what they are asked to, under this schedule.
+
+    Raises:
+        UsageError: they may not.
+    """
+    if shard is not None and shard not in divisible(training):
+        raise UsageError(
+            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through weights of "
+            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with versions of "
+            "weights alone), or use schedule 1f1b"
+        )
+
+
 def degrees_of(
     profile: ModelProfile,
     training: Training,
@@ -99,12 +113,7 @@ def degrees_of(
     """
     size = training.microbatch_size
     check_pins(profile, size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard)
-    if shard is not None and shard not in divisible(training):
-        raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, each of which goes through weights of "
-            f"its own version, and replicas cannot divide {_DIVIDED[shard]} then: divide gradients (with versions of "
-            "weights alone), or use schedule 1f1b"
-        )
+    check_divided(training, shard)
     known = [one for one in profile.measurements if _divides(one, size)]
     found = {Degree(size // one.microbatch_size, one.tensor, one.sequences) for one in known}
     return tuple(
@@ -142,13 +151,9 @@ def check_pins(
     Raises:
         UsageError: they cannot.
     """
-    for what, number in (("data", data), ("tensor", tensor)):
-        if number is not None and number < 1:
-            raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
+    check_degrees(size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard, batch=batch)
     if shard not in (None, "none"):
-        _check_replicas(profile, size, shard, most=min(size, devices // (tensor or 1)) if data is None else data)
-    if sequences and tensor == 1:
-        raise UsageError("sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out")
+        _check_replicas(profile, size, shard, most=_most_replicas(size, devices, data, tensor))
     if sequences and tensor is None and not any(one.sequences for one in profile.measurements):
         raise UsageError(
             f"{profile.model} was profiled without sequence parallelism: profile it, or plan the model, with "
@@ -157,12 +162,61 @@ def check_pins(
     asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
     if asked == SINGLE:
         return
+    _check_slices(profile, size, asked.data)
+    profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
+
+
+def check_degrees(
+    size: int,
+    devices: int,
+    *,
+    data: int | None,
+    tensor: int | None,
+    sequences: bool | None = None,
+    shard: Sharding | None = None,
+    batch: int | None = None,
+) -> None:
+    """Check what `check_pins` checks, as far as no profile is needed to know it.
+
+    Raises:
+        UsageError: stages cannot have these degrees, whatever the model.
+    """
+    for what, number in (("data", data), ("tensor", tensor)):
+        if number is not None and number < 1:
+            raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
+    if sequences and tensor == 1:
+        raise UsageError("sequence parallelism is of several shards: ask for 2 or more (tensor), or leave it out")
+    asked = Degree(data or 1, tensor or 1, bool(sequences and tensor))
     if asked.devices > devices:
         raise UsageError(
             f"a stage of {asked} needs {counted(asked.devices, 'device')}, and there are {devices}: use fewer"
         )
-    _check_slices(profile, size, asked.data, batch)
-    profile.at(size // asked.data, asked.tensor, sequences=asked.sequences)
+    if size % asked.data:
+        raise UsageError(
+            f"{asked.data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use "
+            f"{dividing(size, asked.data, batch)}, or another number of replicas"
+        )
+    if shard not in (None, "none"):
+        most = _most_replicas(size, devices, data, tensor)
+        if all(size % count for count in range(2, most + 1)):
+            raise UsageError(
+                f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of {counted(size, 'sample')} no "
+                f"stage can have two here: {_two_replicas(data, tensor, devices)}, or leave out what they divide"
+            )
+
+
+def _most_replicas(size: int, devices: int, data: int | None, tensor: int | None) -> int:
+    """How many replicas of so many shards a stage can have at most, if their number is not said."""
+    return min(size, devices // (tensor or 1)) if data is None else data
+
+
+def _two_replicas(data: int | None, tensor: int | None, devices: int) -> str:
+    """What would let a stage have two replicas."""
+    if data is not None:
+        return "ask for 2 replicas or more"
+    if devices < 2 * (tensor or 1):
+        return "ask for fewer shards" if tensor and devices > 1 else "name a cluster of more devices"
+    return "use microbatches of an even number of samples"
 
 
 def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) -> None:
@@ -176,12 +230,7 @@ def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) 
         )
 
 
-def _check_slices(profile: ModelProfile, size: int, data: int, batch: int | None) -> None:
-    if size % data:
-        raise UsageError(
-            f"{data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use "
-            f"{dividing(size, data, batch)}, or another number of replicas"
-        )
+def _check_slices(profile: ModelProfile, size: int, data: int) -> None:
     measured = sorted({one.microbatch_size for one in profile.measurements})
     if size // data not in measured:
         raise UsageError(

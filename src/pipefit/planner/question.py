@@ -54,6 +54,24 @@ class Options:
             raise UsageError(f"the effort of a search is a part of its budgets, more than 0, not {self.effort}")
 
 
+def check_stages(options: Options, cluster: Cluster) -> None:
+    """Check that a cluster has devices for the stages that are asked for, if their number is.
+
+    Raises:
+        UsageError: there are none, or more than it has devices for.
+    """
+    asked, devices = options.stages, len(cluster.devices)
+    if asked is not None and asked < 1:
+        raise UsageError(f"a plan has at least one stage, not {asked}")
+    each = (options.data or 1) * (options.tensor or 1)
+    if asked is not None and asked * each > devices:
+        of = f" of {each} devices" if each > 1 else ""
+        raise UsageError(
+            f"cluster {cluster.name} has {counted(devices, 'device')}, too few for {counted(asked, 'stage')}{of}: "
+            f"ask for {max(1, devices // each)} or fewer"
+        )
+
+
 class DeviceClass(NamedTuple):
     """Devices of one kind with the same budget, which are interchangeable."""
 
@@ -114,9 +132,8 @@ class Question:
     means: Means = Means()
 
     def __post_init__(self) -> None:
-        asked, blocks, devices = self.options.stages, self.blocks, len(self.cluster.devices)
-        if asked is not None and asked < 1:
-            raise UsageError(f"a plan has at least one stage, not {asked}")
+        check_stages(self.options, self.cluster)
+        asked, blocks = self.options.stages, self.blocks
         if asked is not None and blocks < asked < len(self.profile.edges):
             raise UsageError(
                 f"schedule {self.training.schedule} updates every stage by itself, so that layers that share a "
@@ -128,13 +145,6 @@ class Question:
             raise UsageError(
                 f"{self.profile.model} has {self.profile.parts}{why}, too few for {counted(asked, 'stage')}: "
                 f"ask for {blocks} or fewer"
-            )
-        each = (self.options.data or 1) * (self.options.tensor or 1)
-        if asked is not None and asked * each > devices:
-            of = f" of {each} devices" if each > 1 else ""
-            raise UsageError(
-                f"cluster {self.cluster.name} has {counted(devices, 'device')}, too few for "
-                f"{counted(asked, 'stage')}{of}: ask for {max(1, devices // each)} or fewer"
             )
         if self.staying:
             object.__setattr__(self, "means", replace(self.means, state=False, spill=False))

@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, isqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
-from pipefit.planner.degrees import Degree, check_pins, divisors
-from pipefit.planner.question import Options, Question
+from pipefit.planner.degrees import Degree, check_degrees, check_divided, check_pins, divisors
+from pipefit.planner.question import Options, Question, check_stages
 from pipefit.planner.techniques import Means
 from pipefit.profiles import ModelProfile
+from pipefit.schedule import schedule_named
 from pipefit.texts import counted
-from pipefit.training import MOST_MICROBATCHES, MOST_SAMPLES, Training, Versions
+from pipefit.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training, Versions
 from pipefit.validation import whole
+
+T = TypeVar("T")
 
 Profiles = Callable[[int], ModelProfile]  # the profile of a model for microbatches of so many samples
 
@@ -38,8 +41,8 @@ class Numbers:
     clip_norm: float | None = None
     versions: Versions = "weights"
 
-    def sizes(self, profile: ModelProfile | Profiles, *, chooses: bool) -> tuple[int, ...]:
-        """The microbatch sizes that this allows, of those that there are profiles for.
+    def sizes(self, profile: ModelProfile | Profiles | None, *, chooses: bool) -> tuple[int, ...]:
+        """The microbatch sizes that this allows, of those that there are profiles for, or can be.
 
         Raises:
             UsageError: numbers that do not go together.
@@ -56,7 +59,7 @@ class Numbers:
         dividing = tuple(size for size in measured if self.batch_size % size == 0)
         return ((dividing if measured else sizes_of(self.batch_size)) if chooses else ()) or (first,)
 
-    def training(self, size: int, profile: ModelProfile, cluster: Cluster) -> Training:
+    def training(self, size: int, precision: Precision, cluster: Cluster) -> Training:
         """The training with microbatches of `size` samples, unless their number was said.
 
         Raises:
@@ -68,7 +71,7 @@ class Numbers:
             batch_size=count * size if batch is None else batch,
             microbatches=count,
             schedule=self.schedule or SCHEDULES[0],
-            precision=profile.assumptions.precision,
+            precision=precision,
             clip_norm=self.clip_norm,
             versions=self.versions,
         )
@@ -152,13 +155,14 @@ def space_of(
         UsageError: numbers that do not go together, or no microbatch size that can be profiled.
     """
     sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
+    check_first(how, cluster, options, sizes)
     profiled = isinstance(profile, ModelProfile)
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
         profiles = _with_slices(profile, len(cluster.devices), options.data)
     profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
-    training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
+    training = how.training(size, made.assumptions.precision, cluster) if isinstance(how, Numbers) else how
     question = Question(profile=made, cluster=cluster, training=training, options=options, means=means)
     open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
     return Space(
@@ -170,6 +174,22 @@ def space_of(
         profiled=profiled,
         grids=may.degrees,
     )
+
+
+def check_first(how: Training | Numbers, cluster: Cluster, options: Options, sizes: Sequence[int]) -> None:
+    """Check what is known to be impossible before a profile is made, as that may take minutes.
+
+    Raises:
+        UsageError: something is.
+    """
+    check_stages(options, cluster)
+    schedule = how.schedule
+    if schedule is not None and schedule not in ENDLESS:
+        schedule_named(schedule)
+    _, training = _first(
+        lambda size: how.training(size, "float32", cluster) if isinstance(how, Numbers) else how, sizes
+    )
+    check_divided(training, options.shard)
 
 
 def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles:
@@ -198,8 +218,9 @@ def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | 
     """Profiles of the sizes at which stages can have the degrees that are asked for; other sizes are refused."""
 
     def at(size: int) -> ModelProfile:
-        made = profiles(size)
         asked = {"data": options.data, "tensor": options.tensor}
+        check_degrees(size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
+        made = profiles(size)
         check_pins(made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
         return made
 
@@ -245,8 +266,8 @@ def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:
     return how.batch_size or sizes[-1]
 
 
-def _first(profiles: Profiles, sizes: Sequence[int]) -> tuple[int, ModelProfile]:
-    """The first size that can be profiled, and its profile.
+def _first(profiles: Callable[[int], T], sizes: Sequence[int]) -> tuple[int, T]:
+    """The first size that can be profiled, and its profile; or another thing that is made of a size.
 
     Raises:
         UsageError: none can be; as the first of them says.

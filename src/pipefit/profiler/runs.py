@@ -83,13 +83,11 @@ class Conditions:
         )
 
 
-def conditions(
-    kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
-) -> Conditions:
-    """The conditions of runs of the model of `profile`.
+def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> None:
+    """Check that all stages on a cluster take the same memory, whatever their place.
 
     Raises:
-        UsageError: a stage's memory depends on its place in the pipeline, which additive costs cannot express.
+        UsageError: they do not, which additive costs cannot express; or there is no such schedule.
     """
     stages = len(cluster.devices)
     met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
@@ -98,6 +96,17 @@ def conditions(
             f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two numbers for "
             "each block cannot express: profile, plan and train under gpipe"
         )
+
+
+def conditions(
+    kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
+) -> Conditions:
+    """The conditions of runs of the model of `profile`.
+
+    Raises:
+        UsageError: a stage's memory depends on its place in the pipeline, which additive costs cannot express.
+    """
+    check_places(cluster, training, recompute)
     taken = profile.assumptions
     return Conditions(
         kind=kind,
