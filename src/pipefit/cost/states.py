@@ -154,7 +154,7 @@ class Conditions:
 
     def __init__(self, moves: StateMoves) -> None:
         self._moves = moves
-        self._needs: dict[tuple[Kind, Layers], tuple[Home, ...]] = {}
+        self._needs: dict[tuple[Kind, Layers], tuple[tuple[Home, ...], frozenset[Home]]] = {}
         self._by_layer: dict[int, list[Home]] = {}
         self._by_content: dict[tuple[Kept, Place], Home] = {}
         for home, kept in moves.homes.items():
@@ -162,7 +162,8 @@ class Conditions:
             for layer in range(*kept.layers):
                 self._by_layer.setdefault(layer, []).append(home)
         self._places = {home: number for number, home in enumerate(moves.homes)}
-        self._missing = set[Home]()  # of what passes need
+        self._elsewhere = set[Home]()  # of what is not on the device, or not up to date
+        self._missing = set[Home]()  # those of them that passes need
         self._of: dict[Home, Condition] = {}
         self.reset()
 
@@ -180,8 +181,11 @@ class Conditions:
         """What a home keeps is in another condition from now on."""
         self._of[home] = condition
         if condition is Condition.HERE:
+            self._elsewhere.discard(home)
             self._missing.discard(home)
-        elif self._moves.homes[home].kind != "optimizer":
+            return
+        self._elsewhere.add(home)
+        if self._moves.homes[home].kind != "optimizer":
             self._missing.add(home)
 
     @property
@@ -214,8 +218,12 @@ class Conditions:
             return
         key = action.kind, layers
         if key not in self._needs:
-            self._needs[key] = tuple(self._needed(*key))
-        for home in self._needs[key]:
+            needed = tuple(self._needed(*key))
+            self._needs[key] = needed, frozenset(needed)
+        in_order, needs = self._needs[key]
+        if self._elsewhere.isdisjoint(needs):
+            return
+        for home in in_order:
             if newest or self._moves.homes[home].kind != "parameters":
                 self._check(action, home)
 
@@ -350,23 +358,19 @@ def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset
 
     Their joins free the device's memory all the same.
     """
-    updates: list[tuple[int, Action]] = []
+    updated, all_updated = dict[tuple[int, int], int](), dict[int, int]()  # the last updates of layers, and of stages
     left = dict[Home, int]()  # the position of the last OFFLOAD
     found = set[int]()
     for position, action in enumerate(actions):
-        if action.kind is Kind.STEP and action.place is None:
-            updates.append((position, action))
+        if action.kind is Kind.STEP and action.place is None and action.layers is None:
+            all_updated[action.stage] = position
+        elif action.kind is Kind.STEP and action.place is None:
+            updated.update(dict.fromkeys(((action.stage, layer) for layer in range(*action.layers or ())), position))
         elif action.kind is Kind.OFFLOAD and action.moves_state and not action.wait:
-            layers, home = program.moved(action), home_of(action)
-            since = (update for at, update in updates if at > left.get(home, -1))
-            if layers[0].what == "parameters" and not any(_updates(update, action.stage, layers) for update in since):
+            subjects, home = program.moved(action), home_of(action)
+            changed = (updated.get((action.stage, subject.layer), -1) for subject in subjects)
+            last = max(all_updated.get(action.stage, -1), *changed)
+            if subjects[0].what == "parameters" and last <= left.get(home, -1):
                 found.add(position)
             left[home] = position
     return frozenset(found)
-
-
-def _updates(update: Action, stage: int, moved: Sequence[Subject]) -> bool:
-    """Whether an update is one of some of these layers."""
-    if update.stage != stage or update.layers is None:
-        return update.stage == stage
-    return update.layers[0] <= moved[-1].layer and moved[0].layer < update.layers[1]

@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from pipefit.actions import COLLECTIVE, COMPUTE, FORWARDS, Action, Kind
 from pipefit.decisions import Decision, State, What
@@ -106,7 +106,14 @@ class StateCopies:
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
         self.computing = [n for n, action in enumerate(self.actions) if _computes(action)]
-        self._users = [n for n, action in enumerate(self.actions) if _needs_state(action) or _begins_sum(action)]
+        self._users_of = defaultdict[tuple[int, int], list[int]](list)  # by stage and layer
+        self._users_of_all = list[int]()
+        for number, action in enumerate(self.actions):
+            if _begins_sum(action) or (_needs_state(action) and action.layers is None):
+                self._users_of_all.append(number)
+            elif _needs_state(action):
+                for layer in range(*action.layers or ()):
+                    self._users_of[action.stage, layer].append(number)
 
     def add(self, decision: Decision, offload: Action) -> None:
         """Insert the copies of one decision."""
@@ -147,8 +154,9 @@ class StateCopies:
     def _uses(self, decision: Decision) -> Iterator[int]:
         """The positions of what needs the state of a decision. Gradients stay from a collective to the update."""
         assert isinstance(decision.subject, State)
-        start, stop, gradients = decision.subject.start, decision.subject.stop, decision.subject.kind == "gradients"
-        for number in self._users:
+        gradients, layers = decision.subject.kind == "gradients", range(decision.subject.start, decision.subject.stop)
+        of_layers = (self._users_of[decision.stage, layer] for layer in layers)
+        for number in sorted({*self._users_of_all, *chain.from_iterable(of_layers)}):
             action = self.actions[number]
             if gradients and _begins_sum(action):
                 yield number
@@ -157,8 +165,7 @@ class StateCopies:
                 continue
             if number in self.without if not gradients else action.kind not in (Kind.BACKWARD, Kind.STEP):
                 continue
-            if action.layers is None or (action.layers[0] < stop and start < action.layers[1]):
-                yield number
+            yield number
 
     def _pairs(self, decision: Decision) -> Iterator[tuple[int, int]]:
         """Two uses of a state, one after the other, between which all of it exists.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from pipefit.actions import Action, Kind
@@ -57,8 +57,9 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
     replicated = [s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1]
     for stage in replicated:
         backwards = [n for n, one in enumerate(actions) if one.kind is Kind.BACKWARD and one.stage == stage]
+        last_of = _last_of(actions, backwards)
         for reduce in sums_of(plan, stage) if update else ():
-            behind[_sent(actions, _last(actions, backwards, reduce))].append(reduce)
+            behind[_sent(actions, last_of(reduce))].append(reduce)
         for reduce, last in _of_microbatches(actions, backwards, plan, stage):
             behind[_sent(actions, last)].append(reduce)
             following = bisect_right(backwards, last)
@@ -86,8 +87,9 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for update in updates:
         own = [n for n in backwards if actions[n].microbatch == actions[update].microbatch]
+        last_of = _last_of(actions, own)
         for reduce in sums_of(plan, stage, actions[update].microbatch):
-            behind[_last(actions, own, reduce)].append(reduce)
+            behind[last_of(reduce)].append(reduce)
             before[begins[update]].append(reduce.join)
     for reduce, last in _of_microbatches(actions, backwards, plan, stage):
         behind[last].append(reduce)
@@ -111,9 +113,20 @@ def _next(positions: Sequence[int], position: int, end: int) -> int:
     return positions[found] if found < len(positions) else end
 
 
-def _last(actions: Sequence[Action], backwards: Sequence[int], reduce: Action) -> int:
-    """The position of the last of these backwards that passes through layers of a sum."""
-    return next(number for number in reversed(backwards) if _has(actions[number], reduce))
+def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[Action], int]:
+    """A function that tells the position of the last of these backwards that passes through layers of a sum."""
+    of_layers, of_all = dict[int, int](), -1
+    for number in backwards:
+        layers = actions[number].layers
+        of_all = number if layers is None else of_all
+        of_layers.update(dict.fromkeys(range(*layers) if layers else (), number))
+
+    def last(reduce: Action) -> int:
+        if reduce.layers is None:
+            return backwards[-1]
+        return max(of_all, *(of_layers.get(layer, -1) for layer in range(*reduce.layers)))
+
+    return last
 
 
 def _of_microbatches(
@@ -126,8 +139,9 @@ def _of_microbatches(
     for number in backwards:
         of_microbatch[actions[number].microbatch].append(number)
     for microbatch, own in of_microbatch.items():
+        last_of = _last_of(actions, own)
         for reduce in (Action(Kind.REDUCE, stage, microbatch, run) for run in runs):
-            yield reduce, _last(actions, own, reduce)
+            yield reduce, last_of(reduce)
 
 
 def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:

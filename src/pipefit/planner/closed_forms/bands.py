@@ -62,18 +62,15 @@ class Band:
 
     def around(self, surroundings: Surroundings) -> Ints:
         """The peak of one action in its surroundings, without the bytes of other microbatches and other versions."""
-        key = surroundings.alone
-        if key not in self._sums:
-            total = self.static + self._own(surroundings)
-            if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
-                total += self.early if surroundings.early else self.state
-            if surroundings.receiving in FORWARDS:
-                total += self.received
-            elif surroundings.receiving is Kind.BACKWARD:
-                total += self.output_gradients
-            total += self._sending(surroundings.sending)
-            self._sums[key] = total
-        return self._sums[key]
+        total = self.static + self._own(surroundings)
+        if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
+            total += self.early if surroundings.early else self.state
+        if surroundings.receiving in FORWARDS:
+            total += self.received
+        elif surroundings.receiving is Kind.BACKWARD:
+            total += self.output_gradients
+        total += self._sending(surroundings.sending)
+        return total
 
     def _own(self, surroundings: Surroundings) -> Ints:
         """The bytes of the action itself and of its microbatch, and of gradients that exist before it."""
@@ -102,7 +99,11 @@ class Band:
         """The highest peak of actions in these surroundings, which have the same numbers of microbatches in flight."""
         key = frozenset(s.alone for s in met)
         if key not in self._sums:
-            self._sums[key] = np.maximum.reduce([self.around(part) for part in key])
+            first, *others = key
+            found = self.around(first)
+            for part in others:
+                np.maximum(found, self.around(part), out=found)
+            self._sums[key] = found
         return self._sums[key]
 
 
