@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pipefit.capture import Task
@@ -134,13 +135,15 @@ def test_gradients_turned_off_around_a_call_change_nothing(make: Callable[[], Ta
         (partial(torch.autocast, "cpu", torch.bfloat16), "inside torch.autocast.*leave it"),
         (torch.autograd.graph.save_on_cpu, "inside hooks on saved tensors.*leave them"),
         (partial(torch.device, "meta"), "with another default device than the CPU"),
+        (FakeTensorMode, "inside a FakeTensorMode.*leave it"),
+        (partial(FakeTensorMode, allow_non_fake_inputs=True), "inside a FakeTensorMode.*leave it"),
     ],
 )
 def test_a_mode_that_training_cannot_honour_is_refused(
     mode: Callable[[], AbstractContextManager[Any]], said: str
 ) -> None:
     """In inference mode no graph can be made; autocast, hooks on what is saved and another default device are unknown
-    to the plan of a step. All are refused by name, before anything is trained.
+    to the plan of a step, and fake tensors have no numbers. All are refused by name, before anything is trained.
     """
     task = by_hand()
     plan = plan_of(task, [2, 2])
@@ -153,11 +156,25 @@ def test_a_mode_that_training_cannot_honour_is_refused(
         lambda: Trainer(task, plan),
         lambda: trainer.step(batch),
     ]
-    if "device" in said:
+    if "device" in said or "Fake" in said:
         calls.append(lambda: trainer.evaluate(batch))
     for call in calls:
         with mode(), pytest.raises(UsageError, match=said):
             call()
+    assert_same(trainer.state_dict(), before)
+
+
+def test_a_batch_without_numbers_is_refused_outside_of_its_mode_too() -> None:
+    """Nothing of the model has changed then."""
+    task = by_hand()
+    plan = plan_of(task, [2, 2])
+    trainer = Trainer(task, plan)
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    with FakeTensorMode():
+        batch = batch_of(task, plan)
+    for call in (trainer.step, trainer.evaluate):
+        with pytest.raises(UsageError, match=r"tensor 0 of the inputs of this batch is .*fake"):
+            call(batch)
     assert_same(trainer.state_dict(), before)
 
 

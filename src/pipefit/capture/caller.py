@@ -1,7 +1,8 @@
 """What the caller's own contexts and batches may be, and how the caller's module is left as it is.
 
 Training records a graph under `torch.no_grad()` too. What a pipeline cannot do is refused by name: training inside
-inference mode, autocast, hooks on saved tensors or another default device; gradients for the tensors of a batch.
+inference mode, autocast, hooks on saved tensors, fake tensors or another default device; gradients for the tensors of a
+batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.refused_modules import copy_of, refuse_module
@@ -41,22 +44,38 @@ def recording(what: str) -> Iterator[None]:
             f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) is not what "
             "the plan says: leave them, for plans say themselves what is moved and what is computed again"
         )
-    refuse_device(what)
+    refuse_elsewhere(what)
     with torch.enable_grad():
         yield
 
 
-def refuse_device(what: str) -> None:
-    """Refuse another default device than the CPU, on which numbers of ours would be made that a plan has elsewhere.
+def refuse_elsewhere(what: str) -> None:
+    """Refuse another default device than the CPU, on which numbers of ours would be made that a plan has elsewhere, and
+    a mode in which there are no numbers.
 
     Raises:
         UsageError: there is one; begins with `what`.
     """
+    if _is_callers(active_fake_mode()):
+        raise UsageError(
+            f"{what} inside a FakeTensorMode is not possible, for tensors have no numbers there: leave it; "
+            "pipefit.certify is a dry run"
+        )
     if torch.get_default_device().type != "cpu":
         raise UsageError(
             f"{what} with another default device than the CPU (torch.set_default_device, torch.device) is not what the "
             "plan says, which has a device for every tensor: put `with torch.device('cpu'):` around it"
         )
+
+
+def is_callers_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers, and is none of ours."""
+    return isinstance(tensor, FakeTensor) and _is_callers(tensor.fake_mode)
+
+
+def _is_callers(mode: FakeTensorMode | None) -> bool:
+    """Whether a mode is one that people enter; ours are of classes of their own."""
+    return type(mode) is FakeTensorMode
 
 
 @contextmanager

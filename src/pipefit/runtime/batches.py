@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipefit.capture.caller import is_callers_fake
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
@@ -58,10 +59,10 @@ def _check_plain(what: str, tensors: Sequence[Tensor]) -> None:
     """
     for number, tensor in enumerate(tensors):
         strange = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
-        if strange:
+        if strange or is_callers_fake(tensor):
             raise UsageError(
-                f"tensor {number} of the {what} of this batch is sparse, nested, quantised or on the meta device: give "
-                "a plain one, such as its to_dense() or dequantize()"
+                f"tensor {number} of the {what} of this batch is sparse, nested, quantised, fake or on the meta "
+                "device: give a plain one, such as its to_dense() or dequantize()"
             )
 
 

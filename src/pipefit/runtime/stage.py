@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.actions import COMPUTE, Action, Kind
-from pipefit.capture.caller import refuse_device
 from pipefit.capture.constants import constants
 from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
@@ -192,12 +191,7 @@ class StageRunner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, all layers are in evaluation mode; afterwards they are in their modes from before.
-
-        Raises:
-            UsageError: the caller's default device is another than the CPU.
-        """
-        refuse_device("evaluating")
+        """Inside, all layers are in evaluation mode; afterwards they are in their modes from before."""
         modes = [(module, module.training) for layer in self.layers for module in layer.module.modules()]
         try:
             for layer in self.layers:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.capture.caller import recording, refuse_gradients, undisturbed
+from pipefit.capture.caller import recording, refuse_elsewhere, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
@@ -225,6 +225,7 @@ class Trainer:
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The mean loss on `batch` without training: dropout is off, and batch norm uses its running statistics."""
+        refuse_elsewhere("evaluating")
         self._drain()
         given = self._cut(pair(batch, "an evaluation takes"))
         with ExitStack() as stack:
