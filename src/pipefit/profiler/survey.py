@@ -113,7 +113,8 @@ class Survey:
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
-        self._meters: list[_Metered] = []  # by kind
+        self._meters: list[_Metered] = []  # by kind, as kinds are numbered until all are measured
+        self._met: list[int] = []  # the kind of every layer as it was first met
         self._fewer: dict[tuple[int, Layouts], int] = {}
         self._again: dict[tuple[int, tuple[Layouts, ...]], tuple[int, tuple[Layouts, ...]]] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], _Form]] = {}
@@ -133,6 +134,7 @@ class Survey:
         self._memory.check(self._meters[kind].meter.changed_inputs, f"layer {layer.name}")
         self._memory.go_on(self.kinds[kind].output_origins)
         self.layers.append(kind)
+        self._met.append(kind)
         return outputs
 
     def _measure(
@@ -273,7 +275,7 @@ class Survey:
         if trainable:
             original = chain.layers[layer].originals.get(name, name)
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
-            run = self._meters[self.layers[layer]].layer.module.get_parameter(name)  # the chain's own may not be run
+            run = self._meters[self._met[layer]].layer.module.get_parameter(name)  # the chain's own may not be run
             state, early = state_bytes(run, wanted, self.optimizer, self.kernels)
         copies = {user: self._copy_bytes(user, shared) for user in shared.users}
         copying = tuple(user for user in shared.users if copies[user])

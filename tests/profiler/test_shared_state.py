@@ -1,0 +1,63 @@
+"""The optimizer state of parameters that several layers share, whichever layers are measured twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.profiler import profile
+
+
+class Steps(nn.Module):
+    """Two layers of different width that are run by turns; what they take and return is a part of the output."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.enter, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, wide), nn.Linear(wide, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        found = [x]
+        for _ in range(3):
+            x = self.second(self.first(x))
+            found.append(x)
+        return torch.stack(found, 1)
+
+
+class Cells(nn.Module):
+    """A cell whose parameters have other names than those of the layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.cell, self.gate = nn.Linear(8, 8), nn.GRUCell(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        state, found = x.new_zeros(len(x), 4), [x]
+        for _ in range(3):
+            state = self.cell(x, state)
+            x = x * torch.sigmoid(self.gate(state))
+            found.append(x)
+        return torch.stack(found, 1)
+
+
+MODELS = {"narrow": lambda: Steps(4), "wide": lambda: Steps(16), "cells": Cells}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_that_of_plain_training(name: str) -> None:
+    """What AdamW keeps for each shared parameter is as large as what it keeps in a plain loop."""
+    module = MODELS[name]()
+    task = Task(MODELS[name], batch=lambda size: (torch.randn(size, 8), None), loss=lambda found, _: found.sin().mean())
+    shared = profile(task, microbatch_size=2).measurements[0].shared
+    updates = torch.optim.AdamW(module.parameters())
+    module(torch.randn(2, 8)).sin().mean().backward()
+    updates.step()
+    kept = {
+        path: sum(tensor.nbytes for tensor in updates.state[parameter].values())
+        for path, parameter in module.named_parameters()
+        if not path.startswith("enter")
+    }
+    assert {one.name.replace("@1", ""): one.state_bytes for one in shared} == kept
