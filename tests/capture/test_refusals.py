@@ -44,6 +44,18 @@ class Model(nn.Module):
         return self.last(x if self.inner is None else self.inner(x))
 
 
+class Penalised(nn.Module):
+    """Returns what it makes of features, and these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.first(x)
+        return self.last(features).tanh(), features
+
+
 BASE = Task(Model, batch=batch, loss=F.mse_loss, name="mine")
 
 
@@ -350,6 +362,14 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     ),
     "sparse optimizer": (
         lambda: replace(BASE, optimizer=torch.optim.SparseAdam), ("the optimizer cannot be run", "use Adam or AdamW"),
+    ),
+    "capturable": (
+        lambda: replace(BASE, optimizer=lambda groups: torch.optim.Adam(groups, capturable=True)),
+        ("the optimizer cannot be run", "leave capturable out"),
+    ),
+    "penalty": (
+        lambda: replace(BASE, module=Penalised, loss=lambda o, _: torch.autograd.grad(o[0].sum(), o[1])[0].sum()),
+        ("the loss of mine cannot be run", "let the module return that gradient"),
     ),
 }  # fmt: skip
 

@@ -31,6 +31,11 @@ _REMEDIES = (
         "let a class of your own step matrices with it and the rest with another, by options that groups=... gives",
     ),
     (r"does not support dense gradients", "use Adam or AdamW"),
+    (r"capturable=True", "leave capturable out: it is for steps that a GPU records"),
+    (
+        r"differentiated Tensors?",
+        "a loss cannot differentiate one output by another: let the module return that gradient, written as operations",
+    ),
     (r"_pack_padded_sequence", PADDED),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
     (
