@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 _LONGEST = 60  # characters of a refused value that a message repeats
+_USUAL = {"gpu": "cuda"}  # what people call what has another name here
 
 
 def printable(text: str) -> str:
@@ -51,7 +52,8 @@ def counted(count: int, noun: str) -> str:
 
 def meant(name: str, known: Iterable[str], most: int = 1) -> str:
     """A question: the known names nearest by their letters to an unknown one; empty where none is near."""
-    found = get_close_matches(name.lower(), list(known), n=most, cutoff=0.52)
+    names, usual = list(known), _USUAL.get(name.lower())
+    found = [usual] if usual in names else get_close_matches(name.lower(), names, n=most, cutoff=0.52)
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -105,6 +105,8 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster dgx1-v100 --planner jiont", 2, ["did you mean joint? Choose one of joint, mpress"]),
     ("plan profile.json --cluster dgx1-v100 --schedule 1fb1", 2, ["did you mean 1f1b? Choose one of gpipe"]),
     ("plan zoo:mlp --cluster dgx1-v100 --precision bf16", 2, ["cannot be 'bf16': did you mean bfloat16?"]),
+    ("plan zoo:mlp --cluster dgx1-v100 --target GPU", 2, ["cannot be 'GPU': did you mean cuda?"]),
+    ("plan zoo:mlp --cluster dgx1-v100 --objective peak --planner joint", 2, ["joint planner looks for the fastest"]),
     ("plan profile.json --cluster dgx1-v100 --shard zero3", 2, ["cannot be 'zero3': choose one of none, optimizer"]),
     ("plan profile.json --cluster dgx1-v100 --reserve 120%", 2, ["less than the memory", "31.75 GiB, not 38.10 GiB"]),
     ("certify zoo:mlp plan.json", 2, ["the plan comes first, plan.json zoo:mlp"]),

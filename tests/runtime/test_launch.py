@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing as mp
 import os
@@ -20,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -205,6 +207,14 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     losses, _ = pipefit.train(accidents.make, plan, steps=1)
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_where_processes_may_share_nothing_the_places_are_named(number: int) -> None:
+    """As in a container whose /dev/shm is read-only: more memory or fewer devices would be of no use."""
+    failing = mock.patch.object(launch, "Heartbeat", side_effect=OSError(number, os.strerror(number)))
+    with failing, pytest.raises(WorkerFailed, match=rf"{os.strerror(number)}; processes share semaphores in /dev/shm"):
+        pipefit.train(accidents.make, plan_of(), steps=1)
 
 
 def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:

@@ -104,6 +104,7 @@ PLANNERS: dict[str, Planner] = {
 }
 
 ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that take what training runs measured
+FOR_SPEED = "joint", "mpress", "alpa", "time"  # planners that look for the fewest seconds
 ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
@@ -212,7 +213,7 @@ def answered(
     if training is not None:
         instance("training", training, Training, "or say batch_size and microbatches by name")
     planner = PLANNER_FOR[objective] if planner is None else planner
-    check_planner(planner)
+    check_planner(planner, objective)
     numbers = Numbers(
         batch_size=batch_size,
         microbatches=microbatches,
@@ -245,14 +246,19 @@ def answered(
     return Answer(solved(space.question, asked, name=planner))
 
 
-def check_planner(name: str) -> None:
-    """Check that there is a planner of this name.
+def check_planner(name: str, objective: Goal = "throughput") -> None:
+    """Check that there is a planner of this name, which does not look for something else than what is asked for.
 
     Raises:
-        UsageError: there is none; says which there are.
+        UsageError: there is none, with those that there are; or it looks for speed, and the lowest peak is wanted.
     """
     if name not in PLANNERS:
         raise UsageError(unknown(f"there is no planner {name!r}", name, PLANNERS))
+    if objective == "peak" and name in FOR_SPEED:
+        raise UsageError(
+            f"the {name} planner looks for the fastest step, not for the lowest peak: leave it out for the objective "
+            "peak (then exact is used), or leave out the objective"
+        )
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:

@@ -32,7 +32,7 @@ from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
 from pipefit.runtime.links import Position, waited_for
 from pipefit.runtime.orders import Orders
-from pipefit.runtime.processes import Inherited, Passed, forks, start
+from pipefit.runtime.processes import Inherited, Passed, forks, obstacle, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, Watch, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
@@ -111,18 +111,6 @@ def launch(
     return supervisor.trace()
 
 
-def _obstacle(error: OSError) -> str:
-    """What keeps a process from starting, and what to try."""
-    try:
-        os.getcwd()
-    except OSError:
-        return "the working directory has been removed; change to one that exists (os.chdir)"
-    return (
-        f"{error.strerror or error}; plan for fewer devices, or raise the limit (ulimit -a shows those of open files "
-        "and processes; free, memory; df, free disk space)"
-    )
-
-
 @dataclass(slots=True)
 class _Worker:
     """One worker as the parent sees it."""
@@ -170,7 +158,7 @@ class _Supervisor:
             try:
                 self._start(task, rank)
             except OSError as error:
-                raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {_obstacle(error)}") from error
+                raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {obstacle(error)}") from error
 
     def _start(self, task: bytes, rank: int) -> None:
         """Start one worker; `stop` will find it, whatever happens meanwhile."""

@@ -15,6 +15,7 @@ taken again need not be zeroed: a training step of a GPT of 9 M parameters takes
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import time
@@ -33,6 +34,23 @@ _ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
 # What the fork server imports; making an optimizer imports the last
 _IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]
+
+
+def obstacle(error: OSError) -> str:
+    """What keeps a process from starting, and what to try."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working directory has been removed; change to one that exists (os.chdir)"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSPC):
+        return (
+            f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder of temporary files: "
+            'both must be there, writable and with room (df /dev/shm "$TMPDIR")'
+        )
+    return (
+        f"{error.strerror or error}; plan for fewer devices, or raise the limit (ulimit -a shows those of open files "
+        "and processes; free, memory; df, free disk space)"
+    )
 
 
 def forks() -> ForkServerContext:
