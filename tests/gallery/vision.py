@@ -288,6 +288,28 @@ class Field(nn.Module):
         return (before * (1 - through) * self.colour(x).sigmoid()).sum(1)
 
 
+class Scales(nn.Module):
+    """Maps of fewer and fewer pixels, the last of a single one, each as a sequence and back, joined in a head
+    (SegFormer: Xie et al., 2021). Whether channels are last in memory only strides tell of one pixel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shrinks = nn.ModuleList(nn.Conv2d(inward, 8, 3, stride=4, padding=1) for inward in (3, 8))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.mixed, self.norm, self.head = nn.Conv2d(16, 12, 1, bias=False), nn.BatchNorm2d(12), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = []
+        for shrink, norm in zip(self.shrinks, self.norms, strict=True):
+            x = shrink(x)
+            pixels = norm(x.flatten(2).transpose(1, 2))
+            x = pixels.reshape(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2).contiguous()
+            last = pixels.permute(0, 2, 1).reshape(len(x), -1, *x.shape[2:])
+            maps.append(F.interpolate(last, size=maps[0].shape[2:] if maps else None, scale_factor=None if maps else 1))
+        return self.head(F.dropout(torch.relu(self.norm(self.mixed(torch.cat(maps[::-1], 1)))), 0.3, self.training))
+
+
 VISION = (
     Model(
         name="vit",
@@ -307,6 +329,11 @@ VISION = (
     Model(
         name="shufflenet", special="halves of channels pass by, channels are shuffled by views",
         module=ShuffleNet, batch=images, loss=F.cross_entropy,
+    ),
+    Model(
+        name="scales", special="dropout of maps whose layout a map of a single pixel decides",
+        module=Scales, batch=lambda size: (torch.randn(size, 3, 16, 16), torch.randint(4, (size, 4, 4))),
+        loss=F.cross_entropy, optimizer=ADAM,
     ),
     Model(
         name="swin", special="shifted windows by rolling, position biases picked by a buffer of indices",

@@ -19,9 +19,22 @@ Orders = tuple[Order, ...]  # of several values; empty where each has the order 
 
 
 def orders_of(values: Sequence[Tensor]) -> Orders:
-    """The orders in which `values` leave a layer."""
-    found = tuple(() if value.is_contiguous() else dense_order(value) or () for value in values)
+    """The orders in which `values` leave a layer.
+
+    A contiguous one may have another order too, by the strides of its dimensions of size 1, as a value of one channel,
+    or of one pixel, whose channels are last. Kernels go by these, and lay out what they make accordingly.
+    """
+    found = tuple(order if (order := _order(value)) != tuple(range(value.ndim)) else () for value in values)
     return found if any(found) else ()
+
+
+def _order(value: Tensor) -> Order:
+    """The order of dimensions in which a new tensor has the strides of `value`; else one in which it is contiguous."""
+    strides, shape = value.stride(), value.shape
+    order = tuple(sorted(range(value.ndim), key=lambda d: (-strides[d], shape[d] == 1, d)))
+    if _new_strides([shape[d] for d in order]) == tuple(strides[d] for d in order):
+        return order
+    return dense_order(value) or tuple(range(value.ndim))
 
 
 def contiguous(values: Sequence[Tensor], orders: Orders) -> tuple[Tensor, ...]:

@@ -1,0 +1,36 @@
+"""In which order dimensions lie in memory: a value is on the other side of a cut as it was made."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from pipefit.capture.orders import as_made, contiguous, orders_of
+
+SIZES = [(2, 3, 4, 5), (2, 3, 1, 1), (1, 3, 1, 1), (2, 1, 4, 5), (1, 1, 4, 1), (1, 1, 1, 1), (2, 1, 1, 5)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_strides_cross_a_cut_whatever_the_order_in_memory(sizes: tuple[int, ...]) -> None:
+    """Those of dimensions of size 1 too, by which kernels tell whether channels are last."""
+    for order in permutations(range(4)):
+        made = torch.empty([sizes[d] for d in order])
+        back = [order.index(d) for d in range(4)]
+        value = made.permute(back)
+        orders = orders_of((value,))
+        (crossing,) = contiguous((value,), orders)
+        assert crossing.stride() == torch.empty(crossing.shape).stride()
+        (there,) = as_made((crossing,), orders)
+        assert (there.shape, there.stride()) == (value.shape, value.stride())
+        assert there.is_contiguous(memory_format=torch.channels_last) == value.is_contiguous(
+            memory_format=torch.channels_last
+        )
+
+
+def test_a_slice_crosses_as_a_new_tensor() -> None:
+    """No order makes it dense: it is copied, with its dimensions as they are."""
+    value = torch.empty(4, 6, 5)[:, ::2]
+    assert orders_of((value,)) == ()
+    assert contiguous((value,), ())[0].stride() == (15, 5, 1)
