@@ -20,6 +20,7 @@ from pipefit.training import Training
 from pipefit.zoo.huggingface import hf
 
 
+@pytest.mark.gallery
 def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
     """The losses and peaks of three processes are those of one process that runs all devices in turn."""
     factory = partial(hf, "gpt2", **TINY["gpt2"])

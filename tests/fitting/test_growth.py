@@ -80,7 +80,7 @@ def check_certified(fit: Fit, growth: Growth) -> None:
 
 def test_the_neighbours_are_profiled_once() -> None:
     """They are tried by plans that are soon made and by whole ones, of the same profiles."""
-    demand, made = Demand(cluster=Cluster.emulated((2, 24 * KIB)), microbatch_size=2, microbatches=2, **ALONE), []
+    demand, made = Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2, **ALONE), []
     growth = setting("layers", trained, demand, range(1, 1000))
     fit = find(replace(growth, profiles=lambda value: made.append(value) or growth.profiles(value)), certify=False)
     assert fit.beyond is not None

@@ -163,7 +163,7 @@ def test_no_baseline_has_a_lower_peak_than_the_leanest_plan(seed: int) -> None:
     check_peaks(seed)
 
 
-@pytest.mark.parametrize("seed", sampled(range(40), often=(0, 17, 27, 34)))
+@pytest.mark.parametrize("seed", sampled(range(40), often=(27, 34)))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     """Under caps from the lowest peak of all baselines to the highest: with messages that estimates leave out, and with
     layers without parameters in one bucket with others, whose state comes and goes by itself.

@@ -14,6 +14,7 @@ from pipefit.planner.few_classes import Sizes, few_classes
 from pipefit.planner.hybrid.takes import States, states_of
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training
+from sampled import sampled
 from slice_sizes import sized
 
 HOW = Training(batch_size=16, microbatches=4)
@@ -67,7 +68,7 @@ def test_what_is_cheap_is_not_bought_with_more_than_a_slight_part_of_a_budget() 
     assert [one.devices for one in found.classes] == [(0, 1), (2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("planner", ["joint", "exact"])
+@pytest.mark.parametrize("planner", sampled(["joint", "exact"], often=["exact"]))
 def test_twenty_devices_of_as_many_budgets_have_a_plan_that_fits(planner: str) -> None:
     """The bound of its peak is no higher than what it reaches, which is no worse than with the smallest alone."""
     profile, most = costs(3, 20), 20

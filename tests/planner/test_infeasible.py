@@ -99,7 +99,7 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
 
 
 @pytest.mark.parametrize("asked", [{"data": 2}, {"data": 4}, {}])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: dict[str, int]) -> None:
     """Memory, taken literally, fits, and a byte less does not; numbers of devices are true too."""
     chain, how = sized(plain(Random(seed), 5, size=50), 8, 4, 2), Training(batch_size=16, microbatches=2)

@@ -23,6 +23,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, joining, train
 from pipefit.runtime.tensor_groups import without_peers
 from pipefit.simulator import simulate
+from sampled import sampled
 from slices import Plain, batches, equal
 from step_peaks import step_peaks
 from tiny import batch_of, in_one_process
@@ -73,9 +74,10 @@ PLANS = {
     "in replicas, behind and before": lambda: plan_of([0, 2, 6], [(2, 2), (1, 2)], [0, 1]),
     "decided": lambda: decided(plan_of([0, 2, 6], [(1, 2), (1, 2)], [0, 1], schedule="gpipe")),
 }
+OFTEN = "in replicas, behind and before", "decided"
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, often=OFTEN))
 def test_the_numbers_are_those_of_plain_training(name: str) -> None:
     """Losses and parameters of three steps, with draws; in a smaller batch and an evaluation too."""
     task, plan = along(), PLANS[name]()
@@ -91,7 +93,7 @@ def test_the_numbers_are_those_of_plain_training(name: str) -> None:
     assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, often=OFTEN))
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peaks of every rank in both steps, to the byte, with peers that are not there."""
     monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
