@@ -301,6 +301,18 @@ def test_what_no_profile_can_change_is_refused_before_one_is_made(
     assert "too late" not in said
 
 
+def test_incremental_runs_on_two_devices_are_refused_before_a_model_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They need three, whatever the model."""
+    monkeypatch.chdir(folder)
+    line = "profile mine:unmade -b 1 --cluster emulated:2x1GiB --runs incremental"
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "needs at least three devices, not 2" in said
+    assert "too late" not in said
+
+
 def test_a_name_of_several_lines_makes_no_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A document cannot put a line of its own on the terminal, as if a command had said it."""
     plan = make_plan(random_profile(6), (2, 4))

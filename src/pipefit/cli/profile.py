@@ -95,8 +95,11 @@ def command(
     devices = None if cluster is None else load_cluster(cluster)
     training = None if devices is None else _training(devices, microbatch_size[0], microbatches, schedule, clip_norm)
     if devices is not None and training is not None:
+        from pipefit.profiler.partitionings import check_devices
         from pipefit.profiler.runs import check_places
 
+        if runs == "incremental":
+            check_devices(len(devices.devices))
         check_places(devices, training, recompute)
     with progress("profiling") as report:
         task = resolve(model, settings, precision)

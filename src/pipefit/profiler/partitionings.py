@@ -48,19 +48,28 @@ def partitionings(blocks: int, devices: int) -> list[Edges]:
     """The runs, in order: `blocks - devices + 1` of them where that is possible.
 
     Raises:
-        UsageError: fewer than three devices, on which no block within the model can be alone.
+        UsageError: as `check_devices`.
     """
-    if devices < 3 and devices < blocks:
-        raise UsageError(
-            f"incremental profiling needs at least three devices, not {devices}: one "
-            "for a block alone, and one each for the blocks before and behind it; trimmed runs do with one device"
-        )
+    check_devices(devices)
     if devices < _FEWEST or blocks <= _FEWEST:
         return _on_three(blocks)
     used = min(devices, max(_FEWEST, blocks // 2))
     padded = max(blocks, 2 * used)
     runs = [_edges(_lengths(padded, used, run)) for run in range(padded - used + 1)]
     return list(dict.fromkeys((*(edge for edge in edges if edge < blocks), blocks) for edges in runs))
+
+
+def check_devices(devices: int) -> None:
+    """Check that incremental runs can be made on so many devices.
+
+    Raises:
+        UsageError: fewer than three, on which no block within the model can be alone.
+    """
+    if devices < 3:
+        raise UsageError(
+            f"incremental profiling needs at least three devices, not {devices}: one "
+            "for a block alone, and one each for the blocks before and behind it; trimmed runs do with one device"
+        )
 
 
 def trimmed(blocks: int, devices: int) -> list[Stages]:
