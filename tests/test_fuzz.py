@@ -41,7 +41,7 @@ def test_what_the_fuzzer_found_stays_mended(
     trace = json.loads(Path("trace.json").read_text())
     trace["devices"][0]["events"][0]["action"] = "1e9LOAD3"
     Path("trace.json").write_text(json.dumps(trace))
-    assert main(["report", "trace.json", "-o", "page.html"]) == 2
+    assert main(["report", "trace.json", "-o", "page.html"]) == 6
     assert "'1e9LOAD3' is not an action" in capsys.readouterr().err
     program = json.loads(Path("program.json").read_text())
     for change, words in (

@@ -46,16 +46,16 @@ def command(
     go through the model itself and through its chain, on the CPU; exits with 2 if their losses, gradients or buffers
     differ.
     """
+    from pipefit.cli.documents import load_runnable
     from pipefit.cli.model import check_order, resolve
     from pipefit.cli.output import check_output, deliver, leaving_post_mortem, plain_data, with_found
     from pipefit.cli.progress import progress
-    from pipefit.files import load, save
-    from pipefit.plans import Plan
+    from pipefit.files import save
 
     check_output(output, plan, post_mortem)
     check_output(post_mortem, plan)
     check_order(plan, model)
-    document = load(plan, Plan)
+    document = load_runnable(plan)
     with progress("reading the model"):
         task = resolve(model, settings, document.training.precision)
         from pipefit.runtime import certify, certify_numbers

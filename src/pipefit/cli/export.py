@@ -107,15 +107,18 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
 def _trace(file: Path, document: Document) -> Trace:
     """A trace; a plan is simulated first."""
+    from pipefit.cli.documents import used
     from pipefit.errors import UsageError
     from pipefit.plans import Plan
     from pipefit.simulator import simulate
     from pipefit.trace import Trace
 
-    trace = simulate(document) if isinstance(document, Plan) else document
-    if not isinstance(trace, Trace):
+    if isinstance(document, Plan):
+        with used(file):
+            return simulate(document)
+    if not isinstance(document, Trace):
         raise UsageError(f"{file} is neither a plan nor a trace")
-    return trace
+    return document
 
 
 def _plan(file: Path, document: Document, what: str) -> Plan:

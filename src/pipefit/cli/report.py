@@ -34,6 +34,7 @@ def command(
     Memory over time, the timeline of every device, what fills it at its peak, decisions and their price. The page needs
     no network and no other file.
     """
+    from pipefit.cli.documents import used_together
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
     from pipefit.errors import UsageError
@@ -51,7 +52,8 @@ def command(
     if isinstance(document, PostMortem) and measured is not None:
         raise UsageError(f"{file} has its own trace: leave {measured} out, or name a plan before it")
     beside = None if measured is None else load(measured, Trace)
-    with progress("drawing"):
+    drawn = {file: document} if measured is None else {file: document, measured: beside}
+    with progress("drawing"), used_together(page, drawn):
         made = page(document, beside)
     save_text(made, target)
     if as_json:

@@ -13,6 +13,7 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     The first step differs from the others: optimizer state is allocated in its update. Under pipedream and
     pipedream-2bw the pipeline fills in the first steps, and the last one is typical.
     """
+    from pipefit.cli.documents import used
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
     from pipefit.files import load
@@ -23,7 +24,7 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
 
     check_output(output, plan)
     document = load(plan, Plan)
-    with progress("simulating"):
+    with progress("simulating"), used(plan):
         trace = simulate(document, steps=steps)
     told = filter(None, [holds_for(document)])
     deliver(trace, output=output, as_json=as_json, describe=lambda: [*describe_trace(trace), *told])

@@ -120,15 +120,14 @@ def command(
     --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
     With --restarts it goes on by itself.
     """
+    from pipefit.cli.documents import load_runnable
     from pipefit.cli.log import StepLog
     from pipefit.cli.metrics import in_json, lines_of_metrics
     from pipefit.cli.model import check_order, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
-    from pipefit.files import load
     from pipefit.files import save as save_document
-    from pipefit.plans import Plan
 
     check_output(output, plan, cluster, weights)
     check_output(metrics, plan, cluster, weights, output)
@@ -136,7 +135,7 @@ def command(
     options = {"every": every, "keep": keep, "on_failure": on_failed_save, "in_foreground": save_in_foreground or None}
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     check_order(plan, model)
-    document = load(plan, Plan)
+    document = load_runnable(plan)
     factory = partial(resolve, model, settings, document.training.precision)
     with progress("reading the model"):
         factory()  # a mistake in MODEL is told here, before any worker starts

@@ -1,0 +1,99 @@
+"""Documents that can be read and cannot be carried out: whoever meets that, it is a fault of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.files import save
+from pipefit.simulator import simulate
+from pipelines import make_plan, random_profile
+
+RECOMPUTED = {"stage": 0, "what": "recompute", "subject": {"start": 0, "stop": 1}}
+UPDATED = {"stage": 0, "what": "update", "subject": {"start": 0, "stop": 2, "kind": "optimizer"}, "place": "host"}
+AS_PROGRAM = ["simulate", "report", "export", "diff first", "diff second", "certify", "train"]
+AS_TIMES = AS_PROGRAM[:5]  # what asks how long a step takes
+LINES = {
+    "simulate": "simulate bad.json",
+    "report": "report bad.json -o page.html",
+    "export": "export bad.json --to perfetto -o events.json",
+    "diff first": "diff bad.json plan.json",
+    "diff second": "diff plan.json bad.json",
+    "certify": "certify bad.json nowhere:make",
+    "train": "train bad.json nowhere:make",
+}
+
+
+def _twice(plan: dict[str, Any]) -> None:
+    plan["stages"][1]["grid"] = plan["stages"][0]["grid"]
+
+
+def _unknown(plan: dict[str, Any]) -> None:
+    plan["training"]["schedule"] = "1f1c"
+
+
+def _again(plan: dict[str, Any]) -> None:
+    plan["decisions"] = [RECOMPUTED, RECOMPUTED]
+
+
+def _apart(plan: dict[str, Any]) -> None:
+    plan["cluster"]["links"] = []
+
+
+def _hostless(plan: dict[str, Any]) -> None:
+    plan["decisions"] = [UPDATED]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "lines"),
+    [
+        (_twice, "1f1b is an order for one stage on each device, not for 2", AS_PROGRAM),
+        (_unknown, "there is no schedule '1f1c': did you mean 1f1b?", AS_PROGRAM),
+        (_again, "layer 0 is recomputed already", AS_PROGRAM),
+        (_apart, "no link joins device0 and host0", AS_TIMES),
+        (_hostless, "give the host a memory_bandwidth", AS_TIMES),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_a_bad_file(
+    damage: Callable[[dict[str, Any]], None],
+    words: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Code 6 and a sentence that names the file, before a model is read: here there is none."""
+    monkeypatch.chdir(tmp_path)
+    save(make_plan(random_profile(6), (2, 4)), "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    damage(plan)
+    Path("bad.json").write_text(json.dumps(plan))
+    for name in lines:
+        assert main(LINES[name].split()) == 6, name
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("pipefit: bad.json cannot be used: "), name
+        assert words in last, name
+
+
+def test_a_trace_of_no_actions_is_a_bad_file_alone_and_beside_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sentence names the one that is wrong; where the two do not go together, the question is wrong, code 2."""
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(random_profile(6), (2, 4))
+    save(plan, "plan.json")
+    save(simulate(plan), "trace.json")
+    save(simulate(make_plan(random_profile(6), (6,))), "other.json")
+    trace = json.loads(Path("trace.json").read_text())
+    trace["devices"][0]["events"][0]["action"] = "1e9LOAD3"
+    Path("bad.json").write_text(json.dumps(trace))
+    for files in ("bad.json", "plan.json bad.json", "trace.json bad.json", "bad.json trace.json"):
+        assert main(["report", *files.split(), "-o", "page.html"]) == 6
+        assert "bad.json cannot be used: '1e9LOAD3' is not an action" in capsys.readouterr().err
+    assert main(["report", "plan.json", "other.json", "-o", "page.html"]) == 2
+    assert "different devices" in capsys.readouterr().err
