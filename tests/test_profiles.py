@@ -13,7 +13,7 @@ from pipefit.layer_costs import GradientOrigin, Origin, Span
 from pipefit.profiles import Block
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.work import Alike, Work
-from pipelines import equal_profile
+from pipelines import equal_profile, random_profile
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
 MODEL = measurement([COST, layer((value(20),), (value(40),), saved=())], layer((value(40),), (value(4),), saved=()))
@@ -83,6 +83,33 @@ def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> No
         replace(profile, layers=(first, "other", first))
     with pytest.raises(UsageError, match="names 2 layers, but its measurement at size 1 has 3"):
         replace(profile, layers=profile.layers[:2])
+
+
+def test_a_profile_has_one_measurement_of_each_size_and_number_of_ranks() -> None:
+    """Of two, which may differ, planners would take the first without a word."""
+    profile = equal_profile(3)
+    (one,) = profile.measurements
+    with pytest.raises(UsageError, match="has 2 measurements of microbatches of 1 sample for 1 rank: keep one"):
+        replace(profile, measurements=(one, one))
+    assert len(replace(profile, measurements=(one, replace(one, tensor=2))).measurements) == 2
+
+
+@pytest.mark.parametrize("what", ["nbytes", "gradient_bytes", "state_bytes", "early_state_bytes", "copy_bytes"])
+def test_a_layer_shares_no_more_than_it_has(what: str) -> None:
+    """Peaks would be too low, or below zero: what is shared is subtracted from what layers have. All of it may be."""
+    profile = random_profile(6, shared=1)
+    (measurement,) = profile.measurements
+    ((one,), layer) = measurement.shared, measurement.costs[measurement.shared[0].users[-1]]
+    own = {
+        "nbytes": sum(parameter.nbytes for parameter in layer.parameters),
+        "copy_bytes": sum(parameter.copy_bytes for parameter in layer.parameters),
+    }
+    has = own.get(what, getattr(layer, what, 0))
+    one = replace(one, copying=one.users)
+    with pytest.raises(UsageError, match=rf"shares {has + 1} bytes of its \w+ with other layers, and has"):
+        replace(measurement, shared=(replace(one, **{what: has + 1}),))
+    with pytest.raises(UsageError, match="is copied in layers that do not use it"):
+        replace(measurement, shared=(replace(one, copying=(9,)),))
 
 
 def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:

@@ -74,6 +74,7 @@ class Measurement(Shown):
         self._check_values()
         for tensor in (*self.shared, *self.shared_buffers):
             self._check_shared(tensor)
+        self._check_parts()
 
     def __repr__(self) -> str:
         """A line: what all layers cost would be thousands."""
@@ -101,9 +102,23 @@ class Measurement(Shown):
         what, users = f"shared {tensor.what} {tensor.name!r}", tensor.users
         if not 0 <= min(users) <= max(users) < len(self.layers):
             raise UsageError(f"{what} names layers {list(users)}; there are {len(self.layers)}")
+        if not {layer for layer, _, _ in tensor.parts} <= set(users):
+            raise UsageError(f"{what} is copied in layers that do not use it: its users are {list(users)}")
         for nbytes in tensor.sizes:
             if not 0 <= nbytes < LARGEST_BYTES:
                 raise UsageError(f"{what} has {nbytes} bytes, which no device has: profile again")
+
+    def _check_parts(self) -> None:
+        """Check that every layer has at least what it shares, for that is subtracted where it is there already."""
+        shared = Counter[tuple[int, str]]()
+        for tensor in (*self.shared, *self.shared_buffers):
+            for layer, what, nbytes in tensor.parts:
+                shared[layer, what] += nbytes
+        for (layer, what), nbytes in shared.items():
+            if nbytes > (own := getattr(self.kinds[self.layers[layer]], what)):
+                raise UsageError(
+                    f"layer {layer} shares {nbytes} bytes of its {what} with other layers, and has {own}: profile again"
+                )
 
     @property
     def way(self) -> tuple[int, int, bool]:
@@ -212,6 +227,13 @@ class ModelProfile(Shown):
             if len(set(names)) != len(names):
                 twice = Counter(names).most_common(1)[0][0]
                 raise UsageError(f"the profile of {self.model!r} names {what} {twice!r} more than once")
+        way, times = Counter(measurement.way for measurement in self.measurements).most_common(1)[0]
+        if times > 1:
+            along = " along positions too" if way[2] else ""
+            raise UsageError(
+                f"the profile of {self.model!r} has {times} measurements of microbatches of "
+                f"{counted(way[0], 'sample')} for {counted(way[1], 'rank')}{along}: keep one"
+            )
         counts = {f"its measurement at size {m.microbatch_size} has": len(m.layers) for m in self.measurements}
         if self.blocks:
             counts["its blocks hold"] = self.edges[-1]

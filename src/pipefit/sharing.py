@@ -5,6 +5,7 @@ Every layer counts them in its own cost, so whoever adds up the costs of several
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -43,6 +44,11 @@ class SharedTensor:
         """All of its numbers of bytes."""
         return (self.nbytes,)
 
+    @property
+    def parts(self) -> Iterator[tuple[int, str, int]]:
+        """What it is in the costs of its users: the layer, the property of its cost, and the bytes in that."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParameter(SharedTensor):
@@ -70,6 +76,16 @@ class SharedParameter(SharedTensor):
         """All of its numbers of bytes."""
         return self.nbytes, self.gradient_bytes, self.state_bytes, self.early_state_bytes, self.copy_bytes
 
+    @property
+    def parts(self) -> Iterator[tuple[int, str, int]]:
+        """As in every shared tensor."""
+        for user in self.users:
+            yield user, "parameter_bytes", self.nbytes
+            yield user, "gradient_bytes", self.gradient_bytes
+            yield user, "state_bytes", self.state_bytes
+            yield user, "early_state_bytes", self.early_state_bytes
+        yield from ((user, "copy_bytes", self.copy_bytes) for user in self.copying)
+
     def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
         """Of layers `start` to `stop - 1`, those that use a copy which an earlier one of them uses too."""
         return tuple(user for user in self.copying if start <= user < stop)[1:]
@@ -90,3 +106,9 @@ class SharedBuffer(SharedTensor):
     what: ClassVar[str] = "buffer"
 
     copied: bool = True
+
+    @property
+    def parts(self) -> Iterator[tuple[int, str, int]]:
+        """As in every shared tensor."""
+        what = "buffer_bytes" if self.copied else "constant_bytes"
+        return ((user, what, self.nbytes) for user in self.users)
