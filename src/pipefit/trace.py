@@ -14,7 +14,7 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.tables import Shown
-from pipefit.texts import counted
+from pipefit.texts import counted, shortened
 from pipefit.units import MIB, format_bytes
 
 Source = Literal["simulated", "dry run", "measured"]
@@ -278,12 +278,18 @@ def _wrong(device: DeviceTrace) -> Iterator[str]:
     for event in device.events:
         start, end = event.start_seconds, event.end_seconds
         if event.step < 0 or not -LONGEST_SECONDS <= start <= end <= LONGEST_SECONDS:
-            what = f"{event.action} of step {event.step} from {start:g} to {end:g} s"
-            yield f"device {device.device} has {what}: no event is before step 0, or ends before it starts"
+            what = f"{shortened(event.action)} of step {event.step} from {start:g} to {end:g} s"
+            yield (
+                f"device {device.device} has {what}: no event is before step 0, ends before it starts, or is more than "
+                f"{LONGEST_SECONDS:g} s away"
+            )
     for sample in device.memory:
         if sample.step < 0 or min(sample.bytes) < 0 or not -LONGEST_SECONDS <= sample.seconds <= LONGEST_SECONDS:
-            what = f"{list(sample.bytes)} bytes at {sample.action} of step {sample.step}, {sample.seconds:g} s"
-            yield f"device {device.device} has {what}: no sample is before step 0, or has fewer bytes than none"
+            at = f"{shortened(sample.action)} of step {sample.step}, {sample.seconds:g} s"
+            yield (
+                f"device {device.device} has {list(sample.bytes)} bytes at {at}: no sample is before step 0, has fewer "
+                f"bytes than none, or is more than {LONGEST_SECONDS:g} s away"
+            )
 
 
 def _some(numbers: Sequence[float]) -> str:
