@@ -464,6 +464,8 @@ def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
         (lambda trace: trace["devices"][0]["memory"][0].update(step=-1), "0F0 of step -1"),
         (lambda trace: trace["devices"][0]["memory"][0].update(seconds=-1e308), "-1e+308 s"),
         (lambda trace: trace["devices"][0]["memory"][0].update(bytes=[0] * 8 + [-1]), "fewer bytes than none"),
+        (lambda trace: trace["devices"][0]["memory"][0].update(seconds=1e101), "more than 1e+100 s away"),
+        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e101), "more than 1e+100 s away"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:

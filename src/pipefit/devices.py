@@ -16,14 +16,29 @@ from pipefit.errors import UsageError
 from pipefit.places import Member, parse_member
 from pipefit.texts import shortened
 from pipefit.units import KIB, MIB, format_bytes
-from pipefit.validation import check_types
+from pipefit.validation import LONGEST_SECONDS, check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
 USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
 _NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
 _THREADS = 2  # that multiply matrices: one runs forwards, autograd has another for backwards
+_SLOWEST, _FASTEST = 1e-9, 1e60  # a second: between them, sums and ratios of times are finite, however many there are
 MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
+
+
+def _check_rates(what: str, *rates: float) -> None:
+    """Check that times can be reckoned with these rates, per second and as far as they are reached.
+
+    Raises:
+        UsageError: one is too low or too high; says of `what`.
+    """
+    for rate in rates:
+        if not _SLOWEST <= rate <= _FASTEST:
+            raise UsageError(
+                f"{what} is at {rate:g} a second, as far as it is reached, and times are reckoned with {_SLOWEST:g} to "
+                f"{_FASTEST:g}: write the figure of the data sheet"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +108,10 @@ class DeviceKind:
             raise UsageError(
                 f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not {self.operation_seconds:g}"
             )
+        _check_rates(f"memory of device kind {self.name!r}", self.memory_bandwidth * self.bandwidth_reached)
+        parts = (USUAL_FLOPS_REACHED, *self.flops_reached.values())
+        reached = (rate * part for rate in self.flops.values() for part in parts)
+        _check_rates(f"arithmetic of device kind {self.name!r}", *reached)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -177,6 +196,8 @@ class Host:
                 f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: leave it out "
                 "if unknown"
             )
+        if self.memory_bandwidth is not None:
+            _check_rates("memory of a host", self.memory_bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +236,11 @@ class Link:
             raise UsageError(
                 f"{self._named}: efficiency is the part of bytes_per_second that copies "
                 f"reach, above 0 and at most 1, not {self.efficiency:g}"
+            )
+        _check_rates(self._named, self.copy_rate)
+        if self.latency_seconds >= LONGEST_SECONDS:
+            raise UsageError(
+                f"{self._named}: latency_seconds is less than {LONGEST_SECONDS:g}, not {self.latency_seconds:g}"
             )
 
     @property

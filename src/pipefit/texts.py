@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import groupby
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _LONGEST = 60  # characters of a refused value that a message repeats
+_LONGEST_WORD = 4200  # characters; a path has at most 4,096
 _USUAL = {"gpu": "cuda"}  # what people call what has another name here
 
 
@@ -23,6 +25,11 @@ def shortened(text: str) -> str:
     """`text`, printable, and cut to the length that a message repeats."""
     text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def without_long_words(text: str) -> str:
+    """`text` with every word cut that is longer than any path: a name out of a document that is damaged."""
+    return re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: f"{word[0][: _LONGEST - 3]}...", text)
 
 
 def first_to_last(names: Sequence[str]) -> str:

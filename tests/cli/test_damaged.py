@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,69 @@ def test_a_trace_of_no_actions_is_a_bad_file_alone_and_beside_another(
         assert "bad.json cannot be used: '1e9LOAD3' is not an action" in capsys.readouterr().err
     assert main(["report", "plan.json", "other.json", "-o", "page.html"]) == 2
     assert "different devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", [("training", "schedule"), ("cluster", "devices", 0, "kind", "name"), ("profile", "model")], ids=str
+)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=str)
+def test_no_sentence_repeats_a_name_of_ten_thousand_letters(
+    path: tuple[str | int, ...],
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is cut, in what is said on stderr and in the object that --json prints; the rest of the sentence is there."""
+    monkeypatch.chdir(tmp_path)
+    save(make_plan(random_profile(6), (2, 4)), "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    inner: Any = plan
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = "N" * 10_000
+    plan["cluster"]["devices"][0]["kind"]["operation_seconds"] = -7 if "kind" in path else 0
+    plan["profile"]["measurements"] *= 1 + ("profile" in path)
+    Path("bad.json").write_text(json.dumps(plan))
+    assert main(["simulate", "bad.json", *more]) == 6
+    out, err = capsys.readouterr()
+    assert "NNNN..." in err
+    assert len(out + err) < 2000
+    assert ("choose one of gpipe" in err) == ("schedule" in path)
+
+
+@pytest.mark.parametrize("figure", [5e-324, 1e-200, 1e200, 1.7e308])
+def test_a_rate_or_delay_that_cannot_be_is_a_bad_file(
+    figure: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every figure of a cluster is refused by its place, or a plan is found whose time is finite; never a plan of no
+    time at all, whose seconds would be no number.
+    """
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(random_profile(6), (2, 4))
+    save(plan.profile, "profile.json")
+    hosts = tuple(replace(host, memory_bandwidth=1e10) for host in plan.cluster.hosts)
+    save(replace(plan.cluster, hosts=hosts), "cluster.json")
+    whole = json.loads(Path("cluster.json").read_text())
+    for part, name in (
+        (lambda data: data["links"][0], "bytes_per_second"),
+        (lambda data: data["links"][0], "latency_seconds"),
+        (lambda data: data["links"][0], "efficiency"),
+        (lambda data: data["hosts"][0], "memory_bandwidth"),
+        (lambda data: data["devices"][0]["kind"], "memory_bandwidth"),
+        (lambda data: data["devices"][0]["kind"], "bandwidth_reached"),
+        (lambda data: data["devices"][0]["kind"], "operation_seconds"),
+        (lambda data: data["devices"][0]["kind"]["flops"], "float32"),
+        (lambda data: data["devices"][0]["kind"]["flops_reached"], "float32"),
+    ):
+        data = deepcopy(whole)
+        part(data)[name] = figure
+        Path("bad.json").write_text(json.dumps(data))
+        code = main(["plan", "profile.json", "--cluster", "./bad.json", "--planner", "uniform", "--json"])
+        out, err = capsys.readouterr()
+        if code == 0:
+            assert figure < 1 and name in ("latency_seconds", "operation_seconds"), name
+            assert isfinite(json.loads(out)["prediction"]["step_seconds"])
+        else:
+            assert code == 6, (name, err)
+            assert "./bad.json is not valid: " in err, (name, err)

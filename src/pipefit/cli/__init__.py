@@ -44,7 +44,7 @@ from pipefit.cli import (
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
 from pipefit.cli.streams import fill_streams
 from pipefit.errors import PipefitError, PipefitWarning
-from pipefit.texts import printable, unknown
+from pipefit.texts import printable, unknown, without_long_words
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -146,7 +146,7 @@ def _warnings_on_stderr() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, PipefitWarning):
-                print(f"pipefit: {printable(str(message))}", file=sys.stderr)
+                print(f"pipefit: {printable(without_long_words(str(message)))}", file=sys.stderr)
             else:
                 usual(message, category, *where, **more)
 
@@ -179,6 +179,7 @@ class _Failure:
         """Says what went wrong, and passes the exit code on; `found` is what is known all the same."""
         if self._debug:
             traceback.print_exc()
+        sentence = without_long_words(sentence)
         text = " ".join(printable(line) for line in f"pipefit: {sentence}".splitlines())  # names may have lines too
         if sys.stderr.isatty():
             from pipefit.tables import wrapped
