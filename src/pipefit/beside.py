@@ -92,6 +92,7 @@ class _Fork:
 
     def __init__(self, works: Sequence[Callable[[], object]], check: Callable[[], object] | None) -> None:
         self._results = results = os.memfd_create("pipefit-results")
+        weakref.finalize(self, os.close, results)
         self._ends, self._count = [0], len(works)  # where results end
 
         def serve(telling: int) -> None:
@@ -101,7 +102,6 @@ class _Fork:
             _serve(works, results, telling)
 
         self._fork = Fork(serve)
-        weakref.finalize(self, os.close, results)
 
     def result(self, number: int) -> bytes | None:
         """What a work returned, as a pickle; None where it did not come to its end in silence."""

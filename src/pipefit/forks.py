@@ -38,9 +38,14 @@ class Fork:
     def __init__(self, work: Callable[[int], object]) -> None:
         self._reading, writing = os.pipe()
         self._parent = parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: `read` gives up
-            self._process = os.fork()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: `read` gives up
+                self._process = os.fork()
+        except OSError:
+            os.close(self._reading)
+            os.close(writing)
+            raise
         if self._process == 0:
             try:
                 os.close(self._reading)

@@ -19,7 +19,7 @@ from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fits import Attempt, Fit
 from pipefit.fitting import certified
 from pipefit.fitting.certified import find
-from pipefit.fitting.growth import Demand, Growth, batch, devices, memory, setting, with_devices
+from pipefit.fitting.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
 from pipefit.places import Member, MemberKind
 from pipefit.planner import Answer, plan
 from pipefit.profiler import profile
@@ -422,6 +422,57 @@ def test_a_disk_stays_where_devices_are_added(count: int) -> None:
     assert some.route(Member.device(0), disk)[:2] == whole.route(Member.device(0), disk)[:2]
     rates = [some.route(Member.device(0), Member.device(n)).bytes_per_second for n in range(1, count)]
     assert rates == [pytest.approx(26.1e9, rel=0.01)] * (count - 1)
+
+
+WRITTEN = Cluster.parse(
+    """
+    name = "four slow cores"
+    backend = "emulated"
+    [kinds.core]
+    flops = { float32 = 1e9 }
+    memory_bandwidth = "1GB/s"
+    [[hosts]]
+    memory = "64MiB"
+    [[devices]]
+    count = 4
+    kind = "core"
+    memory = "256KiB"
+    reserve = "16KiB"
+    [[links]]
+    members = ["device0", "device1", "device2", "device3", "host0"]
+    bytes_per_second = "100MB/s"
+    """
+)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_emulated_devices_that_are_written_by_hand_stay_what_they_are(count: int) -> None:
+    """With fewer or more of them, and with other memory, they have the kind, reserve, host and rates of their file."""
+    for some in (with_devices(WRITTEN, count), with_memory(WRITTEN, 1 << 20)):
+        assert all(device.kind == WRITTEN.devices[0].kind for device in some.devices)
+        assert {device.reserve_bytes for device in some.devices} == {16 * KIB}
+        assert some.hosts == WRITTEN.hosts
+        assert some.route(Member.device(0), Member(MemberKind.HOST, 0)).bytes_per_second == 100e6
+    assert len(with_devices(WRITTEN, count).devices) == count
+    assert with_memory(WRITTEN, 1 << 20).budgets == ((1 << 20) - 16 * KIB,) * 4
+
+
+def test_the_least_memory_leaves_the_reserve_of_its_devices() -> None:
+    """It is as much more as they leave, and no smaller memory is tried; where none is larger, the reserve is named."""
+
+    def least(reserve: int) -> int:
+        demand = Demand(cluster=WRITTEN.reserving([reserve] * 4), microbatches=2, planner="exact", **ALONE)
+        return find(memory(wide(16), demand, range(1, 1 << 40)), certify=False).best.value
+
+    assert least(16 * KIB) == least(0) + 16 * KIB
+    with pytest.raises(UsageError, match=r"leave a reserve of 16.00 KiB.*1.00 KiB.*more than the reserve"):
+        memory(wide(16), Demand(cluster=WRITTEN, planner="exact", **ALONE), range(1, KIB + 1))
+
+
+def test_emulated_devices_that_are_named_have_a_name_however_many_they_are() -> None:
+    """So that a plan of them can be asked for again by that name."""
+    assert with_devices(PAIR.cluster, 3) == Cluster.emulated((3, 40 * KIB))
+    assert with_memory(PAIR.cluster, 1 << 20) == Cluster.emulated((2, 1 << 20))
 
 
 @pytest.mark.parametrize("name", ["dgx1-v100", "4x-titan-rtx", "emulated"])

@@ -5,6 +5,7 @@ In the first two cases the largest value that fits is wanted, in the others the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from pipefit.planner.spaces import Numbers, check_first
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Target
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.units import format_bytes
 
 _EACH = 4  # samples, or microbatches, for each device
 _EFFORT = 0.1  # the part of its budget that a planner which simulates has for a value
@@ -261,8 +263,19 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def memory(task: Task, demand: Demand, values: range) -> Growth:
-    """The least memory, in bytes, that every device of the cluster must have."""
+    """The least memory, in bytes, that every device of the cluster must have; it is more than they leave as a reserve.
+
+    Raises:
+        UsageError: none of the values is.
+    """
     demand.check_degrees(len(demand.cluster.devices))
+    reserve = max(device.reserve_bytes or 0 for device in demand.cluster.devices)
+    most, values = values[-1], values[bisect_right(values, reserve) :]
+    if not values:
+        raise UsageError(
+            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of the memories "
+            f"to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or leave less"
+        )
     known = demand.profiles(task)
     return Growth(
         name="memory",
@@ -281,17 +294,25 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
     have = len(cluster.devices)
     if count == have:
         return cluster
-    if cluster.backend == "emulated":
-        return Cluster.emulated((count, cluster.budgets[0]))
+    if _is_named(cluster):
+        return Cluster.emulated((count, cluster.devices[0].memory_bytes))
     kept = tuple(cluster.devices[number % have] for number in range(count))
     return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, count))
 
 
 def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
     """The same cluster with `nbytes` on every device."""
-    if cluster.backend == "emulated":
+    if _is_named(cluster):
         return Cluster.emulated((len(cluster.devices), nbytes))
     return replace(cluster, devices=tuple(replace(one, memory_bytes=nbytes) for one in cluster.devices))
+
+
+def _is_named(cluster: Cluster) -> bool:
+    """Whether a cluster is nothing but what a name such as `emulated:4x256MiB` says, so that others like it have such
+    names too. Emulated devices of a file have a kind, hosts and links of their own.
+    """
+    alike = len(cluster.devices), cluster.devices[0].memory_bytes
+    return cluster.backend == "emulated" and cluster == Cluster.emulated(alike)
 
 
 def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
