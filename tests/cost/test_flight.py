@@ -155,8 +155,10 @@ def test_what_rests_on_a_stage() -> None:
     assert (rest.parameter_bytes, rest.gradient_bytes, rest.loss_bytes) == (7 + 9, 7 + 9, 4 * 2)
     assert StageRest(StageStorages(chain(), 0, 1), 2).loss_bytes == 0
     shared = SharedParameter(name="w", users=(0, 1), nbytes=5, gradient_bytes=4, state_bytes=1)
-    tied = StageRest(StageStorages(replace(chain(), shared=(shared,)), 0, 2), 2)
-    assert (tied.parameter_bytes, tied.gradient_bytes, tied.state_bytes) == (7 + 9 - 5, 7 + 9 - 4, 2 - 1)
+    first, second = chain().kinds
+    tied = replace(chain(), kinds=(replace(first, state_bytes=3), second), shared=(shared,))
+    rest = StageRest(StageStorages(tied, 0, 2), 2)
+    assert (rest.parameter_bytes, rest.gradient_bytes, rest.state_bytes) == (7 + 9 - 5, 7 + 9 - 4, 3 + 2 - 1)
 
 
 @pytest.mark.parametrize(("released", "peak"), [((), 30), ((0,), 10)])

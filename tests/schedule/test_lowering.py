@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from made_up import plain, plan_of, training
+from made_up import parameter, plain, plan_of, training
 from pipefit.actions import COMPUTE, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.plans import Plan
@@ -114,7 +114,9 @@ def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: f
         SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0)
         for users, gradient_bytes in (((0, 1), 4), ((1, 3), 4), ((0, 3), 0))
     )
-    layers = replace(plain(Random(0), 4), shared=shared)
+    found = plain(Random(0), 4)
+    kinds = tuple(replace(kind, parameters=(parameter("w", 8),), gradient_bytes=8) for kind in found.kinds)
+    layers = replace(found, kinds=kinds, shared=shared)
     program = lower(plan_of(layers, training("gpipe", 1, clip_norm=clip_norm), (0, 2, 3, 4)))
     kinds = (Kind.REDUCE, Kind.AGREE, Kind.STEP)
     agree = "{0}AGREE {0}WAIT_AGREE " if clip_norm else ""

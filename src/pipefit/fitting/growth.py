@@ -273,8 +273,8 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
     most, values = values[-1], values[bisect_right(values, reserve) :]
     if not values:
         raise UsageError(
-            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of the memories "
-            f"to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or leave less"
+            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of the "
+            f"memories to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or leave less"
         )
     known = demand.profiles(task)
     return Growth(
