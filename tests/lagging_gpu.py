@@ -19,35 +19,46 @@ import torch
 
 from pipefit.program import Program
 from pipefit.runtime.copying import Slot
-from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.lending import Lending
 from pipefit.runtime.memory import HostMemory
 from pipefit.schedule.arenas import Arena, arenas_of
 
+Clock = dict[int, int]  # of every stream, how many of its copies come before
+
 
 @dataclass(eq=False)
 class Done:
-    """An event behind the first `position` copies of a GPU."""
+    """An event of a GPU, behind the copies of its clock."""
 
     gpu: LaggingGpu
-    position: int
+    clock: Clock
 
     def synchronize(self) -> None:
         """The host waits."""
-        self.gpu.settle(self.position)
+        self.gpu.settle(self.clock)
 
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that has begun: its bytes once they have been read, and whether they have arrived."""
+    """A copy that has begun, the `position`-th of its stream, behind the copies of its clock: its bytes once they have
+    been read, and whether they have arrived.
+    """
 
     target: int
     source: int
     nbytes: int
+    stream: int
+    position: int
+    clock: Clock
     read: bytes | None = None
     arrived: bool = False
     checked: bool = False
+
+    def is_in(self, clock: Clock) -> bool:
+        """Whether it is one of the copies of a clock."""
+        return self.position < clock.get(self.stream, 0)
 
     def reads(self, other: Copy) -> bool:
         """Whether it reads where the other one writes."""
@@ -59,23 +70,29 @@ class Copy:
 
 
 class Stream:
-    """One of the two streams of a GPU: the first computes, the second copies."""
+    """A stream of a GPU: the first computes, all others copy."""
 
     def __init__(self, gpu: LaggingGpu, number: int) -> None:
-        self.gpu, self.cuda_stream = gpu, number
+        self.gpu, self.cuda_stream, self.clock = gpu, number, Clock()
 
     def record_event(self) -> Done:
         """An event behind the copies so far; what is computed has been computed at once."""
-        return Done(self.gpu, len(self.gpu.copies) if self.cuda_stream == 2 else 0)
+        return Done(self.gpu, dict(self.clock))
 
     def wait_event(self, event: Done) -> None:
-        """The computing stream waits for copies; the stream of copies waits for what has been computed."""
+        """What is queued from now on comes behind an event."""
+        self.clock = later(self.clock, event.clock)
         if self.cuda_stream == 1:
-            self.gpu.join(event.position)
+            self.gpu.join(event.clock)
 
     def synchronize(self) -> None:
         """The host waits for all."""
-        self.gpu.settle(len(self.gpu.copies))
+        self.gpu.settle(self.clock)
+
+
+def later(one: Clock, other: Clock) -> Clock:
+    """Behind both."""
+    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {**one, **other}}
 
 
 class LaggingGpu:
@@ -83,22 +100,31 @@ class LaggingGpu:
 
     def __init__(self, rng: Random, homes: list[Slot]) -> None:
         self.rng, self.homes, self.copies = rng, homes, list[Copy]()
-        self.settled = 0  # so many copies has the host waited for
+        self.settled = Clock()  # what the host has waited for
         self.wrong: list[str] = []
         self.far_behind = False
         self._lock = RLock()  # updates on the host wait on threads of theirs
-        computing = Stream(self, 1)
-        self.copier = OnStream(Stream(self, 2), lambda: computing, self, nullcontext)  # type: ignore[arg-type]
+        self.streams = [Stream(self, 1)]
+        self.copier = OnStreams(self._stream, lambda: self.streams[0], self, nullcontext)  # type: ignore[arg-type, return-value]
+
+    def _stream(self) -> Stream:
+        self.streams.append(Stream(self, len(self.streams) + 1))
+        return self.streams[-1]
 
     # ---------------------------------------------------------------- the driver
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy, which may be carried out at once, with all before it."""
-        assert stream == 2
+        assert stream > 1
+        own = self.streams[stream - 1]
         with self._lock:
-            self.copies.append(Copy(target, source, nbytes))
+            position = own.clock.get(stream, 0)
+            copy = Copy(target, source, nbytes, stream, position, dict(own.clock))
+            self._check_order(copy)
+            own.clock = {**own.clock, stream: position + 1}
+            self.copies.append(copy)
             if not self.far_behind and self.rng.random() < 0.3:
-                self._all_until(len(self.copies))
+                self._all_in(own.clock)
 
     def export(self, address: int) -> tuple[bytes, int]:
         """Nothing is shared here."""
@@ -112,31 +138,47 @@ class LaggingGpu:
         """Nothing is shared here."""
         raise AssertionError
 
-    # ---------------------------------------------------------------- who waits for the first copies
+    # ---------------------------------------------------------------- who waits for copies
 
-    def join(self, position: int) -> None:
+    def join(self, clock: Clock) -> None:
         """The computing stream: they have read what they copy, and have arrived on the device."""
         with self._lock:
             if self.far_behind:
                 return
-            for copy in self.copies[self.settled : position]:
+            for copy in self._open(clock):
                 self._read(copy)
                 if not self._at_home(copy.target):
                     self._arrive(copy)
 
-    def settle(self, position: int) -> None:
+    def settle(self, clock: Clock) -> None:
         """The host: they have arrived wherever they go, and may have read their homes as late as now."""
         with self._lock:
-            self._all_until(position)
-            for copy in self.copies[self.settled : position]:
+            self._all_in(clock)
+            for copy in self._open(clock):
                 self._check(copy)
-            self.settled = max(self.settled, position)
+            self.settled = later(self.settled, clock)
+
+    def settle_all(self) -> None:
+        """The host waits for every stream."""
+        for stream in self.streams:
+            stream.synchronize()
 
     # ---------------------------------------------------------------- one copy
 
-    def _all_until(self, position: int) -> None:
-        for copy in self.copies[self.settled : position]:
+    def _open(self, clock: Clock) -> list[Copy]:
+        """The copies of a clock for which the host has not waited yet."""
+        return [copy for copy in self.copies if copy.is_in(clock) and not copy.is_in(self.settled)]
+
+    def _all_in(self, clock: Clock) -> None:
+        for copy in self._open(clock):
             self._arrive(copy)
+
+    def _check_order(self, copy: Copy) -> None:
+        """Copies of streams that no event orders do not use the same memory, unless both only read it."""
+        for other in self.copies:
+            ordered = other.is_in(copy.clock) or other.is_in(self.settled)
+            if not ordered and (copy.reads(other) or other.reads(copy) or copy.overwrites(other)):
+                self.wrong.append(f"{copy.nbytes} bytes are copied while another copy uses them")
 
     def _read(self, copy: Copy) -> None:
         """What was to arrive at a home before has arrived."""
@@ -171,7 +213,7 @@ class LaggingGpu:
         return ctypes.string_at(copy.source, copy.nbytes)
 
     def _before(self, copy: Copy) -> list[Copy]:
-        return self.copies[self.settled : self.copies.index(copy)]
+        return self._open(copy.clock)
 
     def _at_home(self, address: int) -> bool:
         return any(home.address <= address < home.address + home.nbytes for home in self.homes)
@@ -201,7 +243,7 @@ class Machine:
         memory.homes = self.homes
         return Lending(arenas, self._copier, memory)
 
-    def _copier(self, device: torch.device) -> OnStream:
+    def _copier(self, device: torch.device) -> OnStreams:
         self.gpus.append(LaggingGpu(self.rng, self.homes))
         return self.gpus[-1].copier
 
@@ -219,5 +261,5 @@ class Machine:
     def check(self) -> None:
         """Nobody has written to a home too early."""
         for gpu in self.gpus:
-            gpu.settle(len(gpu.copies))
+            gpu.settle_all()
             assert not gpu.wrong

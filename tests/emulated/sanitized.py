@@ -27,7 +27,7 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.zoo import build
 from state_away import away
@@ -115,7 +115,7 @@ def main(*options: str) -> None:
 
     CudaDriver.copy = copy
     if "unjoined" in options:
-        OnStream.join = lambda copies, handle: None
+        OnStreams.join = lambda copies, handle: None
     sanitizer.ArgumentHandler, sanitizer.EventHandler = Arguments, lambda: watch
     with Mode():
         trainer = Trainer(task, plan, numbers=False)

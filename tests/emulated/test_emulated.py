@@ -34,14 +34,14 @@ MOVED = """
 import torch
 from pipefit.places import Member
 from pipefit.runtime.copying import Part
-from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.cuda_memory import _pinned, pinned_slots
 from pipefit.schedule.arenas import Arena
 NBYTES, JOINED = 1 << 20, {joined}
 if not JOINED:
-    OnStream.join = lambda self, handle: None
+    OnStreams.join = lambda self, handle: None
 (slot,) = pinned_slots(Arena(Member.host(0), 0, 1, NBYTES), _pinned)
-copies, tensor = OnStream.of(torch.device("cuda", 0)), torch.arange(NBYTES, device="cuda").to(torch.uint8)
+copies, tensor = OnStreams.of(torch.device("cuda", 0)), torch.arange(NBYTES, device="cuda").to(torch.uint8)
 wanted, storage = tensor.clone(), tensor.untyped_storage()
 copies.join(copies.start([Part(storage, 0, slot, 0, NBYTES)], outward=True, seconds=0.0))
 storage.resize_(0)

@@ -35,7 +35,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime import Trainer
 from pipefit.runtime.copying import Part, Slot
-from pipefit.runtime.cuda_copying import OnStream, StreamCopies
+from pipefit.runtime.cuda_copying import OnStreams, StreamCopies
 from pipefit.runtime.cuda_driver import CudaDriver, Driver
 from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
 from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
@@ -95,20 +95,22 @@ class Stream:
 
 
 class Gpu:
-    """A stream that computes and one that copies, and a driver that queues copies of plain memory."""
+    """A stream that computes and those that copy, and a driver that queues copies of plain memory."""
 
     def __init__(self) -> None:
-        self.computing, self.copies = Stream(1), Stream(2)
-        self.order: list[bool] = []  # of every copy, whether it went out
-        self.copier = OnStream(self.copies, lambda: self.computing, self, nullcontext)
+        self.computing, self.copies = Stream(1), list[Stream]()
+        self.copier = OnStreams(self._stream, lambda: self.computing, self, nullcontext)
+
+    def _stream(self) -> Stream:
+        self.copies.append(Stream(len(self.copies) + 2))
+        return self.copies[-1]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        assert stream == self.copies.cuda_stream
-        self.copies.work.append(lambda: ctypes.memmove(target, source, nbytes))
+        self.copies[stream - 2].work.append(lambda: ctypes.memmove(target, source, nbytes))
 
     def run(self, rng: Random) -> None:
         """Run all that is queued, in an order that is allowed."""
-        streams = [self.computing, self.copies]
+        streams = [self.computing, *self.copies]
         while able := [stream for stream in streams if stream.may_run]:
             rng.choice(able).run_one()
         assert not any(stream.work for stream in streams), "the streams wait for each other"
@@ -120,42 +122,73 @@ def memory(nbytes: int = BYTES) -> Slot:
     return Slot(nbytes, ctypes.addressof(held), held)
 
 
-@settings(max_examples=60)
+class Working:
+    """Tensors of a GPU that are made, moved away, brought back and read at random. There are fewer places on the device
+    and fewer slots than tensors, so that each is used again as soon as the host knows that it is free.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.gpu, self.wrong = rng, Gpu(), list[int]()
+        self.places = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(3)]
+        self.slots = {lender: [memory(BYTES // 2) for _ in range(2)] for lender in (HOST, Member.device(1))}
+        self.here, self.away = dict[int, Tensor](), dict[int, list[tuple[Member, Slot]]]()
+        self.leaving, self.coming = dict[int, Any](), dict[int, Any]()
+
+    def compute(self, do: Callable[[], object]) -> None:
+        self.gpu.computing.work.append(do)
+
+    def act(self, value: int) -> None:
+        """Begin or end something that is possible now; tensor `value` may be made."""
+        still = [one for one in self.here if one not in self.leaving and one not in self.coming]
+        begun = [one for one in self.away if one not in self.leaving and one not in self.coming]
+        able = [("make", value)] * bool(self.places) + [("join out", one) for one in self.leaving]
+        able += [("read", one) for one in [*still, *self.leaving]] + [("join in", one) for one in self.coming]
+        able += [("out", one) for one in still if all(self.slots.values())]
+        able += [("in", one) for one in begun if self.places]
+        what, number = self.rng.choice(able)
+        match what:
+            case "make":
+                place = self.here[number] = self.places.pop()
+                self.compute(lambda: place.fill_(number))
+            case "read":
+                self.read(number)
+            case "out":
+                self.away[number] = [(lender, slots.pop()) for lender, slots in self.slots.items()]
+                self.leaving[number] = self.start(number, outward=True)
+            case "join out":
+                self.gpu.copier.join(self.leaving.pop(number))
+                self.places.append(self.here.pop(number))
+            case "in":
+                self.here[number] = self.places.pop()
+                self.coming[number] = self.start(number, outward=False)
+            case "join in":
+                self.gpu.copier.join(self.coming.pop(number))
+                self.read(number)
+                for lender, slot in self.away.pop(number):
+                    self.slots[lender].append(slot)
+
+    def read(self, number: int) -> None:
+        place = self.here[number]
+        self.compute(lambda: self.wrong.extend([number] * bool((place != number).any())))
+
+    def start(self, number: int, *, outward: bool) -> Any:
+        """A copy between a tensor and its slots, half of it at each lender."""
+        half, storage = BYTES // 2, self.here[number].untyped_storage()
+        parts = [Part(storage, n * half, slot, 0, half, lender) for n, (lender, slot) in enumerate(self.away[number])]
+        return self.gpu.copier.start(parts, outward=outward, seconds=0.0)
+
+
+@settings(max_examples=100)
 @given(st.integers(0, 10**6))
 def test_whatever_the_streams_run_first_the_bytes_come_back(seed: int) -> None:
-    """Tensors are computed, copied out, overwritten as their freed memory would be, copied back over what was there,
-    and read; slots are used again. In every order that the events allow, each read finds its tensor.
+    """Tensors are computed, copied out to two lenders, overwritten as their freed memory would be, copied back over
+    what was there, and read; slots are used again. In every order that the events allow, each read finds its tensor.
     """
-    rng, gpu = Random(seed), Gpu()
-    tensors = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
-    slots, away = [memory(), memory()], dict[int, tuple[Slot, int]]()
-    wrong: list[int] = []
-
-    def compute(do: Callable[[], object]) -> None:
-        gpu.computing.work.append(do)
-
-    def check(tensor: Tensor, value: int) -> None:
-        wrong.extend([value] * bool((tensor != value).any()))
-
-    for value in range(1, 12):
-        number = rng.randrange(2)
-        tensor = tensors[number]
-        if number not in away and slots:
-            slot = slots.pop()
-            compute(lambda tensor=tensor, value=value: tensor.fill_(value))
-            copy = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0)
-            compute(lambda tensor=tensor, value=value: check(tensor, value))
-            gpu.copier.join(copy)
-            compute(lambda tensor=tensor: tensor.fill_(255))  # what is allocated there next
-            away[number] = slot, value
-        elif number in away:
-            slot, was = away.pop(number)
-            copy = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=False, seconds=0.0)
-            gpu.copier.join(copy)
-            compute(lambda tensor=tensor, was=was: check(tensor, was))
-            slots.append(slot)
-    gpu.run(rng)
-    assert not wrong
+    working = Working(Random(seed))
+    for value in range(1, 40):
+        working.act(value)
+    working.gpu.run(working.rng)
+    assert not working.wrong
 
 
 def test_starting_and_joining_stops_nobody() -> None:
@@ -164,11 +197,12 @@ def test_starting_and_joining_stops_nobody() -> None:
     gpu.computing.work.append(lambda: tensor.fill_(7))
     handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=60.0)
     gpu.computing.work.append(lambda: tensor.fill_(9))
-    assert not gpu.copies.may_run
+    (copies,) = gpu.copies
+    assert not copies.may_run
     for _ in range(2):  # the fill and the event behind it
         gpu.computing.run_one()
-    while gpu.copies.may_run:
-        gpu.copies.run_one()
+    while copies.may_run:
+        copies.run_one()
     assert ctypes.string_at(slot.address, BYTES) == b"\7" * BYTES
     gpu.copier.join(handle)
     gpu.run(Random(0))
@@ -198,8 +232,8 @@ def test_settling_a_copy_stops_the_host_until_it_is_complete() -> None:
     assert not handle.parts
 
 
-def test_copies_of_1f1b_alternate_on_their_stream() -> None:
-    """All copies are on one stream in the program's order: where forwards and backwards alternate, so do they."""
+def test_copies_of_1f1b_alternate() -> None:
+    """Where forwards and backwards alternate, so do copies out and copies in."""
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=8), "host")
     starts = [a for a in lower(plan).actions[0] if a.kind.value in ("OFFLOAD", "RELOAD") and not a.wait]
     directions = [action.kind.value for action in starts]
@@ -401,7 +435,7 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     def within(hardware: Hardware, program: Program, **_: object) -> Lending:
         arenas = arenas_of(hardware.plan, program)
         memory = memory_of(driver, arenas, hardware.plan.cluster)
-        return Lending(arenas, lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
+        return Lending(arenas, lambda _: OnStreams(lambda: queue, lambda: queue, driver, nullcontext), memory)
 
     monkeypatch.setattr(Lending, "within", within)
     trainer = Trainer(task, plan)
@@ -410,7 +444,8 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     state = alone(task, plan, 3)[1]
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
-    assert queue.events == 2 * 2 * 4 * 3  # before and behind each copy, out and in, of each microbatch, in each step
+    behind = place.count("device") + place.count("host")  # each lender's part, but for those of files
+    assert queue.events == (1 + behind) * 2 * 4 * 3  # before and behind copies, out and in, of each microbatch and step
 
 
 def on_disk(folder: Path) -> DiskSlot:
@@ -439,7 +474,6 @@ def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
     is told there.
     """
     gpu, tensor, slot = Gpu(), torch.zeros(BYTES, dtype=torch.uint8), on_disk(tmp_path)
-    gpu.copies.synchronize = lambda: None  # type: ignore[method-assign]
     parts = [Part(tensor.untyped_storage(), 0, slot, 0, BYTES)]
     gpu.computing.work.append(lambda: tensor.fill_(5))
     copy = gpu.copier.start(parts, outward=True, seconds=0.0)
@@ -476,7 +510,7 @@ def test_without_a_plan_for_gpus_nothing_of_cuda_is_touched(monkeypatch: pytest.
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("CUDA was touched")
 
-    for kind in (CudaDriver, OnStream, CudaMemory):
+    for kind in (CudaDriver, OnStreams, CudaMemory):
         monkeypatch.setattr(kind, "__init__", never)
     for name in ("Stream", "current_stream", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, never)

@@ -20,7 +20,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.copying import Part
-from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.runtime.cuda_memory import CudaMemory
 from pipefit.runtime.lending import Lending
@@ -110,7 +110,7 @@ def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyP
     memory = CudaMemory(moved.cluster, arenas, lambda number: DEVICE, CudaDriver())
     mapped = {arena: memory.borrow(arena, told) for arena, told in zip(lent, here.recv(), strict=True)}
     expected, high = trained(still)
-    monkeypatch.setattr(Lending, "within", lambda *_: Lending(arenas, OnStream.of, memory, mapped))
+    monkeypatch.setattr(Lending, "within", lambda *_: Lending(arenas, OnStreams.of, memory, mapped))
     losses, low = trained(moved)
     assert losses == expected
     assert low < high
@@ -127,7 +127,7 @@ def test_bytes_make_the_round_trip(nbytes: int) -> None:
     """Odd sizes too; memory that is freed at the join and given to others meanwhile does not spoil them."""
     arena, cluster = Arena(Member.host(0), 0, 2, nbytes), moving_to("host")[0].cluster
     slot, other = CudaMemory(cluster, [arena], lambda number: DEVICE, CudaDriver()).own(arena)
-    copier, tensor = OnStream.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
+    copier, tensor = OnStreams.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     wanted, storage = tensor.clone(), tensor.untyped_storage()
     copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))
     storage.resize_(0)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pipefit.places import Member
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
@@ -35,7 +37,7 @@ class Slot:
 
     def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
         """Copy parts of this slot, which lie in it one after the other, from their storages or back to them."""
-        for storage, offset, _, within, nbytes in parts:
+        for storage, offset, _, within, nbytes, _ in parts:
             here, there = storage.data_ptr() + offset, self.address + within
             ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)
 
@@ -46,13 +48,14 @@ def in_a_row(nbytes: int, count: int, address: int, owner: object) -> list[Slot]
 
 
 class Part(NamedTuple):
-    """`nbytes` of a storage, from `offset` on, that are `within` bytes into a slot."""
+    """`nbytes` of a storage, from `offset` on, that are `within` bytes into a slot of `lender`."""
 
     storage: torch.UntypedStorage
     offset: int
     slot: Slot
     within: int
     nbytes: int
+    lender: Member | None = None
 
 
 class Pace:
@@ -80,7 +83,11 @@ class Pace:
 
 
 class Copier(Protocol):
-    """What moves bytes between storages and slots."""
+    """What moves bytes between storages and slots.
+
+    Copies of one direction of a device follow one another in the order in which they start. Those of the two directions
+    run side by side.
+    """
 
     @property
     def beside(self) -> bool:

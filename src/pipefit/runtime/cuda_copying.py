@@ -1,12 +1,16 @@
-"""Copies of a GPU, beside its computing: on one stream, behind events instead of stops of the host.
+"""Copies of a GPU, beside its computing: on streams of their own, behind events instead of stops of the host.
 
-Copies of both directions are on one stream, in the order of the program, which alternates them wherever its schedule
-alternates forwards and backwards. That was faster than a stream for each direction, which take each other's bandwidth
-(PipeOffload, arXiv 2503.01328). A copy begins when all that was launched before its start has been computed: the bytes
-that leave are there, and memory for those that come is free. Its join lets the computing stream wait for it. What is
-freed or read afterwards is so on the computing stream, whose allocations torch's allocator gives out again in the order
-of that stream: no `record_stream`, which would make peaks depend on timing. The host does not wait at a join: before it
-reads or writes what was copied, as an update on the host does, it settles the copy.
+Copies out and copies in run side by side. Those of one direction follow one another in the order of the program. A copy
+between a GPU and several lenders has a stream for each of them, so that stripes over several links move at once; the
+next copy of that direction begins when all of them have ended. The simulator's clock has the same streams
+(`pipefit.simulator.timed_program`), and links say how fast both directions are together (`Link.duplex`).
+
+A copy begins when all that was launched before its start has been computed: the bytes that leave are there, and memory
+for those that come is free. Its join lets the computing stream wait for it. What is freed or read afterwards is so on
+the computing stream, whose allocations torch's allocator gives out again in the order of that stream: no
+`record_stream`, which would make peaks depend on timing. So copies of the two directions that use the same memory, on
+the device or at a lender, are ordered by the join of the first. The host does not wait at a join: before it reads or
+writes what was copied, as an update on the host does, it settles the copy.
 
 What goes to a disk or comes from one is copied by threads, on streams of their own: files know no events, so that the
 join of such a copy stops the host.
@@ -22,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipefit.places import Member
 from pipefit.runtime.copying import Part, carry_and_forget
 from pipefit.runtime.cuda_driver import CudaDriver, Driver
 from pipefit.runtime.disk import DiskSlot
@@ -46,9 +51,11 @@ class Queue(Protocol):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A copy: the event behind it, its files if it has any, and the parts whose storages it needs until its join."""
+    """A copy: the event behind it on every stream, its files if it has any, and the parts whose storages it needs until
+    its join.
+    """
 
-    done: Any
+    done: Sequence[Any]
     files: Future[None] | None
     parts: Sequence[Part]
 
@@ -66,10 +73,11 @@ class StreamCopies:
         self._stream.synchronize()
 
 
-class OnStream:
-    """Copies on the stream `copies`, beside those that compute.
+class OnStreams:
+    """Copies on streams of their own, beside the one that computes.
 
     Args:
+        stream: makes a stream; asked once for every direction and lender.
         computing: the stream that computes now.
         here: makes the device the current one.
     """
@@ -78,20 +86,22 @@ class OnStream:
 
     def __init__(
         self,
-        copies: Queue,
+        stream: Callable[[], Queue],
         computing: Callable[[], Queue],
         driver: Driver,
         here: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._copies, self._computing, self._driver, self._here = copies, computing, driver, here
+        self._stream, self._computing, self._driver, self._here = stream, computing, driver, here
+        self._streams: dict[tuple[bool, Member | None], Queue] = {}
+        self._last: dict[bool, dict[Member | None, Any]] = {True: {}, False: {}}
         self._threads = [ThreadPoolExecutor(1, f"pipefit-files-{way}") for way in ("in", "out")]
         self._files: list[Future[None]] = []
 
     @classmethod
-    def of(cls, device: torch.device) -> OnStream:
+    def of(cls, device: torch.device) -> OnStreams:
         """The copies of a GPU."""
         return cls(
-            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            lambda: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             lambda: torch.cuda.current_stream(device),
             CudaDriver(),
             lambda: torch.cuda.device(device),
@@ -99,37 +109,55 @@ class OnStream:
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> UnderWay:
         on_disks = [part for part in parts if isinstance(part.slot, DiskSlot)]
+        by_lender: dict[Member | None, list[Part]] = {}
+        for part in parts:
+            if not isinstance(part.slot, DiskSlot):
+                by_lender.setdefault(part.lender, []).append(part)
         with self._here():
             ready = self._computing().record_event()
-            self._copies.wait_event(ready)
-            for storage, offset, slot, within, nbytes in parts:
-                if not isinstance(slot, DiskSlot):
-                    here, there = storage.data_ptr() + offset, slot.address + within
-                    target, source = (there, here) if outward else (here, there)
-                    self._driver.copy(target, source, nbytes, self._copies.cuda_stream)
-            done = self._copies.record_event()
+            done = {lender: self._queue(own, lender, ready, outward=outward) for lender, own in by_lender.items()}
+        if done:
+            self._last[outward] = done
         files = self._threads[outward].submit(self._through, ready, on_disks, outward) if on_disks else None
         self._files = [file for file in (*self._files, files) if file is not None and not file.done()]
-        return UnderWay(done, files, parts)
+        return UnderWay([*done.values()] or [ready], files, parts)  # even a copy of nothing comes after what was ready
+
+    def _queue(self, parts: Sequence[Part], lender: Member | None, ready: Any, *, outward: bool) -> Any:
+        """Queue the parts of one lender behind `ready` and the copy before; the event behind them."""
+        stream = self._streams.get((outward, lender))
+        if stream is None:
+            stream = self._streams[outward, lender] = self._stream()
+        stream.wait_event(ready)
+        for other, before in self._last[outward].items():
+            if other != lender:  # what is on this stream comes before anyway
+                stream.wait_event(before)
+        for storage, offset, slot, within, nbytes, _ in parts:
+            here, there = storage.data_ptr() + offset, slot.address + within
+            target, source = (there, here) if outward else (here, there)
+            self._driver.copy(target, source, nbytes, stream.cuda_stream)
+        return stream.record_event()
 
     def join(self, handle: UnderWay) -> None:
         if handle.files is not None:
             handle.files.result()
-        self._computing().wait_event(handle.done)
+        for done in handle.done:
+            self._computing().wait_event(done)
         handle.parts = ()
 
     def settle(self, handle: UnderWay) -> None:
         if handle.files is not None:
             handle.files.result()
         with self._here():
-            handle.done.synchronize()
+            for done in handle.done:
+                done.synchronize()
         handle.parts = ()
 
     def abandon(self) -> None:
         for file in self._files:
             file.exception()  # returns when it has ended
         self._files.clear()
-        self._copies.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def _through(self, ready: Any, parts: list[Part], outward: bool) -> None:
         """Carry parts to files or back, when all that was launched before has been computed."""

@@ -20,7 +20,7 @@ from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.copying import AtOnce, Beside, Copier, NoCopier, Slot
-from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.runtime.cuda_memory import CudaMemory
 from pipefit.runtime.disk import check_folder, folder_of
@@ -140,7 +140,7 @@ def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torc
     """The arenas of GPUs, which `device` finds by their numbers; without any, nothing of CUDA is touched."""
     if not arenas:
         return Lending()
-    return Lending(arenas, OnStream.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
+    return Lending(arenas, OnStreams.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
 
 
 def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:

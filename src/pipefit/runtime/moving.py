@@ -335,7 +335,7 @@ class Mover:
         """
         here = Member.device(self.number)
         parts = [
-            Part(storages[tensor][0], offset, there[block][1], within, nbytes)
+            Part(storages[tensor][0], offset, there[block][1], within, nbytes, there[block][0])
             for tensor, offset, block, within, nbytes in pieces(
                 [nbytes for _, nbytes in storages], [slot.nbytes for _, slot in there]
             )
