@@ -325,16 +325,51 @@ def test_a_name_of_several_lines_makes_no_line_of_its_own(tmp_path: Path, capsys
     assert "\x1b" not in said
 
 
-def test_closed_streams_change_nothing(folder: Path) -> None:
-    """With stdin, stdout and stderr closed a command does its work and keeps its code."""
-    for line, code in (("simulate plan.json -o closed.json", 0), ("show none.json", 6)):
-        closed = f"exec {sys.executable} -m pipefit {line} <&- >&- 2>&-"
-        path = os.pathsep.join(sys.path)
-        assert (
-            subprocess.run(["/bin/sh", "-c", closed], cwd=folder, env={"PYTHONPATH": path}, check=False).returncode
-            == code
-        )
+def in_a_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a command line of a process of its own says, with the shell's words around it."""
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = ["/bin/sh", "-c", f"exec {sys.executable} -m pipefit {line}"]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_closed_streams_cost_no_result(folder: Path) -> None:
+    """With stdin and stderr closed a command does its work and keeps its code."""
+    assert in_a_shell("simulate plan.json -o closed.json <&- 2>&-", folder).returncode == 0
     (folder / "closed.json").unlink()
+    assert in_a_shell("show none.json <&- 2>&-", folder).returncode == 6
+
+
+@pytest.mark.parametrize("line", ["show plan.json >&-", "--version --json >&-", "--help 1</dev/null"])
+def test_a_result_that_nobody_would_see_is_refused_at_once(line: str, folder: Path) -> None:
+    """A stdout that is closed, or open for reading only, takes no word: no work is done whose result would be lost."""
+    done = in_a_shell(line, folder)
+    assert (done.returncode, done.stdout) == (6, "")
+    assert done.stderr == (
+        "pipefit: stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null\n"
+    )
+
+
+def test_a_version_that_cannot_be_printed_is_told(folder: Path) -> None:
+    """On a full disk it is a sentence, as every result is."""
+    done = in_a_shell("--version > /dev/full", folder)
+    assert (done.returncode, done.stderr.count("\n")) == (6, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_a_working_directory_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's libraries would abort there: every command says so instead, before they are loaded."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for line in ("models", "doctor --json", "train /plan.json zoo:mlp", "show dgx1-v100", "--help"):
+        assert main(line.split()) == 2
+        assert (
+            "the working directory cannot be used (No such file or directory): cd to one that"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

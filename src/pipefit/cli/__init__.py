@@ -43,7 +43,7 @@ from pipefit.cli import (
 )
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
 from pipefit.cli.streams import fill_streams
-from pipefit.errors import PipefitError, PipefitWarning
+from pipefit.errors import FileError, PipefitError, PipefitWarning, UsageError
 from pipefit.texts import printable, unknown, without_long_words
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
@@ -83,27 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not
     at its end, and are others forked to work beside it.
     """
-    fill_streams()
+    is_open = fill_streams()
     if arguments is not None:
-        return _run(list(arguments), own=False)
+        return _run(list(arguments), own=False, is_open=is_open)
     gc.set_threshold(*_ALLOCATIONS)
     if sys.argv[1:2] == ["plan"]:
         gc.disable()  # its answer is there before what it leaves would matter
     try:
-        return _run(sys.argv[1:], own=True)
+        return _run(sys.argv[1:], own=True, is_open=is_open)
     finally:
         if "triton" not in sys.modules:  # which takes for a leak whatever is still there, and says so in thirty lines
             gc.freeze()  # the interpreter's end looks for garbage in all there is, which the process frees anyway
 
 
-def _run(words: list[str], *, own: bool) -> int:
+def _run(words: list[str], *, own: bool, is_open: bool) -> int:
     failure = _Failure(debug=_take(words, "--debug"), as_json="--json" in _options(words))
     words = words or ["--help"]
-    if words[:1] == ["--version"]:
-        return _print_version()
     try:
+        _check_surroundings(is_open)
         with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr(), forking() if own else nullcontext():
-            code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
+            code = _call(words)
         sys.stdout.flush()
         if code == STOPPED:  # typer has made an exit code of the interrupt
             return failure.told("stopped", STOPPED)
@@ -120,9 +119,33 @@ def _run(words: list[str], *, own: bool) -> int:
         if error.errno not in _FULL:
             return failure.unexpected(error)
         _close_stdout()
-        return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
+        sentence = f"the output cannot be written: {error.strerror}; free some, or write it elsewhere"
+        return failure.told(sentence, FileError.exit_code)
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
         return failure.unexpected(error)
+
+
+def _check_surroundings(is_open: bool) -> None:
+    """Check that a result can be printed, and that the working directory is there: without one, torch's libraries abort
+    as they are loaded.
+
+    Raises:
+        FileError: stdout is closed.
+        UsageError: the working directory has been removed.
+    """
+    if not is_open:
+        raise FileError("stdout is closed, where the result would be printed: redirect it to a file, or to /dev/null")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used ({error.strerror}): cd to one that exists") from None
+
+
+def _call(words: list[str]) -> object:
+    """Do what the words say; the exit code if there is one."""
+    if words[:1] == ["--version"]:
+        return _print_version()
+    return get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
 
 
 def _take(words: list[str], flag: str) -> bool:
