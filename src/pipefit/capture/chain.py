@@ -7,7 +7,7 @@ the order of memory, and the next layer sees it as it was; one that is not dense
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,8 @@ class ChainLayer:
     `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
     inputs: bare, or in a tuple or list. Its inputs arrive with their dimensions in these `orders`, and what it returns
     `leaves` in others; None where that is as the module made it, as behind the last layer. Its forward changes the
-    tensors `unseen` by autograd. It has the tensors `unread` for the state dict alone.
+    tensors `unseen` by autograd. It has the tensors `unread` for the state dict alone. `parameter_names` has, by its
+    name in the layer, what the model's `named_parameters` calls each parameter.
     """
 
     name: str
@@ -45,6 +46,13 @@ class ChainLayer:
     leaves: Orders | None = None
     unseen: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
+    parameter_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its distinct parameters, by their names in the model: of several names the first, as in plain training."""
+        for local, parameter in self.module.named_parameters():
+            yield self.parameter_names.get(local, local), parameter
 
     def outputs(self, values: Values) -> Any:
         """What the module returns for the values from the layer before, as it is.

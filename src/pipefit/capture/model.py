@@ -7,7 +7,7 @@ computed and nothing is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -55,6 +55,7 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
         found = with_batch(made, inputs, targets)
     else:
         found = traced_chain(task, module, inputs, _wanted(targets), target, whole=whole)
+    found = replace(found, layers=tuple(_with_names(found.layers, module)))
     _refuse_shared_hooks(found)
     if task.autocast is None:
         return found
@@ -167,6 +168,14 @@ def _refuse_shared_hooks(chain: Chain) -> None:
                 f"layers use it ({users}): on several stages each would see a part of the gradient; take them off, and "
                 "do the same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
             )
+
+
+def _with_names(layers: Sequence[ChainLayer], module: nn.Module) -> Iterator[ChainLayer]:
+    """The layers of `module`, which know what it calls their parameters."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for layer in layers:
+        own = {local: names[id(p)] for local, p in layer.module.named_parameters(remove_duplicate=False)}
+        yield replace(layer, parameter_names=own)
 
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:

@@ -29,11 +29,11 @@ def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | N
     groups: list[list[dict[str, Any]]] = []
     for layer in layers:
         of_layer: list[dict[str, Any]] = []
-        for name, parameter in layer.module.named_parameters():
+        for name, parameter in layer.named_parameters:
             if not parameter.requires_grad or id(parameter) in met:
                 continue
             met.add(id(parameter))
-            wanted = {} if options is None else _wanted(options, layer.originals.get(name, name), parameter)
+            wanted = {} if options is None else _wanted(options, name, parameter)
             group = next((g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None)
             if group is None:
                 of_layer.append({"params": [parameter], **wanted})

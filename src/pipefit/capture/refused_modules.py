@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from pipefit.capture.constants import held_tensors
 from pipefit.capture.copying import copied
+from pipefit.capture.storages import extent, storage_key
 from pipefit.errors import UsageError, in_one_line
 
 
@@ -33,6 +36,32 @@ def refuse_module(module: nn.Module, name: str) -> None:
             raise UsageError(
                 f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: make the "
                 "model outside of it"
+            )
+    _refuse_shared_memory(module, name)
+
+
+def _refuse_shared_memory(module: nn.Module, name: str) -> None:
+    """Check that no two tensors of `module` lie in the same memory if one is trained: layers of two stages have memory
+    of their own. One tensor may have several names.
+
+    Raises:
+        UsageError: two do; names them.
+    """
+    tensors = dict[int, tuple[str, Tensor]]()
+    for place, tensor in held_tensors(module).items():
+        tensors.setdefault(id(tensor), (place, tensor))
+    dense = [(place, tensor) for place, tensor in tensors.values() if tensor.layout is torch.strided]
+    run, storage, reached = list[tuple[str, Tensor]](), 0, 0
+    for place, tensor in sorted(dense, key=lambda named: (storage_key(named[1]), *extent(named[1]))):
+        begin, end = extent(tensor)
+        if storage_key(tensor) != storage or begin >= reached:
+            run, storage, reached = [], storage_key(tensor), 0
+        run.append((place, tensor))
+        reached = max(reached, end)
+        if len(run) > 1 and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
+            raise UsageError(
+                f"{run[0][0]} and {run[1][0]} of {name} are two tensors in the same memory, which two stages would "
+                "train apart: make them one parameter (b.weight = a.weight), or give one of them a copy"
             )
 
 

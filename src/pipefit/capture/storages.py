@@ -24,3 +24,10 @@ def placed(like: Tensor, storage: Tensor) -> Tensor:
     """A tensor laid out in a flat `storage` as `like` is in its own."""
     storage = storage if storage.dtype == like.dtype else storage.view(like.dtype)
     return storage.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, and where it ends, in bytes; it ends where it begins if it is empty."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, each = int(tensor.storage_offset()), tensor.element_size()
+    return first * each, (first + int(last) + 1) * each if tensor.numel() else first * each

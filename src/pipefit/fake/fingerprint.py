@@ -278,9 +278,9 @@ def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str
     assert task.groups is not None
     for number, layer in enumerate(chain.layers):
         met: list[dict[str, Any]] = []
-        for name, parameter in layer.module.named_parameters():
+        for (name, parameter), (called, _) in zip(layer.module.named_parameters(), layer.named_parameters, strict=True):
             if parameter.requires_grad:
-                wanted = task.groups(layer.originals.get(name, name), parameter)
+                wanted = task.groups(called, parameter)
                 if wanted not in met:
                     met.append(wanted)
                 yield number, name, met.index(wanted), options(wanted)

@@ -273,7 +273,7 @@ class Survey:
         nbytes, trainable = parameter.untyped_storage().nbytes(), parameter.requires_grad
         state, early = 0, 0
         if trainable:
-            original = chain.layers[layer].originals.get(name, name)
+            original = chain.layers[layer].parameter_names[name]
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
             run = self._meters[self._met[layer]].layer.module.get_parameter(name)  # the chain's own may not be run
             state, early = state_bytes(run, wanted, self.optimizer, self.kernels)

@@ -98,7 +98,11 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
     names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-    parameters = sum(cost.parameter_bytes for cost in plan.measured(number).costs[stage.start : stage.stop])
+    measured = plan.measured(number)
+    parameters = sum(cost.parameter_bytes for cost in measured.costs[stage.start : stage.stop])
+    parameters -= sum(
+        one.nbytes * max(0, sum(stage.start <= user < stage.stop for user in one.users) - 1) for one in measured.shared
+    )
     fullest, full = _fullest(plan, stage), _fullness(plan, stage)
     budget = plan.cluster.budgets[fullest]
     peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"

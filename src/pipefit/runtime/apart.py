@@ -14,30 +14,23 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-_Span = tuple[int, int]  # the first byte in a storage, and the one behind the last
+from pipefit.capture.storages import extent
 
 
 def keep_apart(born: Iterable[nn.Parameter], others: Sequence[Tensor | None]) -> None:
     """Give the gradients of parameters that have just got them memory of their own, where they lie in that of gradients
     of each other, or in that of `others`, which stay where they are.
     """
-    taken: dict[int, list[_Span]] = {}
+    taken: dict[int, list[tuple[int, int]]] = {}
     for other in others:
         if other is not None:
-            taken.setdefault(other.untyped_storage()._cdata, []).append(_span(other))
+            taken.setdefault(other.untyped_storage()._cdata, []).append(extent(other))
     for parameter in born:
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
-        spans, (first, end) = taken.setdefault(gradient.untyped_storage()._cdata, []), _span(gradient)
+        spans, (first, end) = taken.setdefault(gradient.untyped_storage()._cdata, []), extent(gradient)
         if any(start < end and first < stop for start, stop in spans):
             parameter.grad = gradient.clone()
         else:
             spans.append((first, end))
-
-
-def _span(tensor: Tensor) -> _Span:
-    """Where a tensor lies in its storage."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first, each = int(tensor.storage_offset()), tensor.element_size()
-    return first * each, (first + int(last) + 1) * each if tensor.numel() else first * each

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from pipefit.capture.shared import Place
+from pipefit.capture.shared import Shared
 from pipefit.capture.stand_ins import is_faking
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
@@ -34,21 +33,18 @@ from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import own_parameters
 
 
-def _uses(source: Source) -> Iterator[tuple[int, Place, nn.Parameter]]:
-    """Every use of a trainable parameter: the number of the layer, the parameter's first place, and the parameter."""
-    first = {place: found.places[0] for found in source.shared for place in found.places}
-    for number, layer in enumerate(source.chain.layers):
-        for local, parameter in layer.module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                yield number, first.get((number, local), (number, local)), parameter
-
-
 def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None:
     """The ids of the parameters of the layers that a replica owns; None where replicas divide nothing."""
     if share is None:
         return None
     of_layers = enumerate(own_parameters(source.chain.layers[place.start : place.stop]), start=place.start)
     return {id(parameter) for layer, own in of_layers if share.owns(layer) for parameter in own}
+
+
+def _name_of(source: Source, shared: Shared) -> str:
+    """What the model calls a parameter that layers share."""
+    layer, local = shared.places[0]
+    return source.chain.layers[layer].parameter_names[local]
 
 
 def tells_norms(plan: Plan, stage: int, device: int) -> bool:
@@ -67,20 +63,21 @@ def _agreement(site: Site, device: int) -> Agreement:
         source, place = site.sources.of(stage, device), plan.stages[stage]
         own = _owned(source, place, site.share(stage, device))
         elsewhere = {
-            found.places[0]
+            _name_of(source, found)
             for found, holders in zip(source.shared, plan.holders, strict=True)
             if holders and holders[0] not in stages
         }
-        for number, first, parameter in _uses(source):
-            layer, local = first
-            name = source.chain.layers[layer].originals.get(local, local)
-            names[name] = None
-            if place.start <= number < place.stop and (own is None or id(parameter) in own):
-                trainable[id(parameter)] = parameter
-                shard = place.grid.shard_of(device)
-                is_divided = source.shards is not None and source.shards.is_divided(name)
-                if first not in elsewhere and tells_norms(plan, stage, device) and (is_divided or not shard):
-                    reported[name] = parameter, shard
+        for number, layer in enumerate(source.chain.layers):
+            for name, parameter in layer.named_parameters:
+                if not parameter.requires_grad:
+                    continue
+                names[name] = None
+                if place.start <= number < place.stop and (own is None or id(parameter) in own):
+                    trainable[id(parameter)] = parameter
+                    shard = place.grid.shard_of(device)
+                    is_divided = source.shards is not None and source.shards.is_divided(name)
+                    if name not in elsewhere and tells_norms(plan, stage, device) and (is_divided or not shard):
+                        reported[name] = parameter, shard
     return Agreement(
         list(names),
         reported,

@@ -56,8 +56,7 @@ def check_casts(plan: Plan, task: Task) -> None:
 
 def frozen_in(layers: Sequence[ChainLayer]) -> list[tuple[str, nn.Parameter]]:
     """The parameters that no gradient is computed for, with their names in the model."""
-    named = ((layer, *each) for layer in layers for each in layer.module.named_parameters())
-    return [(layer.originals.get(name, name), own) for layer, name, own in named if not own.requires_grad]
+    return [(name, own) for layer in layers for name, own in layer.named_parameters if not own.requires_grad]
 
 
 def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
