@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from pipefit.actions import Action, Kind
 from pipefit.capture import Task
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, Run, State, What
+from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -31,6 +33,7 @@ from pipefit.simulator.contents import contents
 from pipefit.trace import Category
 from pipefit.training import Training
 from pipefit.zoo import build
+from sampled import sampled
 from slices import sliced_plan
 from step_peaks import step_peaks
 from tiny import batch_of, plan_of, task_of
@@ -319,8 +322,11 @@ def of_replicas(made: Callable[[], Sequence[nn.Module]], data: int, what: Shardi
     return replace(plan, training=how, decisions=decisions)
 
 
-@pytest.mark.parametrize("made", [trained_layers, tied, read_otherwise, shared_and_read])
-@pytest.mark.parametrize("data", [2, 4])
+KINDS = product([trained_layers, tied, read_otherwise, shared_and_read], [2, 4])
+OFTEN = [(trained_layers, 4), (tied, 2), (read_otherwise, 4), (shared_and_read, 2)]
+
+
+@pytest.mark.parametrize(("made", "data"), sampled([*KINDS], often=OFTEN))
 def test_divided_parameters_have_copies_while_they_are_gathered(
     made: Callable[[], Sequence[nn.Module]], data: int
 ) -> None:
@@ -362,6 +368,31 @@ def test_divided_parameters_on_the_host_are_cast_when_they_are_back() -> None:
     kept, divided = of_replicas(trained_layers, 2, "none"), of_replicas(trained_layers, 2, "parameters", away)
     checked(mixed(trained_layers), divided)
     assert same(parameters(mixed(trained_layers), kept), parameters(mixed(trained_layers), divided))
+
+
+class Apart(nn.Linear):
+    """Multiplies in training, and reads its weight as it is in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else super().forward(x) + self.weight.sum()
+
+
+def apart() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), Apart(WIDTH, WIDTH), Apart(WIDTH, 4)]
+
+
+def test_evaluation_that_reads_what_is_not_there_is_refused() -> None:
+    """A replica that has a weight in half precision alone names the layer; whole replicas evaluate it."""
+    found = profiled(apart, (4, 2))
+    whole, divided = (sliced_plan(found, [0, 3], [2], shard=(what,)) for what in ("none", "parameters"))
+    batch = batch_of(mixed(apart), whole, 0)
+    one, other = Trainer(mixed(apart), whole), Trainer(mixed(apart), divided)
+    assert one.step(batch) == other.step(batch)
+    assert one.evaluate(batch) > 0
+    with pytest.raises(
+        UsageError, match=r"reads 'weight' as it is in aten\.sum.*, and through its half-precision copy"
+    ):
+        other.evaluate(batch)
 
 
 def test_what_fills_a_replica_tells_what_is_gathered() -> None:

@@ -4,21 +4,32 @@ They are storages that lose their memory, as what is moved away is (`pipefit.run
 the tensors all the time, and see their numbers again when they have come from their owner.
 
 Half-precision copies have memory while their parameters are gathered, on the owner too. A parameter that layers read
-through its copy alone has none on the others: the owner casts it, and the copy travels.
+through its copy alone has none on the others: the owner casts it, and the copy travels. That is what the profile has
+seen; a layer that does otherwise here, as in evaluation or with another torch, is refused in its first forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.actions import Action, Kind
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.storages import storage_key
 from pipefit.cost.shares import Gathered, Share
 from pipefit.cost.states import Layers
+from pipefit.errors import UsageError
 from pipefit.runtime.states import storages_of
 from pipefit.runtime.weight_copies import WeightCopies
+
+_DEVICE = torch.ops.prim.device.default  # asked of fake tensors
 
 
 class GatheredParameters:
@@ -35,14 +46,18 @@ class GatheredParameters:
         self._gathered, self._share, self._own = Gathered(share), share, own
         self._copies, self._start = copies, start
         self._storages: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # by layer, of what is gathered
+        self._absent: set[int] = set()  # the keys of storages that never have memory here
+        self._watched = {mode: WeakSet[nn.Module]() for mode in (True, False)}  # that ran forward, in training or not
         for layer, parameters in enumerate(own if self else (), start=start):
             copied: list[Tensor] = [copies.copies[id(weight)].tensor for weight in copies.own(layer)]
             others = [] if self._owns(layer) else parameters
             gathered = [parameter for parameter in others if not copies.is_cast_only(parameter)]
             refusal = "the plan divides the parameters of this stage"
             self._storages[layer] = storages_of([*gathered, *copied], refusal)
-            for storage, _ in storages_of([one for one in others if copies.is_cast_only(one)], refusal):
+            absent = [parameter for parameter in others if copies.is_cast_only(parameter)]
+            for storage, _ in storages_of(absent, refusal):
                 storage.resize_(0)
+            self._absent |= set(map(storage_key, absent))
         self.abandon()
 
     def __bool__(self) -> bool:
@@ -93,6 +108,15 @@ class GatheredParameters:
             copy.fresh = came and self._copies.is_cast_only(weight)
             copy.follow(weight)
 
+    def watching(self, layer: ChainLayer) -> AbstractContextManager[object]:
+        """Inside, a layer runs forward: its first forward must not read what is never here."""
+        watched = self._watched[layer.module.training]
+        if not self._absent or layer.module in watched:
+            return nullcontext()
+        watched.add(layer.module)
+        own = {storage_key(one): name for name, one in layer.module.named_parameters()}
+        return _Refusing(layer.name, {storage: own[storage] for storage in own.keys() & self._absent})
+
     def check(self, action: Action, layers: Layers) -> None:
         """Check that the parameters of these layers are here.
 
@@ -108,3 +132,24 @@ class GatheredParameters:
             self._outdate(layer)
             for storage, _ in storages:
                 storage.resize_(0)
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations of a layer that read parameters which have no memory; `absent` has their names, by storage."""
+
+    def __init__(self, layer: str, absent: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layer, self._absent = layer, absent
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)) if not func.is_view and func is not _DEVICE else ():
+            if isinstance(tensor, Tensor) and (name := self._absent.get(storage_key(tensor))) is not None:
+                raise UsageError(
+                    f"layer {self._layer} reads {name!r} as it is in {func}, and through its half-precision copy alone "
+                    "in its profile, so that replicas that divide parameters have the copy alone: let the layer do the "
+                    "same in training and evaluation, profile it again with this torch, or divide less "
+                    '(shard="gradients")'
+                )
+        return func(*args, **(kwargs or {}))

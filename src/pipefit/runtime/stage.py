@@ -92,6 +92,7 @@ class StageRunner:
             losses=self.losses,
             copies=self.copies,
             weights=self.weights,
+            watching=self.gathered.watching,
             agreement=agreement,
             device=device,
             graph_dropped=graph_dropped,
