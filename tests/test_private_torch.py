@@ -44,7 +44,7 @@ SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/poi
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, what follows values, what answers autocast and what an optimizer makes see operations through a dispatch
 # mode, outside of which an optimizer is tried; agreement uses what GradScaler uses; NCCL coalesces; a batch is a tree
-# of tensors
+# of tensors; a storage counts its users
 OTHERS = {
     "capture/caller.py",
     "meter/cpu.py",
@@ -55,6 +55,7 @@ OTHERS = {
     "profiler/update.py",
     "profiler/writes.py",
     "runtime/agreement.py",
+    "runtime/apart.py",
     "runtime/coalescing.py",
     "runtime/comparison.py",
     "capture/coupled_updates.py",

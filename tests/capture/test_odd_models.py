@@ -61,6 +61,30 @@ class Listed(nn.Module):
         return x + self.named["bias"]
 
 
+class Partly(nn.Module):
+    """A list of parameters, of which the last is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.parts[0] + self.parts[1])
+
+
+class Parts(nn.Module):
+    """A list of layers, one of which has a list of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(8, 8), Partly(), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
 class Fourier(nn.Module):
     """A complex parameter."""
 
@@ -133,6 +157,8 @@ def make() -> Callable[[str], Task]:
                 return replace(base, module=Model(nn.utils.weight_norm(nn.Linear(8, 8))))  # type: ignore[no-untyped-call]
             case "lists of parameters":
                 return replace(base, module=Model(Listed()))
+            case "unused parameters in lists of one name":
+                return replace(base, module=Parts())
             case "names that layers use":
                 return replace(base, module=Model(Named()))
             case "distribution":
@@ -154,6 +180,7 @@ def make() -> Callable[[str], Task]:
     [
         "old weight norm",
         "lists of parameters",
+        "unused parameters in lists of one name",
         "names that layers use",
         "distribution",
         "complex parameter",

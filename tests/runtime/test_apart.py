@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from entwined import MIXES, OPTIMIZERS, entwined, plain
+from moving_states import moving_states
+from oracle import measured_peaks
 from pipefit.actions import Kind
 from pipefit.capture import Task
 from pipefit.grids import SHARDINGS
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, certify
 from pipefit.runtime.runner import DeviceRunner
+from pipefit.simulator import simulate
+from random_cases import random_plan
 from replicated import Table
-from sampled import sampled
+from sampled import sampled, seeds
+from samples import samples, step_peaks_of
 from slices import batches, equal, sliced_plan
 from step_peaks import step_peaks
+from tiny import plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,18 +73,6 @@ def task(between: Callable[[], nn.Module]) -> Task:
 def found() -> ModelProfile:
     """What layers with one gradient cost."""
     return profile(task(Moved), microbatch_size=(4, 2))
-
-
-def plain(made: Task, data: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Plain training, each batch as a whole, so that no gradient is added to another one."""
-    torch.manual_seed(0)
-    module = made.build()
-    optimizer = made.optimizer(module.parameters())
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        made.loss(module(inputs), targets).backward()
-        optimizer.step()
-    return dict(module.state_dict())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe", "1f1b"])
@@ -129,3 +126,59 @@ def test_replicas_sum_each_gradient_once(shard: Any, buckets: int, found: ModelP
     assert equal(trainer.state_dict(), plain(made, data), relative=1e-9)
     peaks = step_peaks(made, plan)
     assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
+SIZES = [(name, size, microbatches) for name in MIXES for size in (1, 2) for microbatches in (1, 3)]
+OFTEN = [("attention bias", 2, 3), ("cat", 1, 3), ("stack of flat ones", 1, 1), ("sum of views", 1, 1)]
+
+
+@pytest.mark.parametrize(("name", "size", "microbatches"), sampled(SIZES, often=OFTEN))
+def test_peaks_count_each_gradient_in_memory_of_its_own(name: str, size: int, microbatches: int) -> None:
+    """Simulator, dry run, trainer and the allocator's events have one account, alone on a device and cut apart."""
+    made = entwined([name])
+    found = profile(made, microbatch_size=size, threads=1)
+    for split in ([3], [1, 1, 1]):
+        peaks = step_peaks(made, plan_of(made, split, size=size, microbatches=microbatches, profiled=found))
+        assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
+@pytest.mark.parametrize("shard", sampled(SHARDINGS, often=["gradients"]))
+@pytest.mark.parametrize("name", sampled(MIXES, often=["attention bias"]))
+def test_replicas_divide_and_sum_entwined_gradients(name: str, shard: Any) -> None:
+    """Their numbers are those of plain training, and their bytes those of all accounts."""
+    made = entwined([name])
+    found = profile(made, microbatch_size=(4, 2), threads=1)
+    plan = sliced_plan(found, [0, 3], [2], microbatches=2, shard=(shard,))
+    trainer, data = Trainer(made, plan), batches(made, plan, 2)
+    for one in data:
+        trainer.step(one)
+    assert equal(trainer.state_dict(), plain(made, data), relative=1e-9)
+    peaks = step_peaks(made, plan)
+    assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=60))
+def test_plans_of_entwined_layers_are_trained_as_they_were_planned(seed: int) -> None:
+    """Random layers, traced or not, optimizers and plans, which clip, move state and recompute: numbers of plain
+    training, a dry run's samples, the simulator's peaks. The allocator sees no more, and less where autograd copies
+    under a meter alone.
+    """
+    rng = Random(f"entwined {seed}")
+    names = [rng.choice(list(MIXES)) for _ in range(rng.randint(1, 3))]
+    made = entwined(names, optimizer=rng.choice(list(OPTIMIZERS)), traced=rng.random() < 0.5)
+    found = profile(made, microbatch_size=rng.choice([1, 2]), threads=1)
+    plan = random_plan(found, rng, microbatches=rng.randint(1, 3))
+    plan = moving_states(plan, rng) if rng.random() < 0.5 else plan
+    plan = replace(plan, training=replace(plan.training, clip_norm=rng.choice([None, 0.05])))
+    trainer, data = Trainer(made, plan), batches(made, plan, 2)
+    for one in data:
+        trainer.step(one)
+    wanted = plain(made, data, clip_norm=plan.training.clip_norm)
+    assert equal(trainer.state_dict(), wanted, relative=1e-7)  # a norm is a float32
+    dry = certify(made, plan, steps=2)
+    assert samples(trainer.trace) == samples(dry)
+    assert step_peaks_of(dry) == step_peaks_of(simulate(plan, steps=2))
+    if all(one.place is None for one in plan.decisions):
+        allocated, counted = measured_peaks(made, plan), [step_peaks_of(dry)[device] for device in plan.workers]
+        for ours, theirs in zip(counted, allocated, strict=True):
+            assert all(one >= other for one, other in zip(ours, theirs, strict=True))

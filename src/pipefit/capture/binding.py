@@ -95,9 +95,10 @@ class Binding:
                 continue
             layer = held.get(id(tensor)) or max(layers, key=lambda layer: _nearness(layer.name, name))
             held[id(tensor)] = layer
-            register(layer.module, name, tensor, persistent=True)
-            layer.originals[name] = name  # type: ignore[index]
-            unread[layer.name].append(name)
+            local = _free(layer.module, name)
+            register(layer.module, local, tensor, persistent=True)
+            layer.originals[local] = name  # type: ignore[index]
+            unread[layer.name].append(local)
         return [replace(layer, unread=frozenset(unread[layer.name])) for layer in layers]
 
     def tensor(self, name: str) -> Tensor:
@@ -135,6 +136,18 @@ def register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -
         layer.register_parameter(last, tensor)
     else:
         layer.register_buffer(last, tensor, persistent=persistent)
+
+
+def _free(layer: nn.Module, name: str) -> str:
+    """`name`, or one like it, under which `layer` can hold a tensor: parts of its own may have begun with that name."""
+    at: Any = layer
+    for part in name.split("."):
+        if not hasattr(at, part):
+            return name
+        at = getattr(at, part)
+        if not isinstance(at, nn.Module):
+            break
+    return _free(layer, f"_{name}")
 
 
 def _owner(layer: nn.Module, path: Sequence[str]) -> nn.Module:

@@ -1,36 +1,51 @@
-"""Memory of their own for gradients of parameters.
+"""Memory of its own for every gradient of a parameter.
 
-Autograd may make of one gradient several views, and hand them on as the gradients of a value and of a parameter, or of
-two parameters: where `x + p.view(3, 8)` goes backward, both are the gradient of the sum. Whoever then adds up the
-parameter's in place, as the backward of the next microbatch, a sum over replicas or another parameter's gradient do,
-would change the value's too, which may be on its way to another stage. So a gradient that is born in memory of another
-one is copied. The simulator counts both anyway. Costs a few microseconds for each layer and backward.
+Autograd may make several views of one gradient, and hand them on as the gradients of parameters and of values: behind
+`torch.cat((p, q))` those of `p` and `q` are parts of one tensor, behind `x + p.view(3, 8)` that of `p` is that of `x`.
+Whoever then adds to the parameter's in place, as the backward of the next microbatch or a sum over replicas, would
+change the other one too, which may be on its way to another stage; and a small gradient would keep the memory of a
+large tensor until the update. So a gradient that is born in shared or larger memory is copied as soon as it is born,
+in a measured layer as in a whole stage. Copies cost time in the first backward of a step, and memory until the last
+view is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.storages import extent
+
+@contextmanager
+def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, a backward runs: each gradient that it makes for one of the `parameters` has memory of its own."""
+    without = dict.fromkeys(p for p in parameters if p.requires_grad and p.grad is None)
+    hooks = [p.register_post_accumulate_grad_hook(_give_memory) for p in without]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def keep_apart(born: Iterable[nn.Parameter], others: Sequence[Tensor | None]) -> None:
-    """Give the gradients of parameters that have just got them memory of their own, where they lie in that of gradients
-    of each other, or in that of `others`, which stay where they are.
-    """
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for other in others:
-        if other is not None:
-            taken.setdefault(other.untyped_storage()._cdata, []).append(extent(other))
-    for parameter in born:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            continue
-        spans, (first, end) = taken.setdefault(gradient.untyped_storage()._cdata, []), extent(gradient)
-        if any(start < end and first < stop for start, stop in spans):
+def _give_memory(parameter: Tensor) -> None:
+    """Copy the gradient that a parameter has just got, if its memory is larger or has other users."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is torch.strided:
+        storage = gradient.untyped_storage()
+        if storage.nbytes() > gradient.nbytes or _users(storage) > _users_of_new():
             parameter.grad = gradient.clone()
-        else:
-            spans.append((first, end))
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """How many tensors use a storage, and this object."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+@cache
+def _users_of_new() -> int:
+    """How many that are of the storage of a tensor without views."""
+    return _users(torch.empty(1, device="cpu").untyped_storage())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
-from pipefit.runtime.apart import keep_apart
+from pipefit.runtime.apart import born_apart
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, gradients_to_send, naming_changes, take
@@ -38,7 +39,6 @@ class Passes:
         losses: on the last stage, where the losses of all microbatches are kept.
         copies: of weights, with which autocast computes.
         weights: the versions of the layers' weights; None where microbatches need none.
-        watching: inside what it returns, a layer runs forward.
         agreement: has the scale of losses, if there is one.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -51,7 +51,6 @@ class Passes:
         losses: Tensor | None,
         copies: WeightCopies,
         weights: Weights | None,
-        watching: Callable[[ChainLayer], AbstractContextManager[object]],
         agreement: Agreement | None,
         device: torch.device,
         graph_dropped: Callable[[], None],
@@ -59,7 +58,7 @@ class Passes:
         self.layers, self.storages = layers, storages
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
-        self.device, self._graph_dropped, self._watching = device, graph_dropped, watching
+        self.device, self._graph_dropped = device, graph_dropped
         self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -123,7 +122,7 @@ class Passes:
         with torch.no_grad():
             values = take(flight.values)
             for number, layer in enumerate(flight.layers, start=self.start):
-                with self._watching(layer), using(self._copied(flight, number), layer.autocast, values):
+                with using(self._copied(flight, number), layer.autocast, values):
                     values = layer(values)
             if self.losses is None:
                 return values
@@ -189,7 +188,7 @@ class Passes:
     def _layer(self, flight: Flight, number: int, values: Values) -> Values:
         self._seed(flight, number)
         layer, values = flight.layers[number - self.start], self._given(number, values)
-        with self._watching(layer), using(self._copied(flight, number), layer.autocast, values):
+        with using(self._copied(flight, number), layer.autocast, values):
             return layer(values)
 
     def _copied(self, flight: Flight, number: int) -> Copied:
@@ -255,17 +254,15 @@ class Passes:
         """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
         graph, flight_gradients = piece.graph, flight.gradients
         trained = self._trained[piece.first - self.start : piece.end - self.start]
-        born = [parameter for own in trained for parameter in own if parameter.grad is None]
         if self._has_loss(piece.end):
             flight_gradients = [self._loss_gradient(flight)]
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        with naming_changes(flight, piece), self._weights_of(flight, backward=True):
+        with naming_changes(flight, piece), self._weights_of(flight, backward=True), born_apart(chain(*trained)):
             backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
-        keep_apart(born, flight.gradients)
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
         """The gradient from which the backward of a loss starts: the microbatch's weight, times the loss scale."""

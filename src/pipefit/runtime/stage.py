@@ -92,7 +92,6 @@ class StageRunner:
             losses=self.losses,
             copies=self.copies,
             weights=self.weights,
-            watching=self.gathered.watching,
             agreement=agreement,
             device=device,
             graph_dropped=graph_dropped,
@@ -135,7 +134,7 @@ class StageRunner:
     def end_step(self, *, counted: bool) -> None:
         """A step has ended, which counts unless it was an evaluation; until the next one weights may be changed."""
         self.batch_number += counted
-        self._outdate()
+        self.copies.outdate()
 
     def step(self, action: Action) -> None:
         """An update of all layers or of a run of them, unless the stages agreed to skip it; the gradients are freed.
@@ -155,12 +154,7 @@ class StageRunner:
         self.updates.step(layers)
         if self.weights is not None:
             self.weights.updated(layers)
-        self._outdate()
-
-    def _outdate(self) -> None:
-        """Weights may have changed; copies of divided ones take their values whenever they are gathered."""
-        if not self.gathered:
-            self.copies.outdate()
+        self.copies.outdate()
 
     def check_here(self, action: Action, flight: Flight | None) -> None:
         """Check that the parameters and gradients that an action, of that microbatch in flight, needs are here.
@@ -212,7 +206,7 @@ class StageRunner:
         for parameter in self.parameters:
             parameter.grad = None
         self.gathered.abandon()
-        self._outdate()
+        self.copies.outdate()
         if self.weights is not None:
             self.weights.forget()
         if self.states is not None:
