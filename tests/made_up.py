@@ -279,10 +279,12 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
     state = rng.randrange(size) if trainable else 0
     users = tuple(sorted(rng.sample(range(count), rng.randrange(2, min(count, 3) + 1))))
     copying = users[nbytes % 2 :] if trainable and nbytes % 3 else ()
+    cast_only = copying[nbytes // 2 % 2 :] if nbytes > 1 and nbytes // 4 % 2 else ()
     return SharedParameter(
         name=f"shared{number}",
         users=users,
         copying=copying,
+        cast_only=cast_only,
         copy_bytes=nbytes // 2 if copying else 0,
         nbytes=nbytes,
         gradient_bytes=nbytes if trainable else 0,
@@ -317,7 +319,7 @@ def _layer(
     weight, state = like.weights[number], like.states[number]
     if like.odd:
         found = _odd_layer(rng, like, inputs, outputs, weight, state, early, shared, like.seconds[number])
-        return _copied(found, [(s.name, s.copy_bytes) for s in shared if number in s.copying])
+        return copied(found, [(s.name, s.copy_bytes, number in s.cast_only) for s in shared if number in s.copying])
     if like.keeps:
         return _keeping_layer(inputs, outputs, weight, state)
     return layer(
@@ -453,13 +455,17 @@ def _parameters(rng: Random, like: Settings, weight: int, shared: Sequence[Share
     return (*own, *(parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared))
 
 
-def _copied(cost: LayerCost, shared: Sequence[tuple[str, int]]) -> LayerCost:
+def copied(cost: LayerCost, shared: Sequence[tuple[str, int, bool]] = ()) -> LayerCost:
     """The layer with half-precision copies of some of its trained weights, and of the `shared` ones that it computes
-    with in half precision.
+    with in half precision: with their bytes, and whether it reads nothing else of the weight.
     """
-    own = [(p.name, p.nbytes // 2) for p in cost.parameters if p.name == "weight" and p.trainable and p.nbytes % 3]
-    copies = dict([*own, *shared])
-    return replace(cost, parameters=tuple(replace(p, copy_bytes=copies.get(p.name, 0)) for p in cost.parameters))
+    own = [p for p in cost.parameters if p.name in ("weight", "w") and p.trainable and p.nbytes % 3]
+    copies = {p.name: (p.nbytes // 2, p.nbytes % 4 > 1) for p in own}
+    copies |= {name: (nbytes, cast_only) for name, nbytes, cast_only in shared}
+    none = 0, False
+    every = [(p, *copies.get(p.name, none)) for p in cost.parameters]
+    made = (replace(p, copy_bytes=nbytes, cast_only=nbytes > 0 and alone) for p, nbytes, alone in every)
+    return replace(cost, parameters=tuple(made))
 
 
 def _odd_gradient(

@@ -88,6 +88,7 @@ class Parameter:
     """One parameter of a layer, by its name in the layer.
 
     `copy_bytes` are those of the half-precision copy in which autocast multiplies; 0 for a parameter without one.
+    The layer reads a `cast_only` parameter through this copy alone: no operation but the cast needs its float32 values.
     A `changed` one is changed by a forward too, as that of `nn.Embedding(max_norm=...)`.
     """
 
@@ -99,6 +100,7 @@ class Parameter:
     nbytes: int
     trainable: bool
     copy_bytes: int = 0
+    cast_only: bool = False
     changed: bool = False
 
 
@@ -126,7 +128,8 @@ class LayerCost:
     backward what the forward left and the gradients of the outputs exist.
 
     Raises:
-        UsageError: a negative size, or an origin or a released input that the layer does not have.
+        UsageError: a negative size, an origin or a released input that the layer does not have, or a parameter that is
+            read through a copy which it does not have.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -184,6 +187,9 @@ class LayerCost:
         if len(self.input_gradients) != len(self.inputs):
             self._refuse(f"has {counted(len(self.inputs), 'input')}, but gradients for {len(self.input_gradients)}")
         self._check_origins("gradient storage", self.input_gradients, self.gradient_storages)
+        for parameter in self.parameters:
+            if parameter.cast_only and not parameter.copy_bytes:
+                self._refuse(f"reads {parameter.name!r} through its half-precision copy alone, which has 0 bytes")
         for number in (k for span in self._spans for k in span.released):
             if not 0 <= number < len(self.inputs):
                 self._refuse(f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}")
@@ -253,6 +259,11 @@ class LayerCost:
     def copy_bytes(self) -> int:
         """Bytes of the half-precision copies of its weights."""
         return sum(parameter.copy_bytes for parameter in self.parameters)
+
+    @property
+    def cast_only_bytes(self) -> int:
+        """Bytes of the parameters that it reads through their half-precision copies alone."""
+        return sum(parameter.nbytes for parameter in self.parameters if parameter.cast_only)
 
     @property
     def version_bytes(self) -> int:

@@ -55,10 +55,11 @@ class SharedParameter(SharedTensor):
     """One parameter that several layers use, such as a tied embedding.
 
     Across devices each has a copy, and gradients are summed before the update. Those of the users that are in
-    `copying` compute with the half-precision copy that autocast makes of it, which takes `copy_bytes`.
+    `copying` compute with the half-precision copy that autocast makes of it, which takes `copy_bytes`; those of them in
+    `cast_only` with nothing else of it.
 
     Raises:
-        UsageError: fewer than two users, or users out of order.
+        UsageError: fewer than two users, users out of order, or some in `cast_only` that are not in `copying`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -69,7 +70,16 @@ class SharedParameter(SharedTensor):
     early_state_bytes: int = 0  # the part of it that exists before the first step
     copying: tuple[int, ...] = ()  # layers, rising
     copy_bytes: int = 0
+    cast_only: tuple[int, ...] = ()  # layers, rising
     form: str = ""  # how tensor-parallel ranks divide it; empty where each has all of it
+
+    def __post_init__(self) -> None:
+        SharedTensor.__post_init__(self)
+        if not set(self.cast_only) <= set(self.copying):
+            raise UsageError(
+                f"layers {list(self.cast_only)} read shared parameter {self.name!r} through its half-precision copy "
+                f"alone, which only layers {list(self.copying)} have"
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,6 +95,7 @@ class SharedParameter(SharedTensor):
             yield user, "state_bytes", self.state_bytes
             yield user, "early_state_bytes", self.early_state_bytes
         yield from ((user, "copy_bytes", self.copy_bytes) for user in self.copying)
+        yield from ((user, "cast_only_bytes", self.nbytes) for user in self.cast_only)
 
     def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
         """Of layers `start` to `stop - 1`, those that use a copy which an earlier one of them uses too."""

@@ -9,9 +9,13 @@ from random import Random
 import pytest
 
 from every_plan import BUCKETS, every_plan, simulated
-from made_up import AMPLE, devices, heavy, hostile, plain, skewed
+from made_up import AMPLE, copied, devices, heavy, hostile, keeping, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import plan
+from pipefit.planner.degrees import Degree
+from pipefit.planner.hybrid.programme import Way
+from pipefit.planner.hybrid.tables import DegreeTables
+from pipefit.planner.question import Options, Question
 from pipefit.schedule import ENDLESS
 from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
@@ -62,6 +66,21 @@ def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> Non
 def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
     """The same, with versions of weights on every replica, and without parameters that they divide."""
     check(seed, schedule)
+
+
+@pytest.mark.parametrize("data", [4, 8])
+def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
+    """Eight equal layers of plain SGD, of which half-precision copies travel: a replica has those of two buckets at
+    most, and no bound is higher than what it holds.
+    """
+    equal = keeping(Random(0), widths=[1 << 4] * 9, weights=[(1 << 20) + 6] * 8)
+    model = replace(equal, kinds=tuple(replace(copied(kind), state_bytes=0) for kind in equal.kinds))
+    assert all(one.cast_only for cost in model.costs for one in cost.parameters)
+    profile, how = sized(model, 8, 8 // data), Training(batch_size=24, microbatches=3)
+    cluster, options = devices(*[AMPLE] * data), Options(recompute="never")
+    made = plan(profile, cluster, how, objective="peak", stages=1, data=data, shard="parameters", recompute="never")
+    tables = DegreeTables(Question(profile=profile, cluster=cluster, training=how, options=options), Degree(data, 1))
+    assert tables.peak(1, Way(shard="parameters"), 0, 8) <= max(Simulation(made).peak_bytes)
 
 
 @pytest.mark.gallery

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from endless_mixed import moved
+from pipefit.actions import Action, Kind
 from pipefit.capture import Task
+from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, Run, State, What
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -28,6 +33,7 @@ from pipefit.simulator.contents import contents
 from pipefit.trace import Category
 from pipefit.training import Training
 from pipefit.zoo import build
+from sampled import sampled
 from slices import sliced_plan
 from step_peaks import step_peaks
 from tiny import batch_of, plan_of, task_of
@@ -241,18 +247,164 @@ def test_peaks_of_versions(schedule: str) -> None:
     checked(mixed(trained_layers), plan, steps=3)
 
 
-def test_replicas_that_divide_parameters_free_copies_with_them() -> None:
-    """Peaks, and numbers bit by bit as of replicas that keep all parameters; passes are cut in buckets."""
-    task, found = mixed(trained_layers), profiled(trained_layers, (4, 2))
-    kept, divided = (
-        replace(
-            sliced_plan(found, [0, 6], [2], shard=(what,), buckets=(3,)),
-            training=Training(batch_size=8, microbatches=2, precision="mixed-bfloat16"),
-        )
-        for what in ("none", "parameters")
-    )
-    checked(task, divided)
-    assert same(parameters(task, kept), parameters(task, divided))
+class Averaged(nn.Linear):
+    """Reads its weight outside of the product too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.weight.detach().mean())
+
+
+class Cleared(nn.Linear):
+    """Has its weight cast anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.clear_autocast_cache()
+        return super().forward(x)
+
+
+class Product(torch.autograd.Function):
+    """A product whose backward multiplies by the weight in float32, which autograd does not keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        wide = gradient.float()
+        return (wide @ ctx.weight.t()).to(x.dtype), x.float().t() @ wide
+
+
+class Backward(nn.Linear):
+    """Reads its weight outside of the product in its backward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = Product.apply(x, self.weight)
+        return product + self.bias
+
+
+def read_otherwise() -> list[nn.Module]:
+    """Weights that are read through their copies alone, and some that are not."""
+    middle: list[nn.Module] = [made(WIDTH, WIDTH) for made in (Averaged, Cleared, Backward)]
+    return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), *middle, nn.Linear(WIDTH, 4)]
+
+
+def shared_and_read() -> list[nn.Module]:
+    """The third layer multiplies by the first one's weight, which the first reads otherwise too."""
+    first = Averaged(WIDTH, WIDTH)
+    return [first, nn.LayerNorm(WIDTH), Again(first), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4)]
+
+
+def cast_only(found: ModelProfile) -> list[list[str]]:
+    """Of every layer the parameters that it reads through their copies alone."""
+    return [[one.name for one in cost.parameters if one.cast_only] for cost in found.measurements[0].costs]
+
+
+def test_which_weights_are_read_through_their_copies_alone() -> None:
+    """Those of products; none that is also read as it is, or cast again, in the forward or in the backward."""
+    linear = ["weight", "bias"]
+    assert cast_only(profiled()) == [linear, [], ["weight"], linear, [], linear]
+    assert cast_only(profiled(read_otherwise)) == [linear, [], ["bias"], [], [], linear]
+    copies = [one.copy_bytes for cost in profiled(read_otherwise).measurements[0].costs[2:5] for one in cost.parameters]
+    assert all(copies[:5])  # all that they multiply by have copies
+    assert profiled(tied).measurements[0].shared[0].cast_only == (0, 2)
+    assert profiled(shared_and_read).measurements[0].shared[0].cast_only == (2,)
+
+
+def of_replicas(made: Callable[[], Sequence[nn.Module]], data: int, what: Sharding, *decisions: Decision) -> Plan:
+    """One stage of replicas that divide something, in two microbatches and three buckets."""
+    found = profiled(made, (4, 4 // data))
+    plan = sliced_plan(found, [0, 6], [data], shard=(what,), buckets=(3,))
+    how = Training(batch_size=8, microbatches=2, precision=found.assumptions.precision)
+    return replace(plan, training=how, decisions=decisions)
+
+
+KINDS = product([trained_layers, tied, read_otherwise, shared_and_read], [2, 4])
+OFTEN = [(trained_layers, 4), (tied, 2), (read_otherwise, 4), (shared_and_read, 2)]
+
+
+@pytest.mark.parametrize(("made", "data"), sampled([*KINDS], often=OFTEN))
+def test_divided_parameters_have_copies_while_they_are_gathered(
+    made: Callable[[], Sequence[nn.Module]], data: int
+) -> None:
+    """Peaks, and numbers bit by bit as of replicas that keep all parameters; passes are cut in buckets. Four replicas
+    are put together from two.
+    """
+    kept, divided = (of_replicas(made, data, what) for what in ("none", "parameters"))
+    found = step_peaks(mixed(made), divided)
+    assert found.dry == found.metered
+    if profiled(made).measurements[0].shared:  # of two users of a parameter in one stage the simulator tells a bound
+        every = zip(found.simulated, found.dry, found.allocated, strict=True)
+        assert all(one >= two >= three for peaks in every for one, two, three in zip(*peaks, strict=True))
+    else:
+        assert found.simulated == found.dry == found.allocated
+    assert same(parameters(mixed(made), kept), parameters(mixed(made), divided))
+
+
+def test_others_have_the_copy_alone() -> None:
+    """By the layers: between steps an owner has float32, and nobody a copy; what travels is half as much where a layer
+    is nothing but a product.
+    """
+    plan = of_replicas(trained_layers, 4, "parameters")
+    costs, layer = Costs.of(plan), WIDTH * WIDTH + WIDTH
+    sizes = [4 * layer, 4 * 2 * WIDTH, 4 * layer, 4 * layer, 0, 4 * (4 * WIDTH + 4)]
+    stages = [costs.of_device(plan, 0, device, plan.stages[0].devices) for device in range(4)]
+    for stage in stages:
+        assert stage.share is not None
+        owned = [stage.share.owns(number) for number in range(6)]
+        assert stage.rest.parameter_bytes == sum(size for size, own in zip(sizes, owned, strict=True) if own)
+        norm = 0 if owned[1] else sizes[1]
+        wanted = [sizes[0] // 2, norm, sizes[2] // 2, sizes[3] // 2, 0, sizes[5] // 2]
+        assert [stage.rest.unsharded_bytes(number) for number in range(6)] == wanted
+        assert stage.collective_bytes(Action(Kind.UNSHARD, 0, layers=(0, 6))) == sum(sizes) // 2 + sizes[1] // 2
+
+
+def test_divided_parameters_on_the_host_are_cast_when_they_are_back() -> None:
+    """A layer whose float32 weights are on its owner's host between passes."""
+    away = moved(0, State(start=0, stop=1, kind="parameters"), "host", behind=0)
+    kept, divided = of_replicas(trained_layers, 2, "none"), of_replicas(trained_layers, 2, "parameters", away)
+    checked(mixed(trained_layers), divided)
+    assert same(parameters(mixed(trained_layers), kept), parameters(mixed(trained_layers), divided))
+
+
+class Apart(nn.Linear):
+    """Multiplies in training, and reads its weight as it is in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else super().forward(x) + self.weight.sum()
+
+
+def apart() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), Apart(WIDTH, WIDTH), Apart(WIDTH, 4)]
+
+
+def test_evaluation_that_reads_what_is_not_there_is_refused() -> None:
+    """A replica that has a weight in half precision alone names the layer; whole replicas evaluate it."""
+    found = profiled(apart, (4, 2))
+    whole, divided = (sliced_plan(found, [0, 3], [2], shard=(what,)) for what in ("none", "parameters"))
+    batch = batch_of(mixed(apart), whole, 0)
+    one, other = Trainer(mixed(apart), whole), Trainer(mixed(apart), divided)
+    assert one.step(batch) == other.step(batch)
+    assert one.evaluate(batch) > 0
+    with pytest.raises(
+        UsageError, match=r"reads 'weight' as it is in aten\.sum.*, and through its half-precision copy"
+    ):
+        other.evaluate(batch)
+
+
+def test_what_fills_a_replica_tells_what_is_gathered() -> None:
+    """Layer by layer as its peak begins, as much as the ledger has there."""
+    plan = of_replicas(read_otherwise, 2, "parameters")
+    for device, trace in enumerate(simulate(plan).devices):
+        found = contents(plan, device)
+        assert found is not None
+        assert trace.peak is not None
+        told = sum(row.parameter_bytes + row.copy_bytes for row in found.layers)
+        assert told == trace.peak.by_category[Category.PARAMETERS]
+        assert any(row.copy_bytes for row in found.layers)
 
 
 def test_prints_tell_copies_in_a_line_of_their_own() -> None:

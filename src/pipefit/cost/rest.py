@@ -46,12 +46,13 @@ class StageRest:
 
     def static_bytes(self, position: int) -> int:
         """Parameters, their half-precision copies, buffers and constants of one position, without those that an earlier
-        one has too, and without parameters that another replica keeps, and their copies.
+        one has too, and of parameters that replicas divide without those that are gathered, and all copies.
         """
         storages, layer = self.storages, self.storages.start + position
         away = 0
-        if self.share is not None and layer < storages.stop and not self.share.keeps("parameters", layer):
-            away = self.unsharded_bytes(layer)
+        if self.divides_parameters and layer < storages.stop:
+            away = self.whole_bytes_of("parameters", layer, layer + 1) - self.bytes_of("parameters", layer, layer + 1)
+            away += storages.copy_bytes(layer)
         repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
         repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
         if layer < storages.stop:
@@ -60,12 +61,28 @@ class StageRest:
 
     def copies_here(self, layer: int) -> int:
         """The half-precision copies of a layer's weights, as far as they are on the device between steps."""
-        kept = self.share is None or self.share.keeps("parameters", layer)
-        return self.storages.copy_bytes(layer) if kept else 0
+        return 0 if self.divides_parameters else self.storages.copy_bytes(layer)
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether the device keeps the parameters of the layers that it owns alone."""
+        return self.share is not None and self.share.divides_parameters
 
     def unsharded_bytes(self, layer: int) -> int:
-        """What a layer whose owner is another replica takes while its parameters are here: these, and their copies."""
-        return self.whole_bytes_of("parameters", layer, layer + 1) + self.storages.copy_bytes(layer)
+        """What gathering a layer's parameters takes: half-precision copies, and where another replica owns the layer
+        the parameters themselves that are read otherwise too.
+        """
+        return self._unsharded_bytes[layer - self.storages.start]
+
+    @cached_property
+    def _unsharded_bytes(self) -> list[int]:
+        """The same of every layer of the stage."""
+        found = list(map(self.storages.copy_bytes, range(self.storages.start, self.storages.stop)))
+        for position, layer in enumerate(range(self.storages.start, self.storages.stop)):
+            if self.share is not None and not self.share.keeps("parameters", layer):
+                cast_only, _ = self.storages.cast_only_bytes(layer)
+                found[position] += self.whole_bytes_of("parameters", layer, layer + 1) - cast_only
+        return found
 
     @property
     def loss_bytes(self) -> int:
@@ -126,15 +143,16 @@ class StageRest:
 
     def gathered_bytes(self, layer: int) -> int:
         """Parameters of a layer that its owner brings to the other replicas: the trained ones, after an update; or all
-        of them, where the others do not keep any.
+        of them, where the others do not keep any: in half precision those that are read so alone.
         """
-        if self.share is not None and "parameters" in self.share.divided:
-            return self.whole_bytes_of("parameters", layer, layer + 1)
+        if self.divides_parameters:
+            cast_only, copies = self.storages.cast_only_bytes(layer)
+            return self.whole_bytes_of("parameters", layer, layer + 1) - cast_only + copies
         return self._trained_bytes[layer - self.storages.start]
 
     def exchanged_tensors(self, layer: int, *, gathered: bool) -> int:
         """How many gradients of a layer replicas add up, or how many parameters are `gathered`."""
-        every = gathered and self.share is not None and "parameters" in self.share.divided
+        every = gathered and self.divides_parameters
         return sum(every or one.trainable for one in self.storages.costs[layer - self.storages.start].parameters)
 
     @cached_property

@@ -66,16 +66,22 @@ class Share(NamedTuple):
 
 
 class Gathered:
-    """Where the parameters of other owners' layers are, as the program of a replica goes on that keeps its own alone:
-    what ledger and runtime agree on. Without a `share` that divides parameters all of them are always there.
+    """The layers whose parameters are gathered, as the program of a replica goes on that keeps those of its own layers
+    alone: what ledger and runtime agree on. Owners take part, as half-precision copies exist while they are gathered.
+    Without a `share` that divides parameters all of them are always there.
     """
 
     def __init__(self, share: Share | None) -> None:
-        self._share = share if share is not None and share.divides_parameters else None
+        self._divides = share is not None and share.divides_parameters
         self._coming, self._here = set[int](), set[int]()
 
     def __bool__(self) -> bool:
-        return self._share is not None
+        return self._divides
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that have memory for what is gathered."""
+        return frozenset(self._coming | self._here)
 
     def reset(self) -> None:
         """Put all parameters where they are between steps."""
@@ -88,22 +94,22 @@ class Gathered:
         Raises:
             UsageError: they are there already, or are not.
         """
-        others = [] if self._share is None else [layer for layer in layers if not self._share.owns(layer)]
+        gathered = list(layers) if self._divides else []
         if action.kind is Kind.RESHARD:
-            missing = [layer for layer in others if layer not in self._here]
+            missing = [layer for layer in gathered if layer not in self._here]
             if missing:
                 raise UsageError(f"{action} frees parameters of layer {missing[0]}, which are not here")
-            self._here.difference_update(others)
-            return others
+            self._here.difference_update(gathered)
+            return gathered
         if action.wait:
-            self._coming.difference_update(others)
-            self._here.update(others)
+            self._coming.difference_update(gathered)
+            self._here.update(gathered)
             return []
-        known = [layer for layer in others if layer in self._here or layer in self._coming]
+        known = [layer for layer in gathered if layer in self._here or layer in self._coming]
         if known:
             raise UsageError(f"{action} brings parameters of layer {known[0]}, which are here or on their way")
-        self._coming.update(others)
-        return others
+        self._coming.update(gathered)
+        return gathered
 
     def check(self, action: Action, layers: Iterable[int]) -> None:
         """Check that the parameters that an action of these layers needs are there.
@@ -111,10 +117,10 @@ class Gathered:
         Raises:
             UsageError: some are not; says what has to come before the action.
         """
-        missing = [n for n in layers if self._share and not self._share.owns(n) and n not in self._here]
+        missing = [layer for layer in layers if self._divides and layer not in self._here]
         if missing:
             raise UsageError(
-                f"{action} needs the parameters of layer {missing[0]}, which another replica owns: the join of an "
+                f"{action} needs the parameters of layer {missing[0]}, which replicas divide: the join of an "
                 f"{Kind.UNSHARD} of this layer must come before it"
             )
 

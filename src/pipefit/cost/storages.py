@@ -203,6 +203,18 @@ class StageStorages:
         again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
         return self.costs[layer - self.start].copy_bytes - again
 
+    def cast_only_bytes(self, layer: int) -> tuple[int, int]:
+        """Bytes of the parameters of a layer that the whole stage reads through their half-precision copies alone, and
+        of these copies; those of a shared one belong to the first layer that uses it.
+        """
+        own = [one for one in self.costs[layer - self.start].parameters if one.cast_only]
+        whole, copies = sum(one.nbytes for one in own), sum(one.copy_bytes for one in own)
+        for shared in self.measurement.shared:
+            users = [user for user in shared.users if self.start <= user < self.stop]
+            if layer in shared.cast_only and (layer > users[0] or not set(users) <= set(shared.cast_only)):
+                whole, copies = whole - shared.nbytes, copies - shared.copy_bytes
+        return whole, copies
+
     def room_bytes(self, layer: int) -> int:
         """What a version of a layer's weights takes beside them."""
         if not self.rooms:

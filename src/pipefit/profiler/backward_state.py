@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.constants import held_tensors
@@ -25,6 +24,7 @@ from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import Values
 from pipefit.profiler.arriving import gradients_like
 from pipefit.profiler.feedback import Feedback
+from pipefit.profiler.writes import given_storages
 from pipefit.runtime.boundary import GraphEnds, backward, leave
 
 
@@ -82,8 +82,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        self.storages |= {storage_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        self.storages |= given_storages(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ There are three runs: one to see what autograd saves, one as the first microbatc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -113,6 +113,7 @@ class LayerMeter:
             kept = self._kept_by_forward()
             checkpoint = self._checkpoint()
             first, later = self._microbatch(arriving), self._microbatch(arriving)
+            read = frozenset(self.meter.read)
             gradient_bytes = self._gradient_bytes()
             updates = updates_of(self.meter, optimizer, groups, self._follow)
             self._drop_gradients()
@@ -124,7 +125,7 @@ class LayerMeter:
         held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
-            parameters=tuple(self._parameter(*named, second) for named in self.module.named_parameters()),
+            parameters=tuple(self._parameter(*named, second, read) for named in self.module.named_parameters()),
             buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))),
@@ -197,6 +198,8 @@ class LayerMeter:
             self.meter.forget_graphs()
             self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
             self._follow()
+            self.meter.watched = frozenset(storage_key(weight) for weight in cast)
+            self.meter.read.clear()
 
     def _follow(self) -> None:
         """Let the copies have the values of their weights."""
@@ -209,15 +212,18 @@ class LayerMeter:
         with using(self._copied, self._autocast, values):
             return self._call(values)
 
-    def _parameter(self, name: str, parameter: Tensor, second: Feedback) -> Parameter:
+    def _parameter(self, name: str, parameter: Tensor, second: Feedback, read: Set[int]) -> Parameter:
+        """What is known of a parameter; `read` are the storages of copied weights that passes read themselves."""
         copies = (copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter)
+        copy_bytes = sum(copies)
         return Parameter(
             name=name,
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
             nbytes=parameter.untyped_storage().nbytes(),
             trainable=parameter.requires_grad,
-            copy_bytes=sum(copies),
+            copy_bytes=copy_bytes,
+            cast_only=copy_bytes > 0 and storage_key(parameter) not in read and not self._by_value,
             changed=name in second.parameters,
         )
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from pipefit.layer_costs import Span
 from pipefit.meter.cpu import Meter, Tracked
 from pipefit.meter.kernels import Kernels
-from pipefit.profiler.writes import written_storages
+from pipefit.profiler.writes import given_storages, written_storages
 from pipefit.trace import CATEGORIES, Category
 from pipefit.work import Alike, Work
 
@@ -53,6 +53,8 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._spans: list[Span] = []
         self._operations: Counter[tuple[int, int]] = Counter()  # how many of so many FLOPs and bytes moved
         self.written: set[int] = set()  # the storages that operations of the pass changed in place
+        self.watched: frozenset[int] = frozenset()  # storages of which is to be known whether operations read them
+        self.read: set[int] = set()  # those of them that operations of any pass were given, but to make views of them
 
     def storages(self, tensors: Sequence[Tensor]) -> list[Tracked]:
         """The tensors' storages, without holding them."""
@@ -96,6 +98,8 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         return Work.of(Alike(number, *each) for each, number in self._operations.items())
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.watched and not func.is_view:
+            self.read |= self.watched & given_storages(args, kwargs)
         out = super().operation(func, args, kwargs)
         self.written |= written_storages(func, args, kwargs)
         if not func.is_view and func not in _MOVE_NOTHING:

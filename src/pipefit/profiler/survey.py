@@ -26,7 +26,7 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.fingerprint import options
-from pipefit.layer_costs import LayerCost, Packing
+from pipefit.layer_costs import LayerCost, Packing, Parameter
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.arriving import Layouts, dense, dense_alike
 from pipefit.profiler.cost_key import cost_key
@@ -279,6 +279,7 @@ class Survey:
             state, early = state_bytes(run, wanted, self.optimizer, self.kernels)
         copies = {user: self._copy_bytes(user, shared) for user in shared.users}
         copying = tuple(user for user in shared.users if copies[user])
+        cast_only = tuple(user for user in copying if all(one.cast_only for one in self._parameters(user, shared)))
         return SharedParameter(
             name=shared_name(chain, shared),
             users=shared.users,
@@ -287,13 +288,18 @@ class Survey:
             state_bytes=state,
             early_state_bytes=early,
             copying=copying,
+            cast_only=cast_only,
             copy_bytes=max(copies.values()),
         )
 
     def _copy_bytes(self, layer: int, shared: Shared) -> int:
         """Bytes of the half-precision copy of a shared parameter in a layer; 0 where it does not compute with one."""
+        return sum(one.copy_bytes for one in self._parameters(layer, shared))
+
+    def _parameters(self, layer: int, shared: Shared) -> list[Parameter]:
+        """A shared parameter as a layer has it: once, whatever its names there are."""
         names = {name for user, name in shared.places if user == layer}
-        return sum(one.copy_bytes for one in self.kinds[self.layers[layer]].parameters if one.name in names)
+        return [one for one in self.kinds[self.layers[layer]].parameters if one.name in names]
 
     def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
         """The buffers, and tensors that are plain attributes, that several layers hold.

@@ -1,4 +1,6 @@
-"""Which of its arguments an operation changes in place, by its schema: whatever alias they came by, `x.data` too."""
+"""Which storages an operation is given, and which it changes in place, by its schema: whatever alias they came by,
+`x.data` too.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,11 @@ def written_storages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     leaves = pytree.tree_leaves([given.get(name) for name in changed_arguments(func)])
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def given_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The storages of all tensors among the arguments of an operation."""
+    return {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
 
 
 def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: Set[int]) -> frozenset[int]:

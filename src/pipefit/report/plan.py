@@ -62,7 +62,7 @@ def sentences(plan: Plan) -> Iterator[str]:
     """How stages are shared, what limits, how the plan was found, how fast it is, and where that holds."""
     yield from told_sharing(plan.stages)
     yield _limit(plan)
-    yield from _copies([plan.measured(n).copy_bytes(s.start, s.stop) for n, s in enumerate(plan.stages)])
+    yield from _copies(plan)
     yield from _planner(plan)
     yield from _time(plan)
     yield from _caveats(plan)
@@ -219,11 +219,15 @@ def _caveats(plan: Plan) -> Iterator[str]:
             yield f"{gap[0].upper()}{gap[1:]}."
 
 
-def _copies(stages: Sequence[int]) -> list[str]:
+def _copies(plan: Plan) -> list[str]:
     """What half-precision copies of weights take in each of the stages, as a line; none where there are no copies."""
+    stages = [plan.measured(n).copy_bytes(stage.start, stage.stop) for n, stage in enumerate(plan.stages)]
     sizes = ", ".join(map(format_bytes, stages))
     each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
-    return [f"Half-precision copies of weights: {each}, once for all microbatches."] if any(stages) else []
+    divides = any(stage.grid.shard == "parameters" for stage in plan.stages)
+    gathered = "; replicas that divide parameters have those of gathered layers alone" if divides else ""
+    line = f"Half-precision copies of weights: {each}, once for all microbatches{gathered}."
+    return [line] if any(stages) else []
 
 
 def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:

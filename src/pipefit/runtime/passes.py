@@ -39,6 +39,7 @@ class Passes:
         losses: on the last stage, where the losses of all microbatches are kept.
         copies: of weights, with which autocast computes.
         weights: the versions of the layers' weights; None where microbatches need none.
+        watching: inside what it returns, a layer runs forward.
         agreement: has the scale of losses, if there is one.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -51,6 +52,7 @@ class Passes:
         losses: Tensor | None,
         copies: WeightCopies,
         weights: Weights | None,
+        watching: Callable[[ChainLayer], AbstractContextManager[object]],
         agreement: Agreement | None,
         device: torch.device,
         graph_dropped: Callable[[], None],
@@ -58,7 +60,7 @@ class Passes:
         self.layers, self.storages = layers, storages
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
-        self.device, self._graph_dropped = device, graph_dropped
+        self.device, self._graph_dropped, self._watching = device, graph_dropped, watching
         self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -122,7 +124,7 @@ class Passes:
         with torch.no_grad():
             values = take(flight.values)
             for number, layer in enumerate(flight.layers, start=self.start):
-                with using(self._copied(flight, number), layer.autocast, values):
+                with self._watching(layer), using(self._copied(flight, number), layer.autocast, values):
                     values = layer(values)
             if self.losses is None:
                 return values
@@ -188,7 +190,7 @@ class Passes:
     def _layer(self, flight: Flight, number: int, values: Values) -> Values:
         self._seed(flight, number)
         layer, values = flight.layers[number - self.start], self._given(number, values)
-        with using(self._copied(flight, number), layer.autocast, values):
+        with self._watching(layer), using(self._copied(flight, number), layer.autocast, values):
             return layer(values)
 
     def _copied(self, flight: Flight, number: int) -> Copied:

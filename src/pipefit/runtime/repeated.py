@@ -215,8 +215,10 @@ def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
     """The measurement of the layers `kept` alone."""
 
     def renumbered(shared: SharedParameter) -> SharedParameter:
-        users, copying = (tuple(bisect_left(kept, n) for n in numbers) for numbers in (shared.users, shared.copying))
-        return replace(shared, users=users, copying=copying)
+        users, copying, cast_only = (
+            tuple(bisect_left(kept, n) for n in numbers) for numbers in (shared.users, shared.copying, shared.cast_only)
+        )
+        return replace(shared, users=users, copying=copying, cast_only=cast_only)
 
     shared = tuple(map(renumbered, measurement.shared))
     layers = tuple(measurement.layers[layer] for layer in kept)

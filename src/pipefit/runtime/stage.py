@@ -92,6 +92,7 @@ class StageRunner:
             losses=self.losses,
             copies=self.copies,
             weights=self.weights,
+            watching=self.gathered.watching,
             agreement=agreement,
             device=device,
             graph_dropped=graph_dropped,
@@ -134,7 +135,7 @@ class StageRunner:
     def end_step(self, *, counted: bool) -> None:
         """A step has ended, which counts unless it was an evaluation; until the next one weights may be changed."""
         self.batch_number += counted
-        self.copies.outdate()
+        self._outdate()
 
     def step(self, action: Action) -> None:
         """An update of all layers or of a run of them, unless the stages agreed to skip it; the gradients are freed.
@@ -154,7 +155,12 @@ class StageRunner:
         self.updates.step(layers)
         if self.weights is not None:
             self.weights.updated(layers)
-        self.copies.outdate()
+        self._outdate()
+
+    def _outdate(self) -> None:
+        """Weights may have changed; copies of divided ones take their values whenever they are gathered."""
+        if not self.gathered:
+            self.copies.outdate()
 
     def check_here(self, action: Action, flight: Flight | None) -> None:
         """Check that the parameters and gradients that an action, of that microbatch in flight, needs are here.
@@ -206,7 +212,7 @@ class StageRunner:
         for parameter in self.parameters:
             parameter.grad = None
         self.gathered.abandon()
-        self.copies.outdate()
+        self._outdate()
         if self.weights is not None:
             self.weights.forget()
         if self.states is not None:

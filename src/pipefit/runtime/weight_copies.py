@@ -65,6 +65,7 @@ class WeightCopies:
         self.copies: dict[int, WeightCopy] = {}  # by the id of the parameter, which the layers keep
         self._weights: dict[int, list[nn.Parameter]] = {}  # that have copies, by layer
         self._own: dict[int, list[nn.Parameter]] = {}  # the same, each with the first layer alone
+        self._cast_only = _cast_only(layers, costs)
         for number, (layer, cost) in enumerate(zip(layers, costs, strict=False), start=start):
             dtype, weights = layer.autocast, copied_weights(layer.module, cost)
             if weights and dtype is not None:
@@ -85,6 +86,10 @@ class WeightCopies:
         """Those of them whose copies belong to the layer."""
         return self._own.get(layer, ())
 
+    def is_cast_only(self, weight: nn.Parameter) -> bool:
+        """Whether all layers read a weight through its copy alone."""
+        return id(weight) in self._cast_only
+
     def of(self, layer: int) -> Copied:
         """The weights of a layer with their copies."""
         return [(weight, self.copies[id(weight)]) for weight in self.weights(layer)]
@@ -99,6 +104,16 @@ class WeightCopies:
         """The weights may have changed."""
         for copy in self.copies.values():
             copy.fresh = False
+
+
+def _cast_only(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) -> frozenset[int]:
+    """The ids of the weights that every layer which has them reads through their copies alone."""
+    found, others = set[int](), set[int]()
+    for layer, cost in zip(layers, costs, strict=False):
+        names = {parameter.name for parameter in cost.parameters if parameter.cast_only}
+        for name, parameter in layer.module.named_parameters():
+            (found if name in names else others).add(id(parameter))
+    return frozenset(found - others)
 
 
 def copied_weights(module: nn.Module, cost: LayerCost) -> list[nn.Parameter]:

@@ -125,6 +125,7 @@ def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
 def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, int]]) -> list[LayerContents]:
     """The layers of a stage, after what came from elsewhere."""
     flights, born, stepped = ledger.contents(number)
+    gathered, rest = ledger.gathered(number), cost.rest
     saved, counts = Counter[int](), Counter[int]()
     for residency in flights:
         found = Working(cost.storages, residency).activations()
@@ -134,7 +135,8 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
     return elsewhere + [
         LayerContents(
             layer,
-            0 if ("parameters", layer) in moving else sum(map(cost.rest.static_bytes, positions)) - copies,
+            (0 if ("parameters", layer) in moving else sum(map(rest.static_bytes, positions)) - rest.copies_here(layer))
+            + (rest.unsharded_bytes(layer) - copies if layer in gathered else 0),
             copies,
             _state(cost, "gradients", layer, moving) if layer in born else 0,
             _state(cost, "optimizer" if layer in stepped else "early optimizer", layer, moving),
@@ -143,7 +145,7 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
         )
         for layer in range(cost.start, cost.stop)
         for positions in [_positions(cost, layer)]
-        for copies in [cost.rest.copies_here(layer)]
+        for copies in [rest.storages.copy_bytes(layer) if layer in gathered else rest.copies_here(layer)]
     ]
 
 

@@ -111,6 +111,10 @@ class Ledger:
         flights = [residency for (number, _), residency in self._flights.items() if number == stage]
         return flights, layers & self._born, layers & self._stepped
 
+    def gathered(self, stage: int) -> frozenset[int]:
+        """The layers of a stage whose divided parameters are gathered, or on their way, after the actions read."""
+        return self._gathered[stage].layers
+
     @property
     def state(self) -> object:
         """Equal after two steps of an endless schedule if what follows them is equal."""

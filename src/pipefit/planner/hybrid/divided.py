@@ -47,7 +47,7 @@ class Sizes:
             np.array([getattr(cost, name) for cost in costs], np.int64)
             for name in ("parameter_bytes", "gradient_bytes", "state_bytes", "early_state_bytes")
         )
-        self.all_parameters = self.parameters.copy()
+        self.all_gathered = np.array([cost.parameter_bytes + cost.copy_bytes for cost in costs], np.int64)
         for shared in measurement.shared:
             for user in shared.users[1:]:
                 self.parameters[user] -= shared.nbytes
@@ -108,7 +108,7 @@ def _with(
     )
     if shard == "gradients":
         return made
-    static = np.maximum(band.static - blocks.sums(sizes.all_parameters), 0)
+    static = np.maximum(band.static - blocks.sums(sizes.all_gathered), 0)
     return replace(made, static=static + owned(sizes.parameters), _sums={})
 
 
