@@ -26,11 +26,6 @@ def test_every_test_says_what_it_shows(path: Path) -> None:
     assert [test.name for test in tests if not ast.get_docstring(test)] == []
 
 
-def test_a_file_is_one_idea() -> None:
-    """No source file is longer than 400 lines."""
-    assert [path.name for path in SOURCES if len(path.read_text().splitlines()) > 400] == []
-
-
 def test_half_of_all_functions_fit_in_ten_lines() -> None:
     """The median function has ten lines or fewer, without its docstring."""
     lengths = sorted(

@@ -163,6 +163,10 @@ class LayerCost:
     packing: Packing = "bare"  # how it takes inputs (a loss: the outputs); bare is one as itself, several as a tuple
     orders: tuple[Order, ...] = ()  # in which the dimensions of inputs arrive; empty where each is as it was made
     unrepeatable: str = ""  # why no second forward is like the first, such as "counts its calls"; empty if it can be
+    coupled: str = (
+        ""  # why slices of a microbatch have other numbers in it, such as "normalizes over the batch"; or empty
+    )
+    draws: bool = False  # whether its forward draws random numbers
     update_left_bytes: int = 0  # of temporaries that are still there as the optimizer goes on to the next layer
     undivided: str = ""  # why its optimizer updates all layers at once, such as "has hooks on its steps"; or empty
     constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies

@@ -151,6 +151,12 @@ class Plan(Shown):
         return any(stage.grid.data > 1 for stage in self.stages)
 
     @property
+    def asks_for_replicas(self) -> bool:
+        """Whether its planner was asked for replicas, or for what they are to divide."""
+        asked = self.provenance.options if self.provenance else {}
+        return "data" in asked or asked.get("shard", "none") != "none"
+
+    @property
     def names_rows(self) -> bool:
         """Whether its programs say which rows of a microbatch are sent: where a stage is on several devices."""
         return any(len(stage.devices) > 1 for stage in self.stages)

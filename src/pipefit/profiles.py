@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -266,6 +266,35 @@ class ModelProfile(Shown):
     def indivisible(self) -> str:
         """Why the model is one block, in words; empty where there are several, or no reason is known."""
         return self.blocks[0].undivided if len(self.blocks) == 1 else ""
+
+    @property
+    def divides_samples(self) -> bool:
+        """Whether it has slices of some of its microbatches, so that stages may have replicas."""
+        sizes = {one.microbatch_size for one in self.measurements}
+        return any(size % part == 0 for size in sizes for part in sizes - {size})
+
+    @property
+    def coupled(self) -> str:
+        """Why replicas, which compute slices, would have other numbers than whole microbatches; empty if they have not,
+        or it is not known. Random draws are left out.
+        """
+        return self._first(lambda cost: cost.coupled)
+
+    @property
+    def draws(self) -> str:
+        """What draws random numbers, and replicas each their own; or empty."""
+        return self._first(lambda cost: "draws random numbers" if cost.draws else "")
+
+    def _first(self, told: Callable[[LayerCost], str]) -> str:
+        """What is told of the first layer of which anything is, or of the loss, with its name."""
+        for measurement in self.measurements:
+            reasons = list(map(told, measurement.kinds))
+            for layer, kind in enumerate(measurement.layers if any(reasons) else ()):
+                if reasons[kind]:
+                    return f"layer {self.layers[layer]} {reasons[kind]}"
+            if reason := told(measurement.loss):
+                return f"the loss {reason}"
+        return ""
 
     @property
     def part(self) -> str:

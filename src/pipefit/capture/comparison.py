@@ -74,8 +74,11 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
         )
 
 
-def evaluated(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Target = "cpu") -> list[float]:
-    """The losses of `task.module` on `batches`, in evaluation and without gradients; each with draws of its own.
+def evaluated(
+    task: Task, batches: Sequence[Sample], *, traced: bool, target: Target = "cpu", training: bool = False
+) -> list[float]:
+    """The losses of `task.module` on `batches`, without gradients, in evaluation or in `training`; each with draws of
+    its own. `traced` says that the module takes inputs as `torch.export` does, not as an `nn.Sequential`.
 
     Raises:
         NotComparable: the module fails on a batch.
@@ -85,7 +88,8 @@ def evaluated(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Ta
     with put_back(), recording("comparing numbers"), casting_for(target), _put_back(module), torch.no_grad():
         (own,), loss_of = _copies([module], task.loss)
         with _plainly(task, "evaluation"):
-            return [loss.item() for loss in _losses(_forward(task, own.eval(), loss_of, chain), batches)]
+            forward = _forward(task, own if training else own.eval(), loss_of, traced=traced)
+            return [loss.item() for loss in _losses(forward, batches)]
 
 
 def values_before(
@@ -117,16 +121,16 @@ def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sa
     """A copy of the module, trained as a plain loop does, without an update."""
     (own,), loss_of = _copies([module], task.loss)
     with _plainly(task, "training"):
-        losses = _losses(_forward(task, own, loss_of, chain), batches)
+        losses = _losses(_forward(task, own, loss_of, traced=chain.traced), batches)
     return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 
 
-def _forward(task: Task, own: nn.Module, loss_of: Any, chain: Chain) -> Callable[[Any, Any], Tensor]:
+def _forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Callable[[Any, Any], Tensor]:
     """The loss of a plain module for inputs and targets."""
 
     def forward(inputs: Any, targets: Any) -> Tensor:
         leaves = tuple(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-        args, keywords = arguments(inputs) if chain.traced else ((inputs,), {})
+        args, keywords = arguments(inputs) if traced else ((inputs,), {})
         with autocasting(task.autocast, leaves):
             outputs = own(*args, **keywords)
             loss: Tensor = _own_loss(outputs) if loss_of is None else loss_of(outputs, targets)

@@ -48,7 +48,7 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
             "pass at least one tensor"
         )
     whole = couples(task, module)
-    if _is_chain(module):
+    if is_chain(module):
         blocks = (Block(name=WHOLE, layers=1, undivided=WHY),) if whole else ()
         layers, given = _by_hand(module, task.name, whole=whole), Tree.of("the inputs", inputs)
         made = Chain(task.name, layers, blocks=blocks, inputs=given, criterion=task.loss)
@@ -128,7 +128,7 @@ def _wanted(targets: Any) -> Tree | None:
     return None if targets is None else Tree.of("the targets", targets)
 
 
-def _is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether its parts in order are all that it does: a subclass may have a forward of its own, and hooks do more."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False

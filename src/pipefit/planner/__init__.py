@@ -35,7 +35,7 @@ from pipefit.planner.mpress import mpress
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.pricing import alternatives
-from pipefit.planner.question import Found, Options, Planner, Question
+from pipefit.planner.question import ON_GRIDS, Found, Options, Planner, Question
 from pipefit.planner.replicas import in_replicas
 from pipefit.planner.spaces import Numbers, Open, Profiles, Space, space_of
 from pipefit.planner.techniques import Means
@@ -105,7 +105,6 @@ PLANNERS: dict[str, Planner] = {
 
 ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that take what training runs measured
 FOR_SPEED = "joint", "mpress", "alpa", "time"  # planners that look for the fewest seconds
-ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
 
@@ -200,8 +199,9 @@ def answered(
     effort: float = 1.0,
     allow_infeasible: bool = False,
     means: Means = Means(),
+    redone: bool = False,
 ) -> Answer:
-    """The plan of `plan`, whose alternatives may be looked for meanwhile.
+    """The plan of `plan`, whose alternatives may be looked for meanwhile; `redone` as in `space_of`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -239,7 +239,7 @@ def answered(
     )
     chooses = planner == "joint"
     may = Open(sizes=planner in ("joint", "exact", "lean"), arrangements=chooses, degrees=planner in ON_GRIDS)
-    space = space_of(profile, cluster, numbers if training is None else training, options, may, means)
+    space = space_of(profile, cluster, numbers if training is None else training, options, may, means, redone=redone)
     if may.sizes:
         return _chosen(space) if chooses else Answer(_leanest(space, planner))
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
@@ -281,7 +281,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
     asked = made.options if made else {}
 
     def again(stages: int | None, data: int | None, tensor: int | None) -> Plan:
-        return plan(
+        return answered(
             old.profile,
             cluster,
             old.training,
@@ -292,7 +292,8 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
             data=data,
             tensor=tensor,
             sequences=cast("bool | None", asked.get("sequences")) if tensor else None,
-        )
+            redone=old.is_sliced,
+        ).complete()
 
     *ways, last = _degrees(asked, len(cluster.devices))
     for way in ways:

@@ -102,11 +102,12 @@ def degrees_of(
     tensor: int | None = None,
     sequences: bool | None = None,
     shard: Sharding | None = None,
+    unreplicated: bool = False,
 ) -> tuple[Degree, ...]:
     """The degrees that stages may have on so many devices, rising; all of `data` replicas and `tensor` shards if given,
     all shards with `sequences` or without.
 
-    Some have several replicas if these are to divide anything (`shard`).
+    Some have several replicas if these are to divide anything (`shard`). None has where stages are `unreplicated`.
 
     Raises:
         UsageError: those that are asked for are not possible; says what would be.
@@ -122,6 +123,7 @@ def degrees_of(
             for degree in found
             if degree.devices <= devices
             and data in (None, degree.data)
+            and (degree.data == 1 or not unreplicated)
             and tensor in (None, degree.tensor)
             and (sequences in (None, degree.sequences) or degree.tensor == 1)
         )

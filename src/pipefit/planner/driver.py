@@ -19,7 +19,7 @@ from pipefit.grids import Stage
 from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import Found, Options, Planner, Question, Split
+from pipefit.planner.question import ON_GRIDS, Found, Options, Planner, Question, Split
 from pipefit.planner.undivided import undivided
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
@@ -90,7 +90,14 @@ def answer(
             bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
-            remarks=(*found.remarks, *told.remarks, *undivided(plan), *_whole(plan), *_staying(question, found)),
+            remarks=(
+                *found.remarks,
+                *told.remarks,
+                *undivided(plan),
+                *_whole(plan),
+                *_staying(question, found),
+                *_unreplicated(question, asked, name),
+            ),
         ),
     )
 
@@ -105,6 +112,16 @@ def _staying(question: Question, found: Found) -> Iterator[str]:
     """Why no state moves, where a planner might have moved some."""
     if question.staying and found.decisions:
         yield f"No state moves, as {question.staying}."
+
+
+def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str]:
+    """Why no replicas were considered, where the planner might have chosen some."""
+    reason = replace(question, options=asked).changed_by_replicas if name in ON_GRIDS else ""
+    if reason and question.training.microbatch_size > 1 and len(question.cluster.devices) > 1:
+        yield (
+            f"Replicas are not considered, because {reason}: they would train to other numbers. --data N (data=N) "
+            "allows that."
+        )
 
 
 class _Judge:

@@ -12,7 +12,7 @@ from math import ceil
 
 from pipefit.errors import UsageError
 from pipefit.planner.exact import exact
-from pipefit.planner.question import Found, Question
+from pipefit.planner.question import ON_GRIDS, Found, Question
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
@@ -46,6 +46,9 @@ def explanation(
         none_fits += f"; the model is one block, as {question.profile.indivisible}"
     if question.staying and compacts:
         none_fits += f"; no state moves, as {question.staying}"
+    if planner in ON_GRIDS and question.changed_by_replicas:
+        why = f"{question.changed_by_replicas}, and replicas would train to other numbers"
+        none_fits += f"; replicas are not considered, because {why} (--data N, data=N, allows them)"
     asked = judge if compacts and judge is not None else _fullest
     return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 

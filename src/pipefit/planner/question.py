@@ -23,6 +23,8 @@ from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.validation import check_types
 
+ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -119,6 +121,8 @@ class Found(NamedTuple):
 class Question:
     """One planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
 
+    `opens_sizes` says that nobody has asked for microbatches of this size.
+
     No state moves where the optimizer updates all layers at once (`staying`): what has moved is updated run by run.
 
     Raises:
@@ -130,6 +134,7 @@ class Question:
     training: Training
     options: Options = Options()
     means: Means = Means()
+    opens_sizes: bool = False
 
     def __post_init__(self) -> None:
         check_stages(self.options, self.cluster)
@@ -176,7 +181,13 @@ class Question:
             tensor=asked.tensor,
             sequences=asked.sequences,
             shard=asked.shard,
+            unreplicated=bool(self.changed_by_replicas),
         )
+
+    @property
+    def changed_by_replicas(self) -> str:
+        """Why stages have no replicas: they would change the numbers, and nobody asks for them; or empty."""
+        return changed_by_replicas(self.profile, self.options, opens_sizes=self.opens_sizes)
 
     @property
     def shards(self) -> tuple[Sharding, ...]:
@@ -255,6 +266,16 @@ class Question:
     def in_order(self, edges: tuple[int, ...]) -> Split:
         """The split at `edges` with stage s on device s."""
         return Split(edges, tuple(range(self.stages)))
+
+
+def changed_by_replicas(profile: ModelProfile, options: Options, *, opens_sizes: bool) -> str:
+    """Why replicas would change the numbers of whole microbatches, unless they are asked for; or empty.
+
+    Where microbatches may have any size (`opens_sizes`), draws of replicas are as good as those of smaller ones.
+    """
+    if options.data is not None or options.shard not in (None, "none"):
+        return ""
+    return profile.coupled or ("" if opens_sizes else profile.draws)
 
 
 Planner = Callable[[Question], Found]

@@ -13,7 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
 from pipefit.planner.degrees import Degree, check_degrees, check_divided, check_pins, divisors
-from pipefit.planner.question import Options, Question, check_stages
+from pipefit.planner.question import Options, Question, changed_by_replicas, check_stages
 from pipefit.planner.techniques import Means
 from pipefit.profiles import ModelProfile
 from pipefit.schedule import schedule_named
@@ -148,8 +148,11 @@ def space_of(
     options: Options,
     may: Open,
     means: Means = Means(),
+    *,
+    redone: bool = False,
 ) -> Space:
-    """The space of a call of `plan`, of one arrangement unless its planner `may` choose.
+    """The space of a call of `plan`, of one arrangement unless its planner `may` choose; `redone` says that it is for
+    what has been trained by replicas already.
 
     Raises:
         UsageError: numbers that do not go together, or no microbatch size that can be profiled.
@@ -157,13 +160,16 @@ def space_of(
     sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
     check_first(how, cluster, options, sizes)
     profiled = isinstance(profile, ModelProfile)
+    opens = redone or (isinstance(how, Numbers) and how.microbatches is None and how.microbatch_size is None)
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
-        profiles = _with_slices(profile, len(cluster.devices), options.data)
+        profiles = _with_slices(profile, len(cluster.devices), options, opens_sizes=opens)
     profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made.assumptions.precision, cluster) if isinstance(how, Numbers) else how
-    question = Question(profile=made, cluster=cluster, training=training, options=options, means=means)
+    question = Question(
+        profile=made, cluster=cluster, training=training, options=options, means=means, opens_sizes=opens
+    )
     open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
     return Space(
         question=question,
@@ -192,8 +198,9 @@ def check_first(how: Training | Numbers, cluster: Cluster, options: Options, siz
     check_divided(training, options.shard)
 
 
-def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles:
-    """Profiles that have the slices of their microbatches too, for up to so many replicas, or for `data` of them.
+def _with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
+    """Profiles that have the slices of their microbatches too, for up to so many replicas, or for as many as are asked
+    for; none where replicas would change the numbers.
 
     Sizes that cannot be profiled, or at which the model is another one, are left out.
     """
@@ -201,8 +208,9 @@ def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles
     def at(size: int) -> ModelProfile:
         made = profiles(size)
         every = [made]
-        for count in divisors(size, devices):
-            if count > 1 and data in (None, count):
+        changed = changed_by_replicas(made, options, opens_sizes=opens_sizes)
+        for count in () if changed else divisors(size, devices):
+            if count > 1 and options.data in (None, count):
                 with suppress(UsageError):
                     slices = profiles(size // count)
                     if not differences(made.fingerprint, slices.fingerprint, made.layers):

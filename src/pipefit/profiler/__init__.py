@@ -11,6 +11,7 @@ from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.apart import apart
+from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
 from pipefit.profiles import MOST_THREADS, ModelProfile, Target
@@ -70,6 +71,8 @@ def profile(
             )
 
     found = apart(followed, faked)
+    with recording("profiling"):
+        found = with_coupling(found, measured_coupling(task, found) if found.divides_samples else "")
     if real is None:
         return found
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipefit.capture.by_value import reads_a_number
 from pipefit.capture.constants import named_constants
 from pipefit.capture.storages import storage_key
+from pipefit.profiler.coupling import coupling, draws
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.writes import changed_arguments
@@ -50,6 +51,8 @@ class Feedback:
     in_place: frozenset[str]  # all tensors that it changes and does not replace
     runs_python: bool  # whether its backward does, in a custom function or a hook of a module
     read: frozenset[str]  # all with which it computes
+    coupled: str  # why it couples the samples of a microbatch, in words; or empty
+    draws: bool  # whether it draws random numbers
 
 
 def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
@@ -88,6 +91,8 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
         in_place=frozenset(one.name for one in held if one.is_in_place(written)),
         runs_python=any(map(_is_of_a_layer, nodes(outputs))),
         read=frozenset(one.name for one in (*buffers, *others) if one.storage in read),
+        coupled=sources.coupled,
+        draws=sources.draws_any,
     )
 
 
@@ -140,7 +145,8 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `written` are the storages that were written to, `in_place` those of them that are no norm's statistics; `draws` is
     whether random numbers came from another generator than torch's default; `reads_numbers` whether a number was
-    read whose value is unknown.
+    read whose value is unknown; `coupled` is why samples are coupled and
+    `draws_any` whether there are random numbers at all (`profiler.coupling`).
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -150,6 +156,7 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.in_place: set[int] = set()
         self.draws = self.reads_numbers = False
+        self.coupled, self.draws_any = "", False
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """The storages of the buffers."""
@@ -165,6 +172,8 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
             changed |= set(_STATISTICS)
             read = {name: item for name, item in given.items() if name not in _STATISTICS}
         self.reads_numbers |= reads_a_number(func, args)
+        self.coupled = self.coupled or coupling(func, given)
+        self.draws_any |= draws(func, given)
         self.draws |= given.get("generator") not in (None, torch.default_generator)
         sources = frozenset[int]().union(*map(self.of, _tensors(read)))
         out = func(*args, **(kwargs or {}))

@@ -142,6 +142,8 @@ class LayerMeter:
             fed_back_bytes=second.fed_back_bytes,
             unseen=second.unseen,
             unrepeatable=second.unrepeatable,
+            coupled=second.coupled,
+            draws=second.draws,
             undivided=updates.undivided,
             update_left_bytes=updates.left_bytes,
             backward_first=first.spans,

@@ -22,6 +22,7 @@ from pipefit.capture.task import Task
 from pipefit.fake.apart import run_a_backward
 from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
+from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiles import MOST_THREADS, ModelProfile, Target
 from pipefit.validation import whole
@@ -57,6 +58,7 @@ class OnDemand:
         self._task, self._target, self._threads, self._progress = task, target, threads, progress
         self._known: dict[_Wanted, ModelProfile] = {}
         self._ahead = () if target == "cpu" else tuple(ahead)
+        self._coupling: str | None = None  # what a comparison of microbatches with their halves has found
         self._begun: dict[_Wanted, Callable[[], ModelProfile]] = {}
 
     def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
@@ -68,8 +70,11 @@ class OnDemand:
             self._say("tracing the model")
             with _profiling():
                 self._begin(wanted)
-                made = self._begun.pop(wanted, None) or self._first(wanted)
-                self._known[wanted] = made()
+                begun = self._begun.pop(wanted, None) or self._first(wanted)
+                made = begun()
+                if microbatch_size > 1 and self._coupling is None:
+                    self._coupling = measured_coupling(self._task, made)
+                self._known[wanted] = with_coupling(made, self._coupling or "")
             self._say("searching")
         return self._known[wanted]
 

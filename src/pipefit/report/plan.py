@@ -61,6 +61,7 @@ def freed(plan: Plan) -> Iterator[Table]:
 def sentences(plan: Plan) -> Iterator[str]:
     """How stages are shared, what limits, how the plan was found, how fast it is, and where that holds."""
     yield from told_sharing(plan.stages)
+    yield from _coupled(plan)
     yield _limit(plan)
     yield from _copies(plan)
     yield from _planner(plan)
@@ -92,6 +93,21 @@ def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
         *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
         runs = f"{', '.join(before)} and {last}" if before else last
         yield f"Stage{'s' if found[1:] else ''} {runs} {'have' if found[1:] else 'has'} {way}."
+
+
+def _coupled(plan: Plan) -> Iterator[str]:
+    """That replicas change the numbers, where they are known to, and which numbers these are."""
+    degrees = {stage.grid.data for stage in plan.stages}
+    reason = plan.profile.coupled or plan.profile.draws
+    if plan.is_sliced and reason:
+        (data, *others), how = sorted(degrees), plan.training
+        as_slices = (
+            f": those of {how.microbatches * data} microbatches of {counted(how.microbatch_size // data, 'sample')}"
+        )
+        yield (
+            f"Replicas train to other numbers than one device would with these microbatches, because {reason}"
+            f"{'' if others else as_slices}."
+        )
 
 
 def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:

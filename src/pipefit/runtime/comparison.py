@@ -43,6 +43,10 @@ from pipefit.units import format_bytes
 from pipefit.validation import instance, seed_number
 
 LONGEST_SECONDS = 10.0
+_FOR_SLICES = (
+    "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, if every "
+    "slice's own loss is meant, leave this comparison out (numbers=False, train --no-numbers)"
+)
 _MICROBATCHES, _RUNS = 2, 2
 _COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
@@ -76,8 +80,9 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
     found = compare(whole, chain.measured(plan.measurement), batches, target=target)
-    changed = what_microbatches_change(whole, plan, chain, batches)
-    return replace(found, besides=(*_certified(whole, plan), *([f"; but {changed}"] if changed else [])))
+    said = [_slices_apart(whole, plan, chain, batches[0], data) for data in _degrees(plan)]
+    said.append(what_microbatches_change(whole, plan, chain, batches))
+    return replace(found, besides=(*_certified(whole, plan), *(f"; but {one}" for one in said if one)))
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
@@ -116,8 +121,11 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
         try:
             if chain.traced:
                 compare(whole, chain.measured(plan.measurement), batches, target=target).check()
-            for data in sorted({stage.grid.data for stage in plan.stages} - {1}):
-                _compare_slices(whole, plan, chain, batches[0], data)
+            for data in _degrees(plan):
+                apart = _slices_apart(whole, plan, chain, batches[0], data)
+                if apart and not plan.asks_for_replicas:
+                    raise UsageError(f"{apart}. {_FOR_SLICES}")
+                _warn(apart)
                 if chain.traced:
                     _compare_trace(whole, plan, batches, data)
                 else:
@@ -187,26 +195,29 @@ def compare_divided(divided: ShardedChain, batch: Sample) -> str:
     )
 
 
-def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
-    """Compare the loss of a microbatch with the mean loss of its slices for `data` replicas, in evaluation.
+def _degrees(plan: Plan) -> list[int]:
+    """The numbers of replicas that stages have, but for one."""
+    return sorted({stage.grid.data for stage in plan.stages} - {1})
+
+
+def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> str:
+    """That the loss of a microbatch is not the mean loss of its slices for `data` replicas, in evaluation; or nothing.
 
     Raises:
         NotComparable: the model draws random numbers in evaluation too.
-        UsageError: they differ: the loss is no mean over samples, or these depend on each other.
     """
     count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
     slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
-    one, again, *parts = evaluated(whole, chain, [batch, batch, *slices], target=plan.cluster.target)
+    one, again, *parts = evaluated(whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target)
     if one != again and isfinite(one):
         raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
     mean = sum(parts) / data
-    if abs(mean - one) > tolerance(plan) * max(abs(one), abs(mean)):
-        raise UsageError(
-            f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
-            f"{data} slices have {mean:.6g} on average. Return the mean over samples, which do not depend on each "
-            "other; or use one device for each stage; or, if every slice's own loss is meant, leave this comparison "
-            "out (numbers=False, train --no-numbers)"
-        )
+    if abs(mean - one) <= tolerance(plan) * max(abs(one), abs(mean)):
+        return ""
+    return (
+        f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
+        f"{data} slices have {mean:.6g} on average"
+    )
 
 
 def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int) -> None:

@@ -19,15 +19,24 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import NotComparable, evaluated
 from pipefit.capture.sample import Sample
 from pipefit.capture.task import Task
+from pipefit.errors import UsageError
 from pipefit.plans import Plan
+from pipefit.runtime.batches import Cut
+from pipefit.training import Precision
 
 ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # by which part two sums of one loss may differ; models of float64 use float32 too
-_SMALLEST = 1e-3  # a smaller loss may be rounding alone
+LEFT_OUT = -100  # the target that losses leave out unless they are told another one
+SMALLEST = 1e-3  # a smaller loss may be rounding alone
+
+
+def rounding(precision: Precision) -> float:
+    """By which part of the largest number two results of the same operations may differ."""
+    return ROUNDED if precision in ("float32", "float64") else ROUNDED_HALF
 
 
 def tolerance(plan: Plan) -> float:
-    """By which part of the largest number two results of the same operations may differ."""
-    return ROUNDED if plan.training.precision in ("float32", "float64") else ROUNDED_HALF
+    """The same for the precision of a plan."""
+    return rounding(plan.training.precision)
 
 
 def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -41,10 +50,10 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
     first, second = batches
     asked = [first, second, _joined(first, second), first]
     try:
-        one, other, together, again = evaluated(whole, chain, asked, target=plan.cluster.target)
+        one, other, together, again = evaluated(whole, asked, traced=chain.traced, target=plan.cluster.target)
     except NotComparable:
         return ""
-    mean, largest = (one + other) / 2, max(abs(one), abs(other), abs(together), _SMALLEST)
+    mean, largest = (one + other) / 2, max(abs(one), abs(other), abs(together), SMALLEST)
     if one != again or not isfinite(largest) or abs(mean - together) <= tolerance(plan) * largest:
         return ""
     size = plan.training.microbatch_size
@@ -55,6 +64,37 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
         "plain loop does that accumulates gradients; for the loss of a whole batch, plan with one microbatch "
         "(microbatches=1)"
     )
+
+
+def left_out(tensors: Sequence[Tensor], parts: int) -> list[int]:
+    """How many targets the losses of torch and of Hugging Face's models leave out of each of so many equal parts of a
+    batch, as far as the tensor shows it whose parts differ, if one does.
+    """
+    for tensor in tensors:
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim:
+            counts = [int((part == LEFT_OUT).sum()) for part in tensor.chunk(parts)]
+            if len(set(counts)) > 1:
+                return counts
+    return []
+
+
+def check_left_out(plan: Plan, cut: Cut) -> None:
+    """Check that replicas which nobody asked for have losses of as many targets in every microbatch.
+
+    Raises:
+        UsageError: they have not: the mean of their means is not that of the microbatch.
+    """
+    data = plan.stages[-1].grid.data
+    if data == 1 or plan.asks_for_replicas:
+        return
+    for number, (inputs, targets) in enumerate(zip(cut.inputs, cut.targets, strict=True)):
+        if counts := left_out((*inputs, *targets), data):
+            raise UsageError(
+                f"{data} replicas would train another loss: of microbatch {number} of this batch their slices leave "
+                f"out {', '.join(map(str, counts))} targets ({LEFT_OUT}), so that the mean of their losses is not "
+                "that of the microbatch. Plan with data=1 (--data 1); or, if every slice's own mean is meant, with "
+                f"data={data}"
+            )
 
 
 def _joined(first: Sample, second: Sample) -> Sample:

@@ -44,6 +44,7 @@ from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import connected, groups_of, joins_workers
 from pipefit.runtime.lending import lending_trace
+from pipefit.runtime.loss_check import check_left_out
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_frozen, check_model, frozen_in
 from pipefit.runtime.programs import Programs
@@ -346,7 +347,10 @@ class Trainer:
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
         """`batch` in microbatches."""
         given, wanted = batch
-        return cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+        cut = cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+        if self._comparisons.wanted:
+            check_left_out(self.plan, cut)
+        return cut
 
     def _drop_gradients(self) -> None:
         """Drop gradients from before the step, such as the caller's own, which must not enter its update."""

@@ -1,0 +1,154 @@
+"""Whether the samples of a microbatch are coupled: a slice of it then has other numbers than its rows in the whole.
+
+Replicas of a stage compute slices, so such a model trains to other numbers on replicas than on one device. Two ways
+find it out. Operators that are known to do so are met as each kind of layer is run over fake tensors: batch norm with
+the statistics of the batch, random draws, and losses that weigh classes. Everything else, such as negatives from the
+batch, a sum over samples, or a mean over the words that count, shows in numbers: real microbatches, and their halves,
+go forward through a copy of the module on one core. Where that would take more than `LONGEST_SECONDS` or `MOST_BYTES`,
+random outputs go through the loss alone; then only the trainer compares the rest, as it starts (`runtime.comparison`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.comparison import evaluated
+from pipefit.capture.model import built, is_chain
+from pipefit.capture.sample import Sample, check_samples, sample
+from pipefit.capture.task import Task
+from pipefit.errors import PipefitError
+from pipefit.profiles import Measurement, ModelProfile
+from pipefit.runtime.comparison import host_bytes, host_seconds
+from pipefit.runtime.host import free_bytes
+from pipefit.runtime.loss_check import SMALLEST, left_out, rounding
+
+LONGEST_SECONDS = 1.0
+MOST_BYTES, MOST_LOGITS_BYTES = 1 << 30, 1 << 28
+_SAMPLES, _SEEDS = 4, (0, 1)
+_NORMALIZES = "normalizes over the batch"
+_WEIGHS = "divides by the weights of the targets that a slice has"
+_APART = "is another one for a microbatch than its halves have on average"
+_TRAINING, _SHARES = frozenset({"train", "training"}), ("p", "dropout_p", "dropout")  # of arguments
+_WEIGHING = "aten::nll_loss_forward", "aten::nll_loss2d_forward"
+_LEAVES_OUT = "is a mean over targets, of which some samples have fewer that count"
+_MEAN = 1  # of the reductions of torch's losses
+
+
+def coupling(func: Any, given: Mapping[str, Any]) -> str:
+    """Why a call of an operator couples the samples of a microbatch, in words that go on behind its layer; or nothing.
+
+    `given` are its arguments by name.
+    """
+    name = func._schema.name
+    if "batch_norm" in name and "backward" not in name:
+        spreads = given["input"].shape[0] > 1  # what an instance norm hands to its kernel has one row
+        return _NORMALIZES if spreads and (_trains(given) or "with_update" in name) else ""
+    if name in _WEIGHING and given.get("weight") is not None and given.get("reduction") == _MEAN:
+        return _WEIGHS
+    return ""
+
+
+def draws(func: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | dict(given)
+    shares = [given[share] for share in _SHARES if isinstance(given.get(share), float)]
+    return (_trains(given) or _TRAINING.isdisjoint(given)) and 0.0 not in shares
+
+
+def _trains(given: Mapping[str, Any]) -> bool:
+    return any(given.get(flag) is True for flag in _TRAINING)
+
+
+def with_coupling(profile: ModelProfile, reason: str) -> ModelProfile:
+    """The profile whose loss is coupled for a `reason` that `measured_coupling` has found."""
+    if not reason:
+        return profile
+    measurements = (replace(one, loss=replace(one.loss, coupled=reason)) for one in profile.measurements)
+    return replace(profile, measurements=tuple(measurements))
+
+
+def measured_coupling(task: Task, profile: ModelProfile) -> str:
+    """Why the loss of a microbatch is not the mean of those of its halves; nothing where it is, where its layers are
+    known to be coupled, or where it cannot be known: batches or kernels fail, or it would take too long.
+    """
+    largest = max(profile.measurements, key=lambda one: one.microbatch_size)
+    if profile.coupled:
+        return ""
+    every = (*largest.costs, largest.loss)
+    trains = not any(cost.alone or cost.draws for cost in every)  # else no two forwards are alike but in evaluation
+    tried = _through_the_module(task) if _is_cheap(largest) else _through_the_loss(task, largest)
+    with _one_thread(), warnings.catch_warnings(), suppress(PipefitError):
+        warnings.simplefilter("ignore")
+        if left_out(
+            [leaf for leaf in pytree.tree_leaves(sample(task, _SAMPLES)) if isinstance(leaf, Tensor)], _SAMPLES
+        ):
+            return _LEAVES_OUT
+        return next((_APART for whole, batch in tried if _is_apart(whole, batch, training=trains)), "")
+    return ""
+
+
+def _through_the_module(task: Task) -> Iterator[tuple[Task, Sample]]:
+    """The task with its module built, and small batches of it."""
+    whole = built(task)
+    for seed in _SEEDS:
+        batch = sample(whole, _SAMPLES, seed=seed)
+        check_samples(batch, _SAMPLES, whole.name)
+        yield whole, batch
+
+
+def _through_the_loss(task: Task, measurement: Measurement) -> Iterator[tuple[Task, Sample]]:
+    """A task of nothing but the loss, and what it may be given: random numbers like what the module returns."""
+    samples, (last, *others) = measurement.microbatch_size, measurement.costs[-1].outputs
+    nbytes = last.nbytes * _SAMPLES // samples
+    if task.loss is None or others or last.shape[:1] != (samples,) or nbytes > MOST_LOGITS_BYTES:
+        return
+    alone = replace(task, module=nn.Identity())
+    for seed in _SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        outputs = task.cast(torch.randn(_SAMPLES, *last.shape[1:], generator=generator))
+        yield alone, (outputs, sample(task, _SAMPLES, seed=seed)[1])
+
+
+def _is_apart(whole: Task, batch: Sample, *, training: bool) -> bool:
+    """Whether a batch has another loss than its halves on average; not where that cannot be known."""
+    assert isinstance(whole.module, nn.Module)
+    half = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // 2
+    asked = [batch, batch, _rows(batch, 0, half), _rows(batch, half, 2 * half)]
+    one, again, *parts = evaluated(whole, asked, traced=not is_chain(whole.module), training=training)
+    mean = sum(parts) / len(parts)
+    largest = max(abs(one), abs(mean), SMALLEST)
+    return one == again and isfinite(mean) and abs(mean - one) > rounding(whole.precision or "float32") * largest
+
+
+def _rows(batch: Sample, first: int, end: int) -> Sample:
+    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+    return found
+
+
+def _is_cheap(measurement: Measurement) -> bool:
+    """Whether a comparison takes little, by what one of this microbatch takes in training."""
+    share = len(_SEEDS) * _SAMPLES / measurement.microbatch_size
+    needed = host_bytes(measurement) * max(1, _SAMPLES // measurement.microbatch_size)
+    return share * host_seconds(measurement) <= LONGEST_SECONDS and needed <= min(MOST_BYTES, free_bytes() // 2)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, kernels have one thread: a process that is forked later has no others to miss."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
