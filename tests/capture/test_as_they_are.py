@@ -123,15 +123,100 @@ def test_a_loss_of_ones_own() -> None:
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_what_is_asked_for_is_not_overruled() -> None:
-    """A cache that a batch asks for is computed, and refused where a loss outside would be given it."""
+def test_a_loss_that_reads_the_cache_is_refused() -> None:
+    """A loss outside is not given a cache, and all that comes after it in a tuple keeps its place."""
     model = PRETRAINED["gpt2"].build()
 
-    def task(loss: Any) -> Task:
-        return Task(model, batch=lambda size: ({"input_ids": tokens(size), "use_cache": True}, None), loss=loss)
+    def task(loss: Any, **options: Any) -> Task:
+        return Task(
+            model, batch=lambda size: ({"input_ids": tokens(size), **options}, torch.zeros(size)), loss=loss, name="GPT"
+        )
 
-    with pytest.raises(UsageError, match=r"it returns a DynamicCache as \['past_key_values'\].*use_cache=False"):
-        capture(task(lambda outputs, _: outputs.logits.mean()), *sample(task(None), SIZE))
+    for options in ({}, {"use_cache": True}):
+        with pytest.raises(UsageError, match=r"the loss of GPT cannot be run.*no attribute 'layers'"):
+            profile(
+                task(lambda outputs, _: outputs.past_key_values.layers[0].keys.mean(), **options), microbatch_size=1
+            )
+    third = task(lambda outputs, _: outputs[2][0].mean(), output_hidden_states=True, return_dict=False)
+    assert profile(third, microbatch_size=1).measurements
+
+
+def packed(samples: int) -> Inputs:
+    """Tokens of two texts in every sample, each with its own positions."""
+    found = language(samples)
+    starts = torch.randint(3, 9, (samples, 1))
+    positions = torch.arange(12).expand(samples, -1)
+    return {**found, "position_ids": torch.where(positions < starts, positions, positions - starts)}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_sequences_train_as_in_a_plain_loop(name: str, use_cache: bool) -> None:
+    """Whether texts in one sample see each other depends on the cache, as in a plain loop."""
+    found = PRETRAINED[name].build()
+    found.config.use_cache = use_cache
+    assert_traced_as_it_runs(found, packed)
+
+
+def assert_traced_as_it_runs(module: nn.Module, inputs: Any) -> None:
+    """The chain of a module has the loss and the gradients of the module, to the last bits."""
+    task = Task(module, batch=lambda size: (inputs(size), None), loss=None)
+    torch.manual_seed(1)
+    batch = inputs(SIZE)
+    chain = capture(task, batch)
+    assert not any(block.undivided for block in chain.blocks)
+    values = chain.flatten(batch)
+    for layer in chain.layers:
+        values = layer(values)
+    loss = chain.loss(values, chain.flatten_targets(None))
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    expected = module(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+class Renamed(nn.Module):
+    """A model that hands on the positions that it is given under another name, or makes."""
+
+    def __init__(self, texts: int | None) -> None:
+        super().__init__()
+        self.inner, self.texts = PRETRAINED["llama"].build(), texts
+
+    def forward(self, words: Tensor, places: Tensor) -> Any:
+        """The loss of the inner model."""
+        if self.texts:
+            places = torch.arange(words.shape[1]).expand_as(words) % (words.shape[1] // self.texts)
+        return self.inner(input_ids=words, position_ids=places, labels=words, use_cache=False)
+
+
+@pytest.mark.parametrize("texts", [None, 1, 2])
+def test_positions_of_any_origin_separate_packed_sequences(texts: int | None) -> None:
+    """Positions under another name, and constant ones that restart, are positions too."""
+
+    def inputs(size: int) -> Inputs:
+        found = packed(size)
+        return {"words": found["input_ids"], "places": found["position_ids"]}
+
+    assert_traced_as_it_runs(Renamed(texts), inputs)
+
+
+def test_keys_and_values_that_layers_share_come_from_the_cache() -> None:
+    """Layers that take keys and values of others find them in the cache, as in a plain loop."""
+    settings: Any = {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": WORDS,
+        "head_dim": 16,
+    }
+    made = PRETRAINED["llama"]
+    made = made._replace(kind="Gemma4ForCausalLM", settings={**made.settings, **settings})
+    assert_traced_as_it_runs(made.build(), packed)
 
 
 def test_attention_that_cannot_be_followed_is_named() -> None:

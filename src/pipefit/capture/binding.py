@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.flat import Role, plain
-from pipefit.capture.pretrained import configurations, configure
-from pipefit.capture.shared import copy_with_tensors, own_module
+from pipefit.capture.shared import own_module
 
 
 class Binding:
@@ -71,14 +70,8 @@ class Binding:
         return originals
 
     def _give_module(self, layer: nn.Module, path: str, local: str) -> dict[str, str]:
-        """Puts a module that stays whole into a layer; the original names of what its state dict holds.
-
-        One with a configuration is a copy that is configured as the model was while it was traced.
-        """
+        """Puts a module that stays whole into a layer; the original names of what its state dict holds."""
         part = own_module(self.module.get_submodule(path), self._met)
-        if configurations(part):
-            part = copy_with_tensors(part)
-            configure(part, own_loss=False)
         *owners, last = local.split(".")
         _owner(layer, owners).add_module(last, part)
         return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}

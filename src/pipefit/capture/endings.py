@@ -12,11 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.pretrained import cache_class
 from pipefit.capture.records import opened
 from pipefit.capture.refusals import Refusal
 from pipefit.errors import UsageError
 from pipefit.texts import kind_of
 
+_CACHE = "the cache of keys and values, which training does not fill"
 _PLAIN = (Tensor, int, float, str, type(None))
 
 
@@ -37,13 +39,18 @@ def the_loss(outputs: Any, name: str) -> Tensor:
 
 
 def everything(outputs: Any, name: str) -> Any:
-    """All that model `name` returns, as a tree that torch knows.
+    """All that model `name` returns, as a tree that torch knows, with a text in the place of a cache of transformers.
 
     Raises:
         UsageError: there is no tensor in it.
         Refusal: a part is neither tensor, number, text nor None, in tuples, lists, dictionaries or dataclasses.
     """
-    tree = opened(outputs)
+    kind = cache_class()
+    tree = pytree.tree_map(
+        lambda part: _CACHE if isinstance(part, kind) else opened(part),
+        outputs,
+        is_leaf=lambda part: isinstance(part, kind),
+    )
     leaves = pytree.tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
         if not isinstance(leaf, _PLAIN):

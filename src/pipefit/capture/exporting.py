@@ -31,7 +31,7 @@ from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.endings import everything, the_loss
 from pipefit.capture.foreign_draws import refuse_foreign_draws
 from pipefit.capture.no_gpu import without_gpus
-from pipefit.capture.pretrained import configure
+from pipefit.capture.pretrained import caches_without_copies, configure
 from pipefit.capture.random_state import put_back
 from pipefit.capture.records import closed
 from pipefit.capture.refusals import Refusal, refuse_export
@@ -86,7 +86,8 @@ def export(
             refuse_hooks(module)
             with (
                 _quiet(),
-                eager_masks(kwargs),
+                eager_masks(),
+                caches_without_copies(),
                 refusing(traced=True),
                 unchecked_arguments(),
                 no_negative_variance(),
