@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import pipefit
-from pipefit.checkpoints import whole
 
 BATCH_SIZE = 32
 
@@ -27,20 +26,19 @@ def make_batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Profile, plan, load what there is, train."""
+    """Profile, plan, go on from what there is, train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
 
     task = pipefit.Task(make_module, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam)
     profile = pipefit.profile(task, microbatch_size=8)
     plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=BATCH_SIZE, stages=3)
-    trainer = pipefit.Trainer(task, plan)
-    if whole(given.folder):
-        trainer.load(given.folder)
-    for step in range(trainer.steps_done, given.steps):
+    trainer = pipefit.Trainer(task, plan, seed=given.seed)
+    for step in range(trainer.resume(given.folder), given.steps):
         torch.manual_seed(step)  # the batch of a step is the same after a restart, and on every worker
         loss = trainer.step(make_batch(BATCH_SIZE))
         if (step + 1) % given.every == 0:

@@ -17,6 +17,7 @@ from pipefit.checkpoints.manifest import (
     StoredTensor,
     TrainedStage,
 )
+from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.shards import write_shard
 from pipefit.fingerprints import Fingerprint
 from pipefit.texts import dtype_name
@@ -25,6 +26,8 @@ TASK = Fingerprint(
     layers=("a", "b"), parameters=("p", "q"), shared=(), inputs=("x",), targets=("y",), loss="mse",
     precision="float32", optimizer="AdamW", options=("weight_decay=1",), groups="",
 )  # fmt: skip
+
+OWNER = Owner(training="a" * 32, run="b" * 32, host="here", pid=7, started_seconds=1.7e9, plan="a model on devices")
 
 
 def tensors_of(rank: int) -> dict[str, Tensor]:
@@ -70,6 +73,8 @@ def manifest_of(parts: list[Part], step: int) -> Manifest:
     return Manifest(
         pipefit_version="0.1.0",
         torch_version="2.13.0",
+        owner=OWNER,
+        saved_seconds=1.8e9,
         step=step,
         seed=3,
         model=TASK,
@@ -88,7 +93,7 @@ def manifest_of(parts: list[Part], step: int) -> Manifest:
 
 def write(directory: Path, step: int) -> Path:
     """A whole checkpoint of two workers; its folder."""
-    partial = folders.begin(directory, step)
+    partial = folders.begin(directory, step, OWNER)
     for rank in (0, 1):
         folders.write_part(partial, rank, part_of(partial, rank))
     return folders.complete(partial, manifest_of([folders.read_part(partial, rank) for rank in (0, 1)], step))

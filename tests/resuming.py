@@ -29,6 +29,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, checkpointing, saver
+from pipefit.runtime import trainer as trainers
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import Network
 from pipefit.schedule.whole_stages import Recompute, whole_stages
@@ -209,12 +210,12 @@ def named(name: str) -> Task:
     return FEATURES[name].task()
 
 
-def undisturbed(steps: int) -> list[float]:
+def undisturbed(steps: int, seed: int = SEED) -> list[float]:
     """The losses of a training in one process that saves nothing."""
-    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", (3, 3)), seed=SEED)
+    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", (3, 3)), seed=seed)
     losses = []
     for step in range(steps):
-        torch.manual_seed(SEED + step)
+        torch.manual_seed(seed + step)
         losses.append(trainer.step(trainer.task.batch(8)))
     return losses
 
@@ -250,15 +251,21 @@ def poisoned(step: int) -> Task:
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 
-def mortal(folder: str, name: str = "dropout") -> Task:
-    """A feature's task, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once."""
+def mortal(folder: str, name: str = "dropout", seed: int = SEED) -> Task:
+    """A feature's task, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once. They wait
+    before the batch of a step as long as there is a file `wait-STEP`, and leave `at-STEP` there.
+    """
     worker = mp.current_process().name.rpartition("-")[2]
     deaths = {name for name in os.listdir(folder) if name.startswith(f"{worker}-")}
     step, original = 0, DeviceRunner._timed
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         nonlocal step
-        step = torch.initial_seed() - SEED
+        step = torch.initial_seed() - seed
+        if (wait := Path(folder, f"wait-{step}")).exists():
+            Path(folder, f"at-{step}").touch()
+            while wait.exists():
+                time.sleep(0.02)
         return FEATURES[name].task().batch(size)
 
     def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:
@@ -272,35 +279,45 @@ def mortal(folder: str, name: str = "dropout") -> Task:
     return replace(FEATURES[name].task(), batch=batch)
 
 
-def faulty(fault: str, place: str, worker: int, step: int) -> Task:
+def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Task:
     """A task with dropout, one of whose workers has a fault: at its `start`, or in a step, at `batch` or an action, or
-    as it `save`s after one.
+    at its `end`, where losses are exchanged, or as it `save`s after one, or as it `finish`es; with `once` only if there
+    is such a file, which is removed.
     """
     here, now, original = mp.current_process().name == f"pipefit-worker-{worker}", -1, DeviceRunner._timed
-    copied = saver.copied
-    if here and place == "start":
-        happen(fault)
+    here = here and (not once or Path(once).exists())
+
+    def at(where: str) -> None:
+        if here and place == where and (now == step or where in ("start", "finish")):
+            if once:
+                Path(once).unlink()
+            happen(fault)
+
+    def before(where: str, holder: Any, name: str) -> None:
+        usual = getattr(holder, name)
+
+        def patched(*arguments: Any, **options: Any) -> Any:
+            at(where)
+            return usual(*arguments, **options)
+
+        mock.patch.object(holder, name, patched).start()
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         nonlocal now
         now = torch.initial_seed() - SEED
-        if here and (place, now) == ("batch", step):
-            happen(fault)
+        at("batch")
         return FEATURES["dropout"].task().batch(size)
 
     def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:
-        if (text, now) == (place, step):
-            happen(fault)
+        at(text)
         original(self, done, text, stream)
 
-    def snapshot(*arguments: Any) -> Any:
-        if (place, now) == ("save", step):
-            happen(fault)
-        return copied(*arguments)
-
+    at("start")
     if here:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
-        mock.patch.object(saver, "copied", snapshot).start()
+        before("save", saver, "copied")
+        before("end", trainers, "tell")
+        before("finish", Trainer, "finish")
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 
@@ -351,6 +368,27 @@ def limited(worker: int, nbytes: int) -> Task:
     """A task with dropout, of which one worker can write no file beyond so many bytes."""
     if mp.current_process().name == f"pipefit-worker-{worker}":
         fill_disk(nbytes)
+    return FEATURES["dropout"].task()
+
+
+def limited_all(nbytes: int) -> Task:
+    """A task with dropout, no worker of which can write a file beyond so many bytes."""
+    if mp.current_process().name.startswith("pipefit-worker"):
+        fill_disk(nbytes)
+    return FEATURES["dropout"].task()
+
+
+def full_for_a_while(step: int) -> Task:
+    """A task with dropout, whose checkpoint of one step finds no room on the disk."""
+    usual = saver.write_shard
+
+    def write(path: Path, *arguments: Any) -> Any:
+        if path.parent.name == f"step-{step:08d}.partial":
+            raise OSError(28, "No space left on device")
+        return usual(path, *arguments)
+
+    if mp.current_process().name == "pipefit-worker-0":
+        mock.patch.object(saver, "write_shard", write).start()
     return FEATURES["dropout"].task()
 
 

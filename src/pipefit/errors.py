@@ -7,6 +7,8 @@
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   └── PeerLost            what the others report then: a message that does not come
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
+    │   ├── DamagedCheckpoint   a checkpoint cannot be read as it was saved; an older one may be whole
+    │   ├── SaveFailed          a checkpoint could not be written
     │   └── NotSaved            the training is done, and its last checkpoint could not be written
     └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
 
@@ -76,8 +78,20 @@ class FileError(PipefitError):
     exit_code = 6
 
 
+class DamagedCheckpoint(FileError):
+    """A checkpoint, or one of its files, is missing, damaged, or not what its name says."""
+
+
+class SaveFailed(FileError):
+    """The checkpoint after `step` batches could not be written."""
+
+    def __init__(self, sentence: str, step: int | None = None) -> None:
+        super().__init__(sentence)
+        self.step = step
+
+
 class NotSaved(FileError):
-    """A checkpoint could not be written, which was to stop the training, and all of its steps were done already.
+    """The last checkpoint of a training could not be written, and all of its steps were done already.
 
     `losses` and `trace` are what the training would have returned.
     """

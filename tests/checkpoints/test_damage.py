@@ -139,8 +139,8 @@ def of_shard(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another kind of document": (change(pipefit="plan"), "is not the manifest of a checkpoint"),
-    "a later version": (change(version=2), "is not of version 1"),
-    "a version that is true": (change(version=True), "is not of version 1"),
+    "a later version": (change(version=3), "is not of version 2"),
+    "a version that is true": (change(version=True), "is not of version 2"),
     "a key more": (change(code="import os"), "this key is not known"),
     "no step": (lambda document: document.pop("step"), "this is missing"),
     "a step below zero": (change(step=-1), "no step or seed that can be"),
@@ -183,7 +183,7 @@ def test_a_manifest_that_lies_is_refused(folder: Path, lie: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-HEADER = b'{"pipefit": "checkpoint", "version": 1, "sha256": "%s"}'
+HEADER = b'{"pipefit": "checkpoint", "version": 2, "sha256": "%s"}'
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from made_checkpoints import manifest_of, part_of, tensors_of, write
-from pipefit.checkpoints import find, folders
-from pipefit.errors import FileError
+from made_checkpoints import OWNER, manifest_of, part_of, tensors_of, write
+from pipefit.checkpoints import Candidates, find, folders, load_state_dict, shards
+from pipefit.checkpoints.folders import MANIFEST, folder_of
+from pipefit.errors import FileError, PipefitWarning
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -30,9 +37,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     """One that is being written, or that has lost its manifest, does not count; a folder may also name one itself."""
     old, new = write(tmp_path, 5), write(tmp_path, 12)
-    folders.begin(tmp_path, 30)
+    folders.begin(tmp_path, 30, OWNER)
     (tmp_path / "step-00000040").mkdir()
-    assert find(tmp_path).folder == new
+    with pytest.warns(PipefitWarning, match=r"step-00000040 is passed over: it has no manifest.json; .*12 is taken"):
+        assert find(tmp_path).folder == new
     assert find(old).manifest.step == 5
     assert [step for step, _ in folders.whole(tmp_path)] == [5, 12]
 
@@ -52,7 +60,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-00000006" / "notes.txt").write_text("mine")
     (tmp_path / "step-best").mkdir()
     (tmp_path / "step-00000002").mkdir()
-    folders.remove_old(tmp_path, 2)
+    folders.remove_old(tmp_path, 2, OWNER.training)
     assert [step for step, _ in folders.whole(tmp_path)] == [7, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-00000002", "step-00000006.partial", "step-00000007", "step-00000008", "step-best",
@@ -67,8 +75,8 @@ def test_links_are_not_followed_when_removing(tmp_path: Path) -> None:
     write(here, 8)
     (here / "step-00000001").symlink_to(elsewhere)
     (here / "step-00000003.partial").symlink_to(elsewhere)
-    folders.remove_old(here, 1)
-    folders.begin(here, 9)
+    folders.remove_old(here, 1, OWNER.training)
+    folders.begin(here, 9, OWNER)
     assert find(elsewhere).manifest.step == 1
     find(elsewhere).verify()
     assert (here / "step-00000001").is_symlink()
@@ -79,14 +87,14 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     """The same step again is refused before anything is written."""
     write(tmp_path, 5)
     with pytest.raises(FileError, match="step-00000005 is there already: remove it"):
-        folders.begin(tmp_path, 5)
+        folders.begin(tmp_path, 5, OWNER)
 
 
 def test_what_a_broken_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     """Half checkpoints of ours are removed as the next one begins."""
-    partial = folders.begin(tmp_path, 5)
+    partial = folders.begin(tmp_path, 5, OWNER)
     folders.write_part(partial, 0, part_of(partial, 0))
-    folders.begin(tmp_path, 6)
+    folders.begin(tmp_path, 6, OWNER)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006.partial"]
 
 
@@ -99,3 +107,184 @@ def test_only_shards_that_are_needed_are_read(tmp_path: Path) -> None:
     assert len(tensors) == 3
     with pytest.raises(FileError, match=r"worker-00001.safetensors is missing"):
         found.read(found.manifest.tensors)
+
+
+# -------------------------------------------------------------------- what is passed over, and whose it is
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def put_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def put_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def of(training: str, run: str) -> Callable[[Path], None]:
+    """Makes a checkpoint one of another training."""
+
+    def put(folder: Path) -> None:
+        manifest = find(folder).manifest
+        owner = replace(OWNER, training=training, run=run)
+        (folder / MANIFEST).write_text(folders.dumps(replace(manifest, owner=owner)))
+
+    return put
+
+
+PASSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "without a manifest": (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json"),
+    "with a pipe as its manifest": (lambda folder: put_fifo(folder / MANIFEST), "its manifest.json is not a regular"),
+    "with a pipe as a shard": (lambda folder: put_fifo(folder / "worker-00001.safetensors"), "is not a regular file"),
+    "without a shard": (
+        lambda folder: (folder / "worker-00001.safetensors").unlink(),
+        "worker-00001.safetensors is mi",
+    ),
+    "with a damaged manifest": (lambda folder: flip(folder / MANIFEST), "manifest.json is damaged|is not JSON|is not"),
+    "with another bit in a shard": (lambda folder: flip(folder / "worker-00001.safetensors"), "SHA-256 differs"),
+    "that is a link": (put_link, "it is a symbolic link, and links are not followed"),
+    "that is a file": (put_file, "it is no folder"),
+}
+
+
+@pytest.mark.parametrize("damage", PASSED)
+def test_a_newest_that_cannot_be_read_is_passed_over_and_told(damage: str, tmp_path: Path) -> None:
+    """One sentence: which, why, and what is taken instead; and its tensors are those of the one before."""
+    write(tmp_path, 4)
+    expected = load_state_dict(tmp_path)
+    do, words = PASSED[damage]
+    do(write(tmp_path, 8))
+    with pytest.warns(PipefitWarning) as told:
+        found = load_state_dict(tmp_path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    (said,) = (str(one.message) for one in told)
+    folder = re.escape(str(tmp_path))
+    assert re.search(rf"^{folder}/step-00000008 is passed over: .*({words}).*; {folder}/step-00000004 is taken", said)
+    assert "the checkpoint before it" not in said
+
+
+def test_where_nothing_is_left_the_newest_is_named(tmp_path: Path) -> None:
+    """With what is wrong with it."""
+    for step in (4, 8):
+        (write(tmp_path, step) / "worker-00001.safetensors").unlink()
+    with pytest.raises(FileError, match=r"there is no whole checkpoint in .*: .*step-00000008 cannot .*is missing$"):
+        find(tmp_path)
+
+
+def test_what_is_older_than_what_is_taken_is_nobodys_business(tmp_path: Path) -> None:
+    """It is not looked at."""
+    (write(tmp_path, 4) / MANIFEST).unlink()
+    new = write(tmp_path, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(tmp_path).folder == new
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+    """Renamed or copied, it would be gone on from as what it is not; the sentence says what it is."""
+    folder = write(tmp_path, 6).rename(tmp_path / "step-00000003")
+    with pytest.raises(FileError, match=r"step-00000003 holds the checkpoint of step 6: .* name back, step-00000006"):
+        find(folder)
+    with pytest.raises(FileError, match="step-00000003 holds the checkpoint of step 6"):
+        find(tmp_path)
+    best = folder.rename(tmp_path / "best")
+    assert find(best).manifest.step == 6  # a name that says nothing of a step
+
+
+def test_a_step_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """Named itself neither; a link of another name is whoever's who names it."""
+    folder = write(tmp_path / "elsewhere", 8)
+    (tmp_path / "step-00000008").symlink_to(folder)
+    with pytest.raises(FileError, match="step-00000008 is a symbolic link, and links are not followed"):
+        find(tmp_path / "step-00000008")
+    (tmp_path / "latest").symlink_to(folder)
+    assert find(tmp_path / "latest").manifest.step == 8
+
+
+def test_what_was_hashed_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another file that takes a shard's name in between changes nothing."""
+    folder = write(tmp_path, 4)
+    checkpoint, usual = find(folder), shards._check_bytes
+    expected = {key: tensor.clone() for key, tensor in checkpoint.read(checkpoint.manifest.tensors).items()}
+
+    def swap(file: Any, nbytes: int, shard: Any, source: str) -> None:
+        usual(file, nbytes, shard, source)
+        path = folder / shard.file
+        other = bytes(len(path.read_bytes()))
+        path.unlink()
+        path.write_bytes(other)
+
+    monkeypatch.setattr(shards, "_check_bytes", swap)
+    found = checkpoint.read(checkpoint.manifest.tensors)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_only_checkpoints_of_one_training_are_candidates(tmp_path: Path) -> None:
+    """Of the one that has saved the newest; and of one run alone, where it starts again."""
+    for step, training, run in ((2, "a", "1"), (4, "b", "2"), (6, "a", "1"), (8, "a", "3")):
+        of(training, run)(write(tmp_path / "all", step))
+        (tmp_path / "all" / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
+    (tmp_path / "step-00000008" / "worker-00000.safetensors").unlink()
+    candidates = Candidates(tmp_path)
+    with pytest.warns(PipefitWarning, match="step-00000008 is passed over: .*step-00000006 is taken instead"):
+        assert candidates.take().manifest.step == 6
+    candidates.pass_over(FileError("it is"))
+    with pytest.warns(PipefitWarning) as told:
+        assert candidates.take().manifest.step == 2
+    assert "step-00000006 is passed over: it is; " in str(told[0].message)
+    assert re.search(r"step-00000004 is passed over: it is of another training, b \(", str(told[1].message))
+    with pytest.warns(PipefitWarning, match="is passed over"):
+        assert Candidates(tmp_path, run="1").take().manifest.step == 6
+    with pytest.raises(FileError, match="there is no whole checkpoint"):
+        Candidates(tmp_path, run="1", above=6).take()
+
+
+@pytest.mark.parametrize(
+    ("training", "run", "refused"),
+    [(OWNER.training, OWNER.run, False), (OWNER.training, "another", True), ("another", "another", True)],
+)
+def test_a_training_saves_behind_its_own_steps_alone(training: str, run: str, refused: bool, tmp_path: Path) -> None:
+    """Those of its run, or, from before it began, of its training."""
+    of(training, run)(write(tmp_path, 4))
+    for first in (0, 4):
+        if refused and (first < 4 or training != OWNER.training):
+            with pytest.raises(FileError, match=r"step-00000004 is of another training, .*: save to another folder"):
+                folders.begin(tmp_path, 6, OWNER, first=first)
+        else:
+            folders.begin(tmp_path, 6, OWNER, first=first)
+    assert ([path.name for path in tmp_path.glob("*.partial")] == []) == (training != OWNER.training)
+
+
+def test_checkpoints_of_others_are_not_removed(tmp_path: Path) -> None:
+    """Whoever has put them there."""
+    for step, training in ((2, "another"), (4, OWNER.training), (6, OWNER.training)):
+        write(tmp_path / "one", step).rename(tmp_path / f"step-{step:08d}")
+        of(training, "run")(tmp_path / f"step-{step:08d}")
+    folders.remove_old(tmp_path, 1, OWNER.training)
+    assert [step for step, _ in folders.whole(tmp_path)] == [2, 6]
+
+
+def test_what_was_passed_over_is_set_aside_and_not_lost(tmp_path: Path) -> None:
+    """Under a name that is no checkpoint's; what is elsewhere stays."""
+    before, damaged = write(tmp_path, 4), write(tmp_path, 8)
+    elsewhere = write(tmp_path / "other", 8)
+    for _ in range(2):
+        folders.set_aside(tmp_path, [damaged, elsewhere])
+        damaged.mkdir(exist_ok=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "other", "step-00000004", "step-00000008", "step-00000008.damaged", "step-00000008.damaged-2",
+    ]  # fmt: skip
+    assert (folder_of(tmp_path, 4), elsewhere.exists()) == (before, True)
+    assert (tmp_path / "step-00000008.damaged" / MANIFEST).exists()

@@ -179,27 +179,14 @@ def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
         disturbed(tmp_path, ["1-7-1F0"], 9, restarts=3, replan=lambda plan: pipefit.plan_again(plan, next(replies)))
 
 
-def test_checkpoints_of_another_training_are_not_gone_on_from(tmp_path: Path) -> None:
-    """A folder may hold older checkpoints than the one that a training begins with: a restart begins there again."""
-    old = tmp_path / "runs"
+def test_a_folder_with_older_checkpoints_of_another_training_is_refused(tmp_path: Path) -> None:
+    """Even of the same model and seed: a restart, and `keep`, could not tell them apart by their steps."""
     task, plan = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT)
-    train(task, plan, steps=2, seed=SEED, saving=Saving(directory=str(old)), numbers=False)
-    other = Saving(directory=str(tmp_path / "other"))
-    begun, _ = train(task, plan, steps=3, seed=SEED, saving=other, numbers=False)
-    (tmp_path / "deaths").mkdir()
-    (tmp_path / "deaths" / "0-3-0F1").touch()
-    with pytest.warns(PipefitWarning, match="goes on after step 3"):
-        rest, _ = train(
-            partial(mortal, str(tmp_path / "deaths")),
-            plan,
-            steps=6,
-            numbers=False,
-            resume=tmp_path / "other",
-            saving=Saving(directory=str(old)),
-            restarts=1,
-        )
-    assert begun + rest == undisturbed(6)
-    assert [step for step, _ in folders.whole(old)] == [2, 6]
+    for name, steps in (("old", 2), ("other", 3)):
+        train(task, plan, steps=steps, seed=SEED, saving=Saving(directory=str(tmp_path / name)), numbers=False)
+    with pytest.raises(UsageError, match=r"old holds checkpoints of another training, .*, process \d+ on .*: save to"):
+        train(task, plan, steps=6, resume=tmp_path / "other", saving=Saving(directory=str(tmp_path / "old")))
+    assert [step for step, _ in folders.whole(tmp_path / "old")] == [2]
 
 
 def test_restarts_need_checkpoints() -> None:

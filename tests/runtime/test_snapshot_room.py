@@ -118,11 +118,11 @@ def test_moved_tensors_leave_less_room_for_the_copy(tmp_path: Path) -> None:
     moved = sum(room_needed(plan, arenas_of(plan, whole_run(plan)))[HOST].values())
     host = replace(plan.cluster.hosts[0], memory_bytes=moved + snapshot_bytes(plan)[HOST])
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
-    Saving(directory=str(tmp_path)).check(0, plan, 0)
+    Saving(directory=str(tmp_path)).check(plan)
     host = replace(host, memory_bytes=host.memory_bytes - 1)
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
     with pytest.raises(OutOfMemory, match=r"of which moved tensors take \d\S* KiB, and .* 1 B more than is left: "):
-        Saving(directory=str(tmp_path)).check(0, plan, 0)
+        Saving(directory=str(tmp_path)).check(plan)
 
 
 def test_training_that_is_under_way_goes_on(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ the original module. A checkpoint costs its tensors' bytes on the disk; reading 
 needed, for its hash.
 """
 
-from pipefit.checkpoints.folders import Checkpoint, find, whole
+from pipefit.checkpoints.folders import Candidates, Checkpoint, find, whole
 from pipefit.checkpoints.manifest import Manifest
+from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.plain import export, load_state_dict, load_weights
 
-__all__ = ["Checkpoint", "Manifest", "export", "find", "load_state_dict", "load_weights", "whole"]
+__all__ = [
+    "Candidates", "Checkpoint", "Manifest", "Owner", "export", "find", "load_state_dict", "load_weights", "whole",
+]  # fmt: skip

@@ -2,15 +2,16 @@
 
 A checkpoint becomes whole by one rename, after all of its files are on the disk, so that nothing that ends a process or
 a machine leaves half of one behind. Only folders with our names are touched, only files with our names in them are
-removed, and links are not followed.
+removed, and links are not followed. A folder holds the checkpoints of one training (`pipefit.checkpoints.owner`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-import weakref
-from collections.abc import Iterator, Sequence
+import stat
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import cast
 from torch import Tensor
 
 from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, loads
+from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.regular_files import regular_file
 from pipefit.checkpoints.shards import check_header, check_shard, read_shard
-from pipefit.errors import FileError
+from pipefit.errors import DamagedCheckpoint, FileError, PipefitWarning
 from pipefit.readable import path_of
 from pipefit.texts import printable
 from pipefit.units import format_bytes
@@ -32,6 +34,7 @@ _WHOLE = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"step-\d{8,18}\.partial")
 _OURS = re.compile(r"worker-\d{5}\.(safetensors|json)|manifest\.json")
 _LARGEST_MANIFEST = 512 << 20
+_BEFORE = "; the checkpoint before it is "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,12 @@ class Checkpoint:
         """The tensors `wanted` by their keys; only the shards that hold them are read, and each is verified.
 
         Raises:
-            FileError: a shard is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: a shard is missing or damaged; names the checkpoint before, if there is one.
         """
         found: dict[str, Tensor] = {}
         for number, shard in enumerate(self.manifest.shards):
             here = [tensor for tensor in wanted if tensor.shard == number]
-            with _offering_the_one_before(self.folder):
+            with _damage(self.folder):
                 found |= read_shard(self.folder, shard, here) if here else {}
         return found
 
@@ -58,42 +61,127 @@ class Checkpoint:
         """Check that all shards are as they were saved.
 
         Raises:
-            FileError: one is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: one is missing or damaged; names the checkpoint before, if there is one.
         """
         for shard in self.manifest.shards:
-            with _offering_the_one_before(self.folder):
+            with _damage(self.folder):
                 check_shard(self.folder, shard)
 
     def check_headers(self) -> None:
         """Check that all shards have their sizes and tensors, in no more time than it takes to read their headers.
 
         Raises:
-            FileError: one is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: one is missing or damaged; names the checkpoint before, if there is one.
         """
         for number, shard in enumerate(self.manifest.shards):
-            with _offering_the_one_before(self.folder):
+            with _damage(self.folder):
                 check_header(self.folder, shard, [t for t in self.manifest.tensors if t.shard == number])
+
+
+class Candidates:
+    """The checkpoints that `path` may mean: the one that it names, or those of a training in the folder that it names.
+
+    `take` gives the newest that can be read. One that turns out to be damaged is passed over, and the one before it is
+    taken instead, unless it was named itself.
+
+    Args:
+        run: only checkpoints that this run has saved.
+        above: only those after more steps.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, run: str | None = None, above: int = -1) -> None:
+        self.path = path_of(path)
+        self.passed = list[tuple[Path, str]]()  # folders, and why they are not taken
+        self.damaged = list[Path]()  # those of them that nobody can take
+        self.named = _is_checkpoint(self.path)  # whether the path is that of one checkpoint
+        self._told, self._run, self._training = 0, run, ""
+        self._current: Checkpoint | None = None
+        self._left = [] if self.named else [entry for entry in survey(self.path) if entry.step > above]
+
+    def take(self) -> Checkpoint:
+        """The newest checkpoint that has not been passed over; those that have are told in a warning each, once.
+
+        Raises:
+            FileError: there is none; or the one that is named cannot be read.
+        """
+        if self._current is None:
+            self._current = _opened(self.path) if self.named else self._next()
+        self.tell(f"{_named(self._current.folder)} is taken instead")
+        return self._current
+
+    def tell(self, instead: str) -> None:
+        """Tell those that have been passed over since the last call, in a warning each, and what is done `instead`."""
+        for folder, reason in self.passed[self._told :]:
+            warnings.warn(f"{_named(folder)} is passed over: {reason}; {instead}", PipefitWarning, stacklevel=4)
+        self._told = len(self.passed)
+
+    def pass_over(self, error: FileError) -> None:
+        """Take another checkpoint than the one that was taken, which is damaged.
+
+        Raises:
+            FileError: it was named, so that nothing stands for it.
+        """
+        assert self._current is not None
+        if self.named:
+            raise error
+        self._note(self._current.folder, error)
+        self._current = None
+
+    def _next(self) -> Checkpoint:
+        while self._left:
+            entry = self._left.pop()
+            try:
+                if entry.obstacle:
+                    raise DamagedCheckpoint(entry.obstacle)
+                found = _opened(entry.folder)
+                if self._is_of_another(found.manifest.owner):
+                    self.passed.append((entry.folder, f"it is of another training, {found.manifest.owner}"))
+                    continue
+                found.check_headers()
+            except DamagedCheckpoint as error:
+                self._note(entry.folder, error)
+            else:
+                return found
+        why = "name a folder that was saved to"
+        if self.passed:
+            folder, reason = self.passed[0]
+            why = f"{_named(folder)} cannot be taken: {reason}"
+        raise FileError(f"there is no whole checkpoint in {_named(self.path)}: {why}")
+
+    def _is_of_another(self, owner: Owner) -> bool:
+        """Whether it is of another training than the newest that can be read, or of another run than is wanted."""
+        if self._run is not None:
+            return owner.run != self._run
+        self._training = self._training or owner.training
+        return owner.training != self._training
+
+    def _note(self, folder: Path, error: FileError) -> None:
+        self.passed.append((folder, str(error).partition(_BEFORE)[0]))
+        self.damaged.append(folder)
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in `path`: the folder of one, or the newest whole one of a folder of them.
 
+    Newer ones that cannot be read are told in a warning each.
+
     Raises:
         FileError: there is none, or its manifest cannot be used.
     """
-    folder = path_of(path)
-    if not _has_manifest(folder):
-        known = whole(folder)
-        if not known:
-            raise FileError(f"there is no whole checkpoint in {_named(folder)}: name a folder that was saved to")
-        folder = known[-1][1]
-    with _offering_the_one_before(folder):
-        manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
-    return Checkpoint(folder=folder, manifest=manifest)
+    return Candidates(path).take()
 
 
-def whole(directory: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the whole checkpoints in `directory`, the newest last; none if it does not exist.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What has the name of a checkpoint in a folder; `obstacle` says why it cannot be one, if it cannot."""
+
+    step: int
+    folder: Path
+    obstacle: str
+
+
+def survey(directory: Path) -> list[Entry]:
+    """All that has the name of a whole checkpoint in `directory`, the newest last; none if it does not exist.
 
     Raises:
         FileError: the folder cannot be read.
@@ -104,31 +192,82 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
         return []
     except (OSError, ValueError) as error:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
-    found = [(int(match[1]), directory / match[0]) for match in map(_WHOLE.fullmatch, names) if match]
-    return sorted((step, folder) for step, folder in found if _has_manifest(folder))
+    found = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
+    return [
+        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name)) for step, name in sorted(found)
+    ]
 
 
-def _has_manifest(folder: Path) -> bool:
-    """Whether a folder has the file that makes a checkpoint of it.
+def whole(directory: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the whole checkpoints in `directory`, the newest last; none if it does not exist.
 
     Raises:
-        FileError: nobody may look, or there can be no such name.
+        FileError: the folder cannot be read.
+    """
+    return [(entry.step, entry.folder) for entry in survey(directory) if not entry.obstacle]
+
+
+def _obstacle(folder: Path) -> str:
+    """Why what has the name of a checkpoint is none, as far as shows without reading it."""
+    try:
+        mode = os.lstat(folder).st_mode
+        if stat.S_ISLNK(mode):
+            return "it is a symbolic link, and links are not followed"
+        if not stat.S_ISDIR(mode):
+            return "it is no folder"
+        return "" if stat.S_ISREG(os.lstat(folder / MANIFEST).st_mode) else f"its {MANIFEST} is not a regular file"
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a path names a checkpoint itself, by its name or by what it holds.
+
+    Raises:
+        FileError: nobody may look.
     """
     try:
-        return (folder / MANIFEST).is_file()
+        if _WHOLE.fullmatch(folder.name) and folder.is_symlink():
+            return True
+        os.lstat(folder / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character in the name
+        return False
     except OSError as error:
         raise FileError(f"{_named(folder)} cannot be read: {error.strerror}") from None
+    return True
+
+
+def _opened(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, whose manifest is read.
+
+    Raises:
+        DamagedCheckpoint: it cannot be used.
+    """
+    match = _WHOLE.fullmatch(folder.name)
+    with _damage(folder):
+        if match and folder.is_symlink():
+            raise FileError(f"{_named(folder)} is a symbolic link, and links are not followed: name what it leads to")
+        manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
+        if match and int(match[1]) != manifest.step:
+            raise FileError(
+                f"{_named(folder)} holds the checkpoint of step {manifest.step}: it has been renamed; give it its own "
+                f"name back, {folder_of(folder.parent, manifest.step).name}"
+            )
+    return Checkpoint(folder=folder, manifest=manifest)
 
 
 @contextmanager
-def _offering_the_one_before(folder: Path) -> Iterator[None]:
+def _damage(folder: Path) -> Iterator[None]:
     """Inside, a checkpoint is read; where that cannot be done the sentence says what to load instead."""
     try:
         yield
     except FileError as error:
         known = [other for _, other in whole(folder.parent)]
         before = known[: known.index(folder)] if folder in known else []
-        raise FileError(f"{error}{f'; the checkpoint before it is {_named(before[-1])}' if before else ''}") from None
+        offer = f"{_BEFORE}{_named(before[-1])}" if before else ""
+        raise DamagedCheckpoint(f"{error}{offer}") from None
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -152,63 +291,17 @@ def check_writable(directory: Path) -> None:
         )
 
 
-class Hold:
-    """The right to save to a folder, which one training has at a time: two would remove and join each other's files.
-
-    The system takes it back from a process that ends, however that ends, and nothing of it is in the folder. Where the
-    file system has no locks, everybody gets it.
-
-    Raises:
-        FileError: another training is saving there, or the folder cannot be made; or this is Windows.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        if not hasattr(os, "O_DIRECTORY"):
-            raise FileError(
-                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on Linux"
-            )
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise FileError(f"{_named(directory)} cannot be made: {error.strerror}; save to another folder") from None
-        self._give_up = weakref.finalize(self, _unlocked, self._folder)
-        try:
-            _lock(self._folder)
-        except BlockingIOError:
-            self.release()
-            raise FileError(f"another training is saving to {_named(directory)}: save to another folder") from None
-        except OSError:
-            pass  # no locks here
-
-    def release(self) -> None:
-        """Let others save there."""
-        self._give_up()
-
-
-def _lock(folder: int) -> None:
-    import fcntl  # not on Windows, where checkpoints are read and none is saved
-
-    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _unlocked(folder: int) -> None:
-    """Unlock explicitly, as processes that were forked meanwhile may have the folder open too."""
-    import fcntl
-
-    with suppress(OSError):
-        fcntl.flock(folder, fcntl.LOCK_UN)
-    os.close(folder)
-
-
-def begin(directory: Path, step: int) -> Path:
+def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Collection[Path] = ()) -> Path:
     """Make the folder into which the checkpoint after `step` batches is written; what earlier ones left is removed.
 
-    Whoever calls it has the `Hold` of `directory`, until the checkpoint is whole or cleared away.
+    The caller has the `Hold` of `directory`, until the checkpoint is whole or cleared away. The run of `owner` began
+    after `first` steps; folders `aside`, which it passed over then, are set aside.
 
     Raises:
-        FileError: the checkpoint, or one of a later step, is there already, or the folder cannot be made.
+        FileError: the checkpoint, or one of a later step or of another training, is there already, or the folder cannot
+            be made.
     """
+    set_aside(directory, aside)
     target = folder_of(directory, step)
     if os.path.lexists(target):
         raise FileError(f"{_named(target)} is there already: remove it, or save to another folder")
@@ -218,6 +311,7 @@ def begin(directory: Path, step: int) -> Path:
             f"{_named(later[-1])} is there already, of a later step than {step}: go on from there, or save to another "
             "folder"
         )
+    check_owner(directory, owner, first)
     partial = target.with_name(f"{target.name}.partial")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -227,6 +321,36 @@ def begin(directory: Path, step: int) -> Path:
     except OSError as error:
         raise FileError(f"{_named(partial)} cannot be made: {error.strerror}; save to another folder") from None
     return partial
+
+
+def check_owner(directory: Path, owner: Owner, first: int) -> None:
+    """Check that the newest checkpoint in `directory`, of those that can be read, is of this run, which began after
+    `first` steps, or from before it and of the same training.
+
+    Raises:
+        FileError: it is of another; names it.
+    """
+    for step, folder in reversed(whole(directory)):
+        try:
+            other = _opened(folder).manifest.owner
+        except DamagedCheckpoint:
+            continue
+        if other.training != owner.training or (other.run != owner.run and step > first):
+            raise FileError(f"{_named(folder)} is of another training, {other}: save to another folder")
+        return
+
+
+def set_aside(directory: Path, folders: Collection[Path]) -> None:
+    """Give checkpoints that were passed over another name, which ends with `.damaged`, as far as the system lets us.
+
+    Those in `directory` alone; nothing of them is lost, and training may save there again.
+    """
+    for folder in folders:
+        with suppress(OSError):
+            if os.path.samefile(folder.parent, directory):
+                names = (f"{folder.name}.damaged{f'-{n}' if n > 1 else ''}" for n in range(1, 1000))
+                free = next(name for name in names if not os.path.lexists(directory / name))
+                (directory / folder.name).rename(directory / free)
 
 
 def write_part(partial: Path, rank: int, part: Part) -> None:
@@ -280,12 +404,12 @@ def clear(partial: Path) -> None:
         _remove(partial)
 
 
-def remove_old(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints, as far as the system lets us."""
+def remove_old(directory: Path, keep: int, training: str) -> None:
+    """Remove all but the newest `keep` whole checkpoints, if of this training, as far as the system lets us."""
     for _, folder in whole(directory)[:-keep]:
         partial = folder.with_name(f"{folder.name}.partial")
-        with suppress(OSError):
-            if not folder.is_symlink():
+        with suppress(OSError, FileError):
+            if _opened(folder).manifest.owner.training == training:
                 folder.rename(partial)  # no longer whole, whatever happens to us now
                 _remove(partial)
 

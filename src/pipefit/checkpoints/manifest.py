@@ -2,7 +2,7 @@
 
 A checkpoint is a folder of safetensors shards, one for each worker, and `manifest.json`:
 
-    {"pipefit": "checkpoint", "version": 1, "sha256": "...", "step": 800, "model": {...}, "shards": [...], ...}
+    {"pipefit": "checkpoint", "version": 2, "sha256": "...", "step": 800, "owner": {...}, "shards": [...], ...}
 
 The digest is that of all bytes behind it, so that a manifest that a disk has damaged is refused.
 Each worker writes a `Part`: its own shard and what only its stages know. The first worker joins the parts into a
@@ -23,12 +23,13 @@ from typing import Any, Literal
 
 import torch
 
+from pipefit.checkpoints.owner import Owner
 from pipefit.errors import FileError, UsageError
 from pipefit.fingerprints import Fingerprint
 from pipefit.pieces import JsonText, Refusal, adapter
 from pipefit.validation import parsed, sentence
 
-VERSION = 1
+VERSION = 2
 SHARD = re.compile(r"worker-\d{5}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HEADER = frozenset({"pipefit", "version", "sha256"})
@@ -151,7 +152,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds. `step` is the number of batches taken so far: the place in the data.
+    """What a checkpoint holds. `step` is the number of batches taken so far: the place in the data. `owner` is the run
+    that saved it, at `saved_seconds` since 1970.
 
     `aliases` are pairs of names of one tied tensor: another name, and the one under which it is stored. `plan` is a
     digest of the plan that was trained.
@@ -164,6 +166,8 @@ class Manifest:
 
     pipefit_version: str
     torch_version: str
+    owner: Owner
+    saved_seconds: float
     step: int
     seed: int
     model: Fingerprint

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipefit.checkpoints.folders import find
+from pipefit.checkpoints.folders import Candidates
 from pipefit.checkpoints.model_folders import INDEX, LARGEST_SHARD_BYTES, remove_model, write_model
 from pipefit.checkpoints.shards import write_tensors
-from pipefit.errors import FileError, UsageError
+from pipefit.errors import DamagedCheckpoint, FileError, UsageError
 from pipefit.readable import content, path_of
 from pipefit.texts import printable, shortened
 from pipefit.writable import temporary_of
@@ -31,15 +31,21 @@ _LARGEST_INDEX = 64 << 20
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Parameters and buffers of the checkpoint in `path`, or of the newest in a folder of them, by original names.
 
-    Tied parameters have all of their names, as in a module's own state dict. What is read is verified.
+    Tied parameters have all of their names, as in a module's own state dict. What is read is verified; in a folder of
+    checkpoints, damaged ones are passed over with a warning.
 
     Raises:
         FileError: there is no whole checkpoint, or it is damaged.
     """
-    checkpoint = find(path)
-    manifest = checkpoint.manifest
-    tensors = checkpoint.read([tensor for tensor in manifest.tensors if tensor.kind == "model"])
-    return tensors | {name: tensors[stored] for name, stored in manifest.aliases if stored in tensors}
+    candidates = Candidates(path)
+    while True:
+        manifest = candidates.take().manifest
+        try:
+            tensors = candidates.take().read([tensor for tensor in manifest.tensors if tensor.kind == "model"])
+        except DamagedCheckpoint as error:
+            candidates.pass_over(error)
+        else:
+            return tensors | {name: tensors[stored] for name, stored in manifest.aliases if stored in tensors}
 
 
 def export(

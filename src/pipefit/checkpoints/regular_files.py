@@ -1,6 +1,7 @@
 """Files of a checkpoint as they are opened for reading: only regular ones, and no link is followed.
 
-So a folder from a stranger cannot make the reader wait on a pipe, or read a file from elsewhere.
+So a folder from a stranger cannot make the reader wait on a pipe, or read a file from elsewhere. What was checked is
+what is read: a library that opens files by path gets the path of the open file (`open_path`).
 """
 
 from __future__ import annotations
@@ -35,3 +36,9 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
         raise FileError(f"{source} is missing") from None
     except OSError as error:
         raise FileError(f"{source} cannot be read: {error.strerror}") from None
+
+
+def open_path(file: FileIO, path: Path) -> str:
+    """A path by which the open `file` can be opened again, whatever `path` names by now; `path` where there is none."""
+    known = (f"{folder}/{file.fileno()}" for folder in ("/proc/self/fd", "/dev/fd"))
+    return next((name for name in known if os.path.exists(name)), os.fspath(path))

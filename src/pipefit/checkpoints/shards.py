@@ -3,7 +3,7 @@
 The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes. Our own writer makes the
 SHA-256 in the same pass, says how far it is, flushes the file to the disk, and fails with the system's own words. The
 reader is the `safetensors` package, whose parser is made for files from strangers; it maps the file into memory, so
-that a stage reads only its own tensors. Before that the whole shard is read once, for its hash.
+that a stage reads only its own tensors. Before that the same open file is read once as a whole, for its hash.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoints.manifest import DTYPES, Shard, StoredTensor
-from pipefit.checkpoints.regular_files import regular_file
+from pipefit.checkpoints.regular_files import open_path, regular_file
 from pipefit.errors import FileError
 from pipefit.texts import dtype_name, printable, shortened
 from pipefit.units import format_bytes
@@ -69,10 +70,11 @@ def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> di
     """
     path = folder / shard.file
     source = printable(str(path))
-    _check_bytes(path, shard, source)
-    with _opened(path, source) as file:
-        _check_tensors(file, wanted, source)
-        return {tensor.key: file.get_tensor(tensor.key) for tensor in wanted}  # type: ignore[no-untyped-call]
+    with regular_file(path) as (file, nbytes):
+        _check_bytes(file, nbytes, shard, source)
+        with _parsed(file, path, source) as content:
+            _check_tensors(content, wanted, source)
+            return {tensor.key: content.get_tensor(tensor.key) for tensor in wanted}  # type: ignore[no-untyped-call]
 
 
 def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> None:
@@ -83,10 +85,10 @@ def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> 
     """
     path = folder / shard.file
     source = printable(str(path))
-    with regular_file(path) as (_, nbytes):
+    with regular_file(path) as (file, nbytes):
         _check_size(nbytes, shard, source)
-    with _opened(path, source) as file:
-        _check_tensors(file, wanted, source)
+        with _parsed(file, path, source) as content:
+            _check_tensors(content, wanted, source)
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
@@ -95,7 +97,9 @@ def check_shard(folder: Path, shard: Shard) -> None:
     Raises:
         FileError: it is missing, or damaged.
     """
-    _check_bytes(folder / shard.file, shard, printable(str(folder / shard.file)))
+    path = folder / shard.file
+    with regular_file(path) as (file, nbytes):
+        _check_bytes(file, nbytes, shard, printable(str(path)))
 
 
 def _header(tensors: Mapping[str, Tensor]) -> memoryview:
@@ -129,10 +133,9 @@ def _write(file: int, piece: memoryview) -> None:
         piece = piece[os.write(file, piece) :]
 
 
-def _check_bytes(path: Path, shard: Shard, source: str) -> None:
-    with regular_file(path) as (file, nbytes):
-        _check_size(nbytes, shard, source)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def _check_bytes(file: FileIO, nbytes: int, shard: Shard, source: str) -> None:
+    _check_size(nbytes, shard, source)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
         raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
 
@@ -146,11 +149,11 @@ def _check_size(nbytes: int, shard: Shard, source: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path, source: str) -> Iterator[safe_open]:
-    """The file as the library reads it."""
+def _parsed(file: FileIO, path: Path, source: str) -> Iterator[safe_open]:
+    """The open file as the library reads it."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        with safe_open(open_path(file, path), framework="pt") as content:
+            yield content
     except (SafetensorError, OSError) as error:
         raise FileError(f"{source} is not a safetensors file: {printable(shortened(str(error)))}") from None
 

@@ -40,6 +40,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
         yield lambda report, figures: None
         return
     last, before = perf_counter(), _lines_before(path, first)
+    begins = dict[int, int]()  # where the line of each step begins
     with _opened(path) as file:
 
         def write(text: bytes, step: int) -> None:
@@ -48,21 +49,23 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
             except OSError as error:
                 raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
 
-        begins = list[int]()  # where the lines of this training's steps begin
-
         def note(report: StepReport, figures: Mapping[str, float | None]) -> None:
             nonlocal last
             now, step = perf_counter(), report.step
-            for start in begins[step - first : step - first + 1]:  # it has been trained before
-                file.seek(start)
+            again = [done for done in begins if done >= step]  # which have been trained before
+            if again:
+                file.seek(min(begins[done] for done in again))
                 file.truncate()
-            begins[step - first :] = [file.tell()]
+            for done in again:
+                del begins[done]
+            begins[step] = file.tell()
             told = {"step": step, "loss": in_json(report.loss), "seconds": now - last}
             write(f"{json.dumps({**told, **figures, 'peak_bytes': report.peak_bytes})}\n".encode(), step)
             last = now
 
-        if before:
-            write(b"".join(before), first - 1)
+        for step, line in before:
+            begins[step] = file.tell()
+            write(line, first - 1)
         yield note
 
 
@@ -83,12 +86,13 @@ def in_json(loss: float) -> float | str:
     return loss if isfinite(loss) else str(loss)
 
 
-def _lines_before(path: Path, first: int) -> list[bytes]:
-    """The lines that a file of metrics has of steps before `first`."""
+def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
+    """The steps before `first` of which a file of metrics has lines, and these."""
     if not first or not path.is_file():
         return []
-    found = []
+    found = list[tuple[int, bytes]]()
     for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
-            found += [line] if json.loads(line)["step"] < first else []
+            step = json.loads(line)["step"]
+            found += [(step, line)] if step < first else []
     return found

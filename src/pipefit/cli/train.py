@@ -227,15 +227,16 @@ class _Told:
     """What the command says of checkpoints: the one that it goes on from, what saves take, what a break leaves."""
 
     def __init__(self, saving: Saving | None, resume: Path | None) -> None:
-        from pipefit.checkpoints import find
+        from pipefit.checkpoints import Candidates
 
-        self._saving, self.resumed, self.steps_done = saving, resume, 0
+        self._saving, self.steps_done = saving, 0
+        self.resumed = None if resume is None else Candidates(resume)
         self._bytes: dict[int, int] = {}  # of all workers, by step
         self._still_seconds: dict[int, float] = {}  # of the worker that stood still for the longest
-        if resume is not None:
-            checkpoint = find(resume)
-            self.resumed, self.steps_done = checkpoint.folder, checkpoint.manifest.step
-            on_stderr(f"going on from {self.resumed}, after step {self.steps_done}")
+        if self.resumed is not None:
+            checkpoint = self.resumed.take()
+            self.steps_done = checkpoint.manifest.step
+            on_stderr(f"going on from {checkpoint.folder}, after step {self.steps_done}")
 
     def saved(self, saved: Saved) -> None:
         """What a save took one worker."""

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipefit import __version__
-from pipefit.checkpoints.folders import find
+from pipefit.checkpoints.folders import Candidates, Checkpoint, whole
 from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
+from pipefit.checkpoints.owner import Owner, new_owner, restarted_since, utc
 from pipefit.checkpoints.plain import load_weights
-from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, in_one_line
+from pipefit.errors import (
+    DamagedCheckpoint,
+    FileError,
+    OutOfMemory,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    SaveFailed,
+    in_one_line,
+)
 from pipefit.pieces import adapter
 from pipefit.plans import Plan
 from pipefit.readable import path_of
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.naming import Names
-from pipefit.runtime.restoring import check_task, check_weight, restore, state_of, whole_likes
+from pipefit.runtime.restoring import check_task, check_weight, read_for, restore, state_of, whole_likes
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import OnSave, Saved, Saver, Target
 from pipefit.runtime.snapshot import Snapshot, snapshot
@@ -34,9 +47,9 @@ from pipefit.schedule.room import snapshot_shortage
 from pipefit.texts import printable
 from pipefit.trace import Category
 from pipefit.units import format_bytes
-from pipefit.validation import whole
+from pipefit.validation import whole as whole_number
 
-OnFailedSave = Callable[[FileError], None]
+OnFailedSave = Callable[[SaveFailed], None]
 
 
 class Checkpointing:
@@ -49,7 +62,10 @@ class Checkpointing:
         workers: how many processes train together.
         rank: of this one.
         on_save: called with whether this process waits for others, again and again in a save.
+        on_load: the same where it loads.
         on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
+        owner: the run that trains; a new training's unless given.
+        held: a folder that another process holds for it.
     """
 
     def __init__(
@@ -61,7 +77,10 @@ class Checkpointing:
         workers: int,
         rank: int,
         on_save: OnSave,
+        on_load: OnSave,
         on_failed_save: OnFailedSave | None,
+        owner: Owner | None = None,
+        held: Path | None = None,
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
         self._all = [stage for runner in runners for stage in runner.stages.values()]
@@ -70,6 +89,9 @@ class Checkpointing:
         device = self._all[0].device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_save)
         self._on_failed_save = on_failed_save or _warn
+        self._on_load = on_load
+        self.owner, self._held = owner or new_owner(plan.headline), held
+        self._first, self._damaged = 0, list[Path]()  # steps before this run, and checkpoints that it passed over
         self._stands_still = False  # whether it has been told that there is no room for copies
         self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
 
@@ -86,12 +108,22 @@ class Checkpointing:
             UsageError: something that is trained cannot be written; names it.
         """
         if keep is not None:
-            whole("keep", keep, 1)
+            whole_number("keep", keep, 1)
         devices = {number: stage.devices[0] for number, stage in enumerate(self.plan.stages)}
         scale = self._scale()
         seed = self._all[0].seed
+        folder = path_of(directory)
+        target = Target(
+            directory=folder,
+            step=step,
+            keep=keep,
+            owner=self.owner,
+            first=self._first,
+            aside=self._damaged,
+            held=self._held == folder,
+        )
         self._saver.save(
-            Target(directory=path_of(directory), step=step, keep=keep),
+            target,
             lambda: snapshot(self._ranks, self.names, devices, self._rank, once=True),
             self._shortage,
             lambda parts: self._manifest(parts, step, seed, scale),
@@ -110,18 +142,44 @@ class Checkpointing:
         for failure in self._saver.failures():
             self._on_failed_save(failure)
 
+    def release(self) -> None:
+        """Let other trainings save to the folders of this one."""
+        self._saver.release()
+
+    def resume(self, directory: Path) -> int | None:
+        """Hold a folder for this training, and take up the newest checkpoint in it; the batches that it has taken, or
+        None if there is none. All workers call it together.
+
+        Raises:
+            FileError: another training holds it, or worker 0 could not; or as `load`.
+            OutOfMemory: the optimizer's state does not fit a device.
+        """
+        self.wait()
+        error, steps = None, 0
+        if self._rank == 0 and self._held != directory:
+            try:
+                self._saver.hold(directory, self.owner)
+                steps = len(whole(directory))
+            except FileError as failed:
+                error = failed
+        if self._saver.which(error is not None, self._on_load):
+            raise error or FileError(f"worker 0 cannot hold {printable(str(directory))}, and tells why")
+        return self.load(directory) if self._saver.which(bool(steps), self._on_load) else None
+
     def load(self, path: str | os.PathLike[str]) -> int:
         """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
 
         Raises:
-            FileError: there is none; it is damaged, or of another task.
+            FileError: there is none; it is damaged, or of another task, or of a training that took the folder while
+                torchrun started this one again.
             OutOfMemory: the optimizer's state does not fit a device.
         """
         self.wait()
-        checkpoint = find(path)
-        check_task(checkpoint, self.plan.profile)
+        candidates = Candidates(path)
+        checkpoint, tensors = self._read(candidates)
+        manifest = checkpoint.manifest
         try:
-            restore(checkpoint, self._all, self.names)
+            restore(checkpoint, tensors, self._all, self.names)
         except (PipefitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an optimizer or scheduler makes of values that it has not written
@@ -131,7 +189,46 @@ class Checkpointing:
             ) from error
         for runner in self.runners:
             _count(runner)
-        return checkpoint.manifest.step
+        self.owner = replace(self.owner, training=manifest.owner.training)
+        self._first, self._damaged = manifest.step, candidates.damaged
+        return manifest.step
+
+    def _read(self, candidates: Candidates) -> tuple[Checkpoint, dict[str, Tensor]]:
+        """The newest checkpoint that all workers can read, and what this one needs of it."""
+        while True:
+            checkpoint = candidates.take()
+            step = checkpoint.manifest.step
+            steps = self._saver.exchanged(step, self._on_load)
+            if step > min(steps):
+                candidates.pass_over(DamagedCheckpoint(f"worker {steps.index(min(steps))} cannot read it"))
+            if max(steps) > min(steps):
+                continue
+            try:
+                check_task(checkpoint, self.plan.profile)
+                self._check_run(checkpoint)
+                error, tensors = None, read_for(checkpoint, self._all, self.names)
+            except DamagedCheckpoint as damage:
+                error, tensors = damage, {}
+            failed = self._saver.which(error is not None, self._on_load)
+            if not failed:
+                return checkpoint, tensors
+            if error is None and candidates.named:
+                raise PeerLost(f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}, and says why")
+            candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
+
+    def _check_run(self, checkpoint: Checkpoint) -> None:
+        """Check that a start by torchrun goes on from no checkpoint that another training has saved meanwhile.
+
+        Raises:
+            FileError: it does.
+        """
+        manifest, since = checkpoint.manifest, restarted_since()
+        if self._rank or since is None or manifest.owner.run == self.owner.run or manifest.saved_seconds < since:
+            return
+        raise FileError(
+            f"{printable(str(checkpoint.folder))} is of another training, {manifest.owner}, which saved it at "
+            f"{utc(manifest.saved_seconds)}, after this one had begun: give each training a folder of its own"
+        )
 
     def state(self) -> StageState:
         """The state of this process's stages; of replicas that it runs, what is stored. Workers of a tensor group ask
@@ -197,6 +294,8 @@ class Checkpointing:
         return Manifest(
             pipefit_version=__version__,
             torch_version=str(torch.__version__),
+            owner=self.owner,
+            saved_seconds=time.time(),
             step=step,
             seed=seed,
             model=self.plan.profile.fingerprint,
@@ -213,7 +312,7 @@ class Checkpointing:
         )
 
 
-def _warn(failure: FileError) -> None:
+def _warn(failure: SaveFailed) -> None:
     warnings.warn(str(failure), PipefitWarning, stacklevel=4)
 
 

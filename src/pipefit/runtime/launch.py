@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pipefit.actions import COPIES, Action
+from pipefit.checkpoints.hold import Hold
 from pipefit.cost.communicators import tensor_groups
 from pipefit.errors import NotSaved, OutOfMemory, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
@@ -69,23 +70,11 @@ _PHASES = {
 }
 
 
-def launch(
-    task: bytes,
-    plan: Plan,
-    ordered: Orders,
-    *,
-    timeout_seconds: float,
-    start_seconds: float,
-    on_step: OnStep,
-    on_saved: OnSaved | None,
-) -> Trace:
-    """Train as ordered, once, by workers that each build the pickled task; the measured trace.
-
-    The arguments are those of `pipefit.runtime.restarts.train`.
+def check_startable() -> None:
+    """Check that workers can be started here.
 
     Raises:
         UsageError: this is not Linux, or a process that may start none.
-        PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(
@@ -97,18 +86,40 @@ def launch(
             "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in one with "
             "daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
         )
+
+
+def launch(
+    task: bytes,
+    plan: Plan,
+    ordered: Orders,
+    *,
+    timeout_seconds: float,
+    start_seconds: float,
+    on_step: OnStep,
+    on_saved: OnSaved | None,
+    hold: Hold | None = None,
+) -> Trace:
+    """Train as ordered, once, by workers that each build the pickled task; the measured trace.
+
+    The arguments are those of `pipefit.runtime.restarts.train`; the first worker shares the `hold` of the folder for
+    checkpoints, which is then held as long as one of both processes is there.
+
+    Raises:
+        PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
+    """
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved)
+    supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved, hold)
     try:
         supervisor.start(task)
         supervisor.until_done()
     finally:
         with interrupts_held():
             supervisor.stop()
-    if supervisor.unsaved:
-        raise NotSaved(supervisor.unsaved, supervisor.trace())
-    return supervisor.trace()
+    trace = supervisor.trace()
+    if supervisor.unsaved is not None:
+        raise NotSaved(supervisor.unsaved, trace)
+    return trace
 
 
 @dataclass(slots=True)
@@ -139,11 +150,13 @@ class _Supervisor:
     start_seconds: float
     on_step: OnStep
     on_saved: OnSaved | None
+    hold: Hold | None = None
     workers: list[_Worker] = field(default_factory=list)
     watch: Watch = field(default_factory=lambda: Watch(_LOOK_SECONDS))
     token: str = field(default_factory=new_token)  # by which the workers know each other
     meeting: int | None = None  # the file through which the workers find each other
-    unsaved: str = ""  # why a checkpoint at the end was not written, where that is no warning
+    unsaved: str | None = None  # why the last checkpoint of the training was not written
+    failed_saves: set[int] = field(default_factory=set)  # steps whose checkpoints have been told as not written
     slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
     stands_still: bool = False  # whether it has been told that a host has no room for copies of what is saved
 
@@ -166,7 +179,13 @@ class _Supervisor:
             self.meeting = os.memfd_create("pipefit-meeting")  # it ends with the last process that has it open
         meeting, context = Passed(self.meeting), forks()
         assignment = Assignment(
-            task=task, plan=self.plan, rank=rank, orders=self.orders, meeting=meeting, token=self.token
+            task=task,
+            plan=self.plan,
+            rank=rank,
+            orders=self.orders,
+            meeting=meeting,
+            token=self.token,
+            hold=None if self.hold is None or rank else Passed(self.hold.file),
         )
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
@@ -246,7 +265,7 @@ class _Supervisor:
         elif kind == "warning":
             warnings.warn(words[0], PipefitWarning, stacklevel=2)
         elif kind == "unsaved":
-            self.unsaved = self.unsaved or words[0]
+            self._hear_unsaved(*words)
         elif kind == "done":
             worker.result = tuple(words)
         elif kind == "error":
@@ -263,6 +282,14 @@ class _Supervisor:
             warnings.warn(saved.shortage, PipefitWarning, stacklevel=2)
         if self.on_saved is not None:
             self.on_saved(saved)
+
+    def _hear_unsaved(self, step: int, why: str) -> None:
+        """A checkpoint could not be written: told once, whatever workers say it; the last one as training has ended."""
+        if step == self.orders.steps:
+            self.unsaved = self.unsaved or why
+        elif step not in self.failed_saves:
+            self.failed_saves.add(step)
+            warnings.warn(why, PipefitWarning, stacklevel=2)
 
     def _raise_cause(self) -> None:
         """Give the other workers a moment to report, then raise the root cause."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from pipefit.checkpoints.folders import Checkpoint, find
+from pipefit.checkpoints.folders import Candidates, Checkpoint
+from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
@@ -26,7 +27,7 @@ class Orders:
     `numbers` says whether a traced model is compared with its chain at the start, `share_device` whether all workers
     compute on one GPU, `cap` whether GPUs reserve no more memory than the plan's devices have for it, `on_nan` what
     becomes of a training whose loss is infinite or nan. `resume` is the folder of the checkpoint after `first` steps,
-    `weights` a safetensors file or sharded model, from which the training starts.
+    `weights` a safetensors file or sharded model, from which the training starts. `owner` is the run that trains.
     """
 
     steps: int
@@ -39,6 +40,11 @@ class Orders:
     resume: str | None = None
     weights: str | None = None
     saving: Saving | None = None
+    owner: Owner | None = None
+
+    def after(self, checkpoint: Checkpoint) -> Orders:
+        """The same, going on from a checkpoint."""
+        return replace(self, first=checkpoint.manifest.step, resume=str(checkpoint.folder), weights=None)
 
 
 def orders(
@@ -50,16 +56,18 @@ def orders(
     share_device: bool,
     cap: bool,
     on_nan: OnNan,
-    resume: Path | None,
+    resume: Candidates | None,
     weights: Path | None,
     saving: Saving | None,
+    owner: Owner,
 ) -> Orders:
     """The orders of a training by `plan`; without a `seed` it is that of the checkpoint, or 0.
 
+    `owner` is the run of a new training; one that goes on from a checkpoint is of that checkpoint's.
+
     Raises:
         FileError: there is no checkpoint to go on from, or it is of another task; or there are no weights.
-        OutOfMemory: a host has no room for copies of what is saved.
-        UsageError: a number is out of range, or not that of the checkpoint; or the folder for checkpoints has others.
+        UsageError: a number is out of range, or not that of the checkpoint.
     """
     whole("steps", steps, 1)
     if seed is not None:
@@ -71,27 +79,25 @@ def orders(
     if weights is not None:
         load_weights(weights, ())  # none of them, but a file that is not there is told before a worker starts
     checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
-    first = 0 if checkpoint is None else checkpoint.manifest.step
     seed = (seed or 0) if checkpoint is None else checkpoint.manifest.seed
-    if saving is not None:
-        saving.check(first, plan, seed)
-    return Orders(
+    owner = owner if checkpoint is None else replace(owner, training=checkpoint.manifest.owner.training)
+    ordered = Orders(
         steps=steps,
         seed=seed,
         numbers=numbers,
         share_device=share_device,
         cap=cap,
         on_nan=on_nan,
-        first=first,
-        resume=None if checkpoint is None else str(checkpoint.folder),
         weights=None if weights is None else os.fspath(weights),
         saving=saving,
+        owner=owner,
     )
+    return ordered if checkpoint is None else ordered.after(checkpoint)
 
 
-def _resumed(path: Path, plan: Plan, steps: int, seed: int | None) -> Checkpoint:
-    """The checkpoint in `path`, from which a training of `steps` steps in all can go on."""
-    checkpoint = find(path)
+def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -> Checkpoint:
+    """The newest checkpoint of `candidates`, from which a training of `steps` steps in all can go on."""
+    checkpoint = candidates.take()
     check_task(checkpoint, plan.profile)
     checkpoint.check_headers()  # before anything starts; workers read the bytes, and hold them to their hashes
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))

@@ -9,19 +9,33 @@ question, ends the training. (torchrun's `--max-restarts`, but for the way to th
 from __future__ import annotations
 
 import os
+import pathlib
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isfinite
 
 from pipefit.capture.task import Task
-from pipefit.errors import NotSaved, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.checkpoints.folders import Candidates, set_aside
+from pipefit.checkpoints.hold import Hold
+from pipefit.checkpoints.owner import new_owner
+from pipefit.errors import (
+    DamagedCheckpoint,
+    FileError,
+    NotSaved,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    UsageError,
+    WorkerFailed,
+)
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
+from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, check_startable, launch
 from pipefit.runtime.orders import OnNan, Orders, Path, orders
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import not_finite
@@ -47,7 +61,7 @@ def train(
     on_step: OnStep | None = None,
     on_nan: OnNan = "warn",
     saving: Saving | None = None,
-    resume: Path | None = None,
+    resume: Path | Candidates | None = None,
     weights: Path | None = None,
     on_saved: OnSaved | None = None,
     restarts: int = 0,
@@ -68,8 +82,9 @@ def train(
         on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all devices.
             Steps that are trained again are told again.
         on_nan: whether a loss that is infinite or nan is told in a warning (`warn`), or ends the training (`stop`).
-        saving: where checkpoints go and when; None for none.
-        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on.
+        saving: where checkpoints go and when; None for none. The folder is this training's as long as it lasts.
+        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on. In a
+            folder, those that are damaged are passed over with a warning.
         weights: a safetensors file, or a folder with a sharded model, whose parameters and buffers the training starts
             from.
         on_saved: called with what a save took, by each worker, as training goes on after it.
@@ -82,8 +97,9 @@ def train(
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
         LossNotFinite: a loss is infinite or nan, and `on_nan` says `stop`.
-        NotSaved: a checkpoint is not written as the training ends, and `saving` says `stop`; it has losses and trace.
-        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used.
+        NotSaved: the checkpoint after the last step is not written; it has losses and trace.
+        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used; or another
+            training saves to the folder.
         UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
             numbers as a chain than as a module.
     """
@@ -93,7 +109,9 @@ def train(
     if whole("restarts", restarts, 0) and saving is None:
         raise UsageError("a restart goes on from a checkpoint: say where they are saved (saving; --save DIR)")
     plan = plan if replan is None else replan(plan)
-    start = orders(
+    source = resume if resume is None or isinstance(resume, Candidates) else Candidates(resume)
+    ordered = partial(
+        orders,
         plan,
         steps=steps,
         seed=seed,
@@ -101,30 +119,139 @@ def train(
         share_device=share_device,
         cap=cap,
         on_nan=on_nan,
-        resume=resume,
+        resume=source,
         weights=weights,
         saving=saving,
+        owner=new_owner(plan.headline),
     )
-    run = partial(
-        launch, pickled_task(task), timeout_seconds=timeout_seconds, start_seconds=start_seconds, on_saved=on_saved
-    )
-    told = _Told(start.first, on_step, on_nan)
-    restart = 0
+    begun = ordered()
+    if saving is not None:
+        saving.check(plan)
+    pickled = pickled_task(task)
+    check_startable()
+    with _held(begun) as hold:
+        run = partial(
+            launch, pickled, timeout_seconds=timeout_seconds, start_seconds=start_seconds, on_saved=on_saved, hold=hold
+        )
+        starts = _Starts(begun, ordered, source)
+        told = _Told(starts.first().first, on_step, on_nan)
+        return told.losses, _restarted(run, plan, starts, told, restarts, replan)
+
+
+def _restarted(
+    run: Callable[..., Trace], plan: Plan, starts: _Starts, told: _Told, restarts: int, replan: Replan | None
+) -> Trace:
+    """The trace of a training that starts again at most so many times where a worker fails."""
+    start, saving, restart = starts.begun, starts.begun.saving, 0
     while True:
         try:
-            return told.losses, _connected(partial(run, plan, start, on_step=told.step), told)
+            return _connected(partial(run, plan, start, on_step=told.step), told)
+        except DamagedCheckpoint as error:  # the one from which it was to start
+            start = starts.before(error)
+            told.begin(start.first)
+            continue
         except PipefitError as error:
             if saving is None:
                 raise
             if isinstance(error, NotSaved):
                 error.losses = told.losses
-            start, failure = _from_newest(start, saving), f"{error}; {saving.reached(told.steps_done)}"
-            if not isinstance(error, WorkerFailed) or restart == restarts or start.first == steps:
+            failure, again = f"{error}; {saving.reached(told.steps_done)}", start
+            if isinstance(error, WorkerFailed) and restart < restarts:
+                again = starts.newest()
+            if not isinstance(error, WorkerFailed) or restart == restarts or again.first == start.steps:
                 error.args = (f"{failure}{saving.way_on}",)
                 raise
+            start = again
         restart += 1
         plan = plan if replan is None else _planned_again(replan, plan, failure)
         told.go_on(start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan)
+
+
+@contextmanager
+def _held(start: Orders) -> Iterator[Hold | None]:
+    """Inside, this training holds the folder to which it saves, and nobody else saves there.
+
+    Raises:
+        FileError: another training holds it.
+    """
+    if start.saving is None or start.owner is None:
+        yield None
+        return
+    hold = Hold(pathlib.Path(start.saving.directory), start.owner)
+    hold.busy = True
+    try:
+        yield hold
+    finally:
+        hold.release()
+
+
+class _Starts:
+    """From where a training starts: as it began, or from the newest checkpoint that it has saved itself; never from
+    one of another training.
+
+    Args:
+        begun: its orders as it began.
+        ordered: makes them anew, from the newest checkpoint of `source` that has not been passed over.
+        source: the checkpoints from which it was to go on, if any.
+    """
+
+    def __init__(self, begun: Orders, ordered: Callable[[], Orders], source: Candidates | None) -> None:
+        self.begun, self._ordered, self._source = begun, ordered, source
+        self._own: Candidates | None = None  # checkpoints of this training, if it starts from one
+
+    def first(self) -> Orders:
+        """The orders of the first start, where the folder for checkpoints has none of another training.
+
+        Raises:
+            UsageError: it has.
+        """
+        self._set_aside(self._source)
+        saving, owner = self.begun.saving, self.begun.owner
+        if saving is not None and owner is not None:
+            saving.check_owner(self.begun.first, owner)
+        return self.begun
+
+    def newest(self) -> Orders:
+        """The orders of a start after a failure."""
+        saving, owner = self.begun.saving, self.begun.owner
+        assert saving is not None
+        assert owner is not None
+        self._own = Candidates(saving.directory, run=owner.run, above=self.begun.first)
+        return self._from_own()
+
+    def before(self, error: DamagedCheckpoint) -> Orders:
+        """The orders of a start where the last one has found its checkpoint damaged.
+
+        Raises:
+            FileError: there is no other to start from.
+        """
+        if self._own is not None:
+            self._own.pass_over(error)
+            return self._from_own()
+        if self._source is None:
+            raise error
+        self._source.pass_over(error)
+        self.begun = self._ordered()
+        self._set_aside(self._source)
+        return self.begun
+
+    def _from_own(self) -> Orders:
+        assert self._own is not None
+        again = replace(self.begun, numbers=False)
+        try:
+            again = again.after(self._own.take())
+        except FileError:
+            self._own.tell(f"training starts as it began, after step {again.first}")
+            self._set_aside(self._own)
+            self._own = None
+            return again
+        self._set_aside(self._own)
+        return again
+
+    def _set_aside(self, source: Candidates | None) -> None:
+        """Give damaged checkpoints in the folder for ours another name: the next ones may be of their steps."""
+        if source is not None and self.begun.saving is not None:
+            set_aside(pathlib.Path(self.begun.saving.directory), source.damaged)
 
 
 def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
@@ -140,18 +267,6 @@ def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
                 raise
             _warn(f"{error}; none of them has failed by itself, so they connect anew: start {start} of {_STARTS}")
     return run()
-
-
-def _from_newest(start: Orders, saving: Saving) -> Orders:
-    """The orders of a training that goes on from its newest checkpoint, or begins as before if it has saved none.
-
-    Checkpoints that were there before it began are not its own.
-    """
-    again = replace(start, numbers=False)
-    newest = saving.newest
-    if newest is None or newest[0] <= start.first:
-        return again
-    return replace(again, first=newest[0], resume=str(newest[1]), weights=None)
 
 
 def _planned_again(replan: Replan, plan: Plan, failure: str) -> Plan:
@@ -183,9 +298,14 @@ class _Told:
         if self._on_step is not None:
             self._on_step(report)
 
+    def begin(self, first: int) -> None:
+        """The training begins after `first` steps: what is known of later ones is forgotten."""
+        del self.losses[max(0, first - self._first) :]
+        self._first = min(first, self._first)
+
     def go_on(self, first: int, why: str, plan: Plan) -> None:
         """The training goes on after `first` steps, under that plan."""
-        del self.losses[first - self._first :]
+        self.begin(first)
         _warn(f"{why}, with {counted(len(plan.workers), 'worker')} on {printable(plan.cluster.name)}")
 
 

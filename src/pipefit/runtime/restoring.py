@@ -42,20 +42,29 @@ def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
         )
 
 
-def restore(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> None:
-    """Give `stages` the state of `checkpoint`, which has been checked to be of their task.
+def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> dict[str, Tensor]:
+    """The tensors of `checkpoint` that `stages` need, by their keys.
 
     Raises:
-        FileError: it is damaged, or lacks what the stages need; says what.
+        DamagedCheckpoint: a shard is missing or damaged.
+    """
+    own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
+    held = {name for stage in stages for name in _held_likes(stage)}
+    return checkpoint.read([t for t in checkpoint.manifest.tensors if t.name in (held if t.kind == "held" else own)])
+
+
+def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names) -> None:
+    """Give `stages` the state of `checkpoint`, which has been checked to be of their task; `tensors` are those that
+    they need of it.
+
+    Raises:
+        FileError: it lacks what the stages need; says what.
     """
     manifest = checkpoint.manifest
     for stage in stages:
         _check_batches(checkpoint, stage)
         _check_scale(checkpoint, stage)
-    own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
     held = {name: like for stage in stages for name, like in _held_likes(stage).items()}
-    wanted = [t for t in manifest.tensors if t.name in (held if t.kind == "held" else own)]
-    tensors = checkpoint.read(wanted)
     state = state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
     for stage in stages:
         _check_tensors(checkpoint, stage, state)

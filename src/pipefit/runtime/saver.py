@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.checkpoints import folders
+from pipefit.checkpoints.hold import Hold, check_holder
 from pipefit.checkpoints.manifest import Manifest, Part
+from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.shards import write_shard
-from pipefit.errors import FileError, PeerLost, PipefitError, all_lines, in_one_line
+from pipefit.errors import FileError, PeerLost, PipefitError, SaveFailed, all_lines, in_one_line
 from pipefit.runtime.snapshot import Snapshot, copied
 from pipefit.texts import printable
 
@@ -35,11 +37,19 @@ OnSave = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a checkpoint goes: the folder of all of them, the batches taken so far, and how many are kept."""
+    """Where a checkpoint goes: the folder of all of them, the batches taken so far, and how many are kept.
+
+    `owner` is the run that saves, which began after `first` steps; checkpoints `aside` it passed over then. `held` says
+    that another process holds the folder for it.
+    """
 
     directory: Path
     step: int
     keep: int | None
+    owner: Owner
+    first: int = 0
+    aside: Collection[Path] = ()
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +80,8 @@ class Saver:
         self.rank, self.workers, self.device, self.on_save = rank, workers, device, on_save
         self.last: Saved | None = None
         self._writing: _Writing | None = None
-        self._untold: list[FileError] = []
+        self._untold: list[SaveFailed] = []
+        self._holds: dict[Path, Hold] = {}  # of the first worker, from its first save to `release`
 
     def save(
         self,
@@ -95,27 +106,24 @@ class Saver:
         self.on_save(False)
         error: PipefitError | None = None
         short = ""
-        hold: folders.Hold | None = None
         partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
         try:
             found = take()
             short = shortage(found) if background else ""
             if self.rank == 0:
-                hold = folders.Hold(target.directory)
-                partial = folders.begin(target.directory, target.step)
+                partial = self._begun(target)
         except PipefitError as failed:
             error = failed
-        failures = self._which(error is not None)
-        at_once = not background or bool(self._which(bool(short)))
-        if hold is not None and failures:
-            hold.release()
+        failures = self.which(error is not None)
+        at_once = not background or bool(self.which(bool(short)))
         if error is not None:
             raise error
         if failures:
             return
         nbytes = found.nbytes
         tensors = found.tensors if at_once else copied(found.tensors, lambda: self.on_save(False))
-        self._writing = _Writing(self, target, partial, hold, tensors, replace(found, tensors={}), join)
+        self._writing = _Writing(self, target, partial, tensors, replace(found, tensors={}), join)
+        self._busy(target.directory, busy=True)
         self._writing.start()
         if at_once:  # the tensors are those that the next step changes
             self.wait()
@@ -134,15 +142,53 @@ class Saver:
             return
         self.on_save(False)
         self._join(writing, writing.done)
-        failures = self._which(writing.failure is not None)
+        failures = self.which(writing.failure is not None)
         if failures and writing.failure is None:
             writing.give_up(f"{_workers(failures)} could not write")
         self._join(writing, writing.ended)
         if self.rank == 0 and (failures or writing.failure is not None):
             folders.clear(writing.partial)
-        writing.release()
+        self._busy(writing.target.directory, busy=False)
         self.look()
         self._writing = None
+
+    def hold(self, directory: Path, owner: Owner) -> Hold:
+        """Hold a folder for `owner`, until `release` or the end of the process.
+
+        Raises:
+            FileError: another training holds it.
+        """
+        known = self._holds.get(directory)
+        if known is None or known.released:
+            known = self._holds[directory] = Hold(directory, owner)
+        return known
+
+    def release(self) -> None:
+        """Let others save to all folders that this process holds."""
+        while self._holds:
+            self._holds.popitem()[1].release()
+
+    def _begun(self, target: Target) -> Path:
+        """The folder into which a checkpoint is to be written, in one that this training holds.
+
+        Raises:
+            FileError: another training holds it, or has saved there; or it cannot be made.
+        """
+        anew = target.directory not in self._holds
+        if target.held:
+            check_holder(target.directory, target.owner)
+        else:
+            self.hold(target.directory, target.owner).check()
+        try:
+            return folders.begin(target.directory, target.step, target.owner, first=target.first, aside=target.aside)
+        except FileError:
+            if anew and (hold := self._holds.pop(target.directory, None)):
+                hold.release()  # as nothing of ours is there
+            raise
+
+    def _busy(self, directory: Path, *, busy: bool) -> None:
+        if hold := self._holds.get(directory):
+            hold.busy = busy
 
     def look(self) -> None:
         """Note whether the checkpoint that is being written has failed."""
@@ -151,7 +197,7 @@ class Saver:
             writing.told = True
             self._untold.append(writing.failure)
 
-    def failures(self) -> list[FileError]:
+    def failures(self) -> list[SaveFailed]:
         """Saves that have failed since the last call."""
         self.look()
         found, self._untold = self._untold, []
@@ -164,18 +210,29 @@ class Saver:
                 self.on_save(False)
             before = writing.written_bytes
 
-    def _which(self, this_one: bool) -> list[int]:
+    def which(self, this_one: bool, tell: OnSave | None = None) -> list[int]:
         """The workers that call it with True; all of them call it together."""
+        return [rank for rank, number in enumerate(self.exchanged(int(this_one), tell)) if number]
+
+    def exchanged(self, number: int, tell: OnSave | None = None) -> list[int]:
+        """The numbers of all workers, which call it together; `tell` is called instead of `on_save`.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        tell = tell or self.on_save
         numbers = torch.zeros(self.workers, dtype=torch.float64, device=self.device)
-        numbers[self.rank] = float(this_one)
+        numbers[self.rank] = float(number)
         if self.workers > 1:
-            self.on_save(True)
+            tell(True)
             try:
                 dist.all_reduce(numbers)
             except RuntimeError as error:
-                raise PeerLost(f"another worker is gone while a checkpoint is saved ({all_lines(error)})") from error
-            self.on_save(False)
-        return [rank for rank, number in enumerate(numbers.tolist()) if number]
+                raise PeerLost(
+                    f"another worker is gone while a checkpoint is saved or loaded ({all_lines(error)})"
+                ) from error
+            tell(False)
+        return [int(number) for number in numbers.tolist()]
 
 
 @dataclass
@@ -185,12 +242,11 @@ class _Writing:
     saver: Saver
     target: Target
     partial: Path
-    hold: folders.Hold | None  # of the first worker
     tensors: Mapping[str, Tensor] | None
     snapshot: Snapshot  # without its tensors
     join: Join
     written_bytes: int = 0
-    failure: FileError | None = None
+    failure: SaveFailed | None = None
     told: bool = False
     done: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
     ended: threading.Event = field(default_factory=threading.Event)
@@ -204,16 +260,11 @@ class _Writing:
         try:
             self.thread.start()
         except RuntimeError as error:  # the system has no thread left for us
-            self._end(FileError(self._sentence(error)))
+            self._end(SaveFailed(self._sentence(error), self.target.step))
 
     def give_up(self, why: str) -> None:
         """Wait for other workers no longer."""
         self.given_up = why
-
-    def release(self) -> None:
-        """Let other trainings save to the folder."""
-        if self.hold is not None:
-            self.hold.release()
 
     def _run(self) -> None:
         failure = None
@@ -223,11 +274,11 @@ class _Writing:
             if self.saver.rank == 0:
                 self._complete()
         except (OSError, PipefitError, ValueError, RuntimeError, MemoryError) as error:
-            failure = FileError(self._sentence(error))
+            failure = SaveFailed(self._sentence(error), self.target.step)
         finally:
             self._end(failure)
 
-    def _end(self, failure: FileError | None) -> None:
+    def _end(self, failure: SaveFailed | None) -> None:
         self.failure, self.tensors = failure, None
         self.done.set()
         self.ended.set()
@@ -248,8 +299,7 @@ class _Writing:
         parts = [folders.read_part(self.partial, rank) for rank in range(self.saver.workers)]
         folders.complete(self.partial, self.join(parts))
         if self.target.keep is not None:
-            folders.remove_old(self.target.directory, self.target.keep)
-        self.release()
+            folders.remove_old(self.target.directory, self.target.keep, self.target.owner.training)
 
     def _others(self) -> bool:
         """Wait for the parts of all workers; whether they have come."""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipefit.checkpoints.folders import check_writable, find, whole
-from pipefit.checkpoints.manifest import Manifest
+from pipefit.checkpoints.folders import check_writable, find, survey, whole
+from pipefit.checkpoints.owner import Owner
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.fingerprints import differences
 from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
 from pipefit.schedule import whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.schedule.room import snapshot_shortage
@@ -47,29 +45,43 @@ class Saving:
         """Whether there is a checkpoint after so many steps, of `last` in all."""
         return step % self.every == 0 or step == last
 
-    def check(self, first: int, plan: Plan, seed: int) -> None:
-        """Check that `directory` can be written to, and has no checkpoint of another training than this one.
+    def check_owner(self, first: int, owner: Owner) -> None:
+        """Check that `directory`, which `owner` holds, has no checkpoint of another training, nor of a later step than
+        the training's `first`.
 
-        That is one of a later step than the training's `first`, or of another model or seed. Hosts need room for copies
-        of what is saved, unless it is written `in_foreground`.
+        Raises:
+            FileError: its newest checkpoint cannot be read.
+            UsageError: it has: nobody could say later which are of which training, and `keep` would remove both.
+        """
+        for entry in reversed(survey(Path(self.directory))):
+            if entry.step > first and entry.obstacle:
+                raise UsageError(
+                    f"{printable(str(entry.folder))} is no whole checkpoint ({entry.obstacle}): remove it, or save to "
+                    "another folder"
+                )
+        newest = self.newest
+        if newest is None:
+            return
+        step, other = newest[0], find(newest[1]).manifest.owner
+        if step > first:
+            raise UsageError(
+                f"{printable(self.directory)} holds a checkpoint of step {step} already, and this training begins at "
+                f"{first}: go on from there (--resume), or save to another folder"
+            )
+        if other.training != owner.training:
+            raise UsageError(
+                f"{printable(self.directory)} holds checkpoints of another training, {other}: save to another folder"
+            )
+
+    def check(self, plan: Plan) -> None:
+        """Check that `directory` can be written to, and that hosts have room for copies of what is saved, unless it is
+        written `in_foreground`.
 
         Raises:
             OutOfMemory: a host has too little.
-            FileError: it cannot be written to, or its newest checkpoint cannot be read.
-            UsageError: it does: nobody could say later which are of which training, and `keep` would remove both.
+            FileError: it cannot be written to.
         """
         check_writable(Path(self.directory))
-        newest = self.newest
-        if newest and newest[0] > first:
-            raise UsageError(
-                f"{printable(self.directory)} holds a checkpoint of step {newest[0]} already, and this training "
-                f"begins at {first}: go on from there (--resume), or save to another folder"
-            )
-        if newest is not None and _of_another(find(newest[1]).manifest, plan.profile, seed):
-            raise UsageError(
-                f"{printable(self.directory)} holds checkpoints of another training, of another model or with another "
-                "seed: save to another folder"
-            )
         missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
         if missing:
             raise OutOfMemory(
@@ -90,8 +102,3 @@ class Saving:
     def reached(self, steps_done: int) -> str:
         """How far the training came, and what is left of it."""
         return f"steps done: {steps_done}, last saved: {self.newest[0] if self.newest else 'none'}"
-
-
-def _of_another(manifest: Manifest, profile: ModelProfile, seed: int) -> bool:
-    """Whether a checkpoint is of another training than one of this model with this seed."""
-    return manifest.seed != seed or bool(differences(manifest.model, profile.fingerprint, profile.layers))

@@ -29,10 +29,12 @@ from pipefit.capture.caller import recording, refuse_elsewhere, refuse_gradients
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
+from pipefit.checkpoints.owner import Owner
 from pipefit.errors import UsageError
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
+from pipefit.readable import path_of
 from pipefit.runtime.assembly import assemble
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback
@@ -83,6 +85,8 @@ class Trainer:
         on_failed_save: called with why a checkpoint was not written, as the next step ends; unless given, it warns.
         on_save: called with whether this worker waits for others, again and again in a save; for supervision.
         on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
+        owner: the run that its checkpoints are of; unless given, that of a new training.
+        held: the folder of checkpoints that another process holds for this run.
 
     Warns (`PipefitWarning`) where the profile is of another processor, torch release or number of threads; where the
     numbers could not be compared; and, on emulated devices, of operations whose kernels could not be measured.
@@ -109,6 +113,8 @@ class Trainer:
         on_failed_save: OnFailedSave | None = None,
         on_save: OnSave = lambda waits: None,
         on_weights: OnWeights = lambda waits: None,
+        owner: Owner | None = None,
+        held: str | None = None,
     ) -> None:
         seed_number(seed)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
@@ -154,7 +160,16 @@ class Trainer:
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
-            plan, self.runners, names, workers=count, rank=self.rank, on_save=on_save, on_failed_save=on_failed_save
+            plan,
+            self.runners,
+            names,
+            workers=count,
+            rank=self.rank,
+            on_save=on_save,
+            on_load=on_weights,
+            on_failed_save=on_failed_save,
+            owner=owner,
+            held=None if held is None else path_of(held),
         )
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # those of the checkpoint that was loaded
@@ -217,11 +232,12 @@ class Trainer:
         """End what is in flight under an endless schedule; the losses of batches that `step` has not returned.
 
         `evaluate`, `save`, `load`, `state` and `state_dict` end it too, so that all of these have to be called on every
-        worker. Returns when the last checkpoint is on the disk.
+        worker. Returns when the last checkpoint is on the disk; other trainings may save to its folder then.
         """
         self._drain()
         self._checkpoints.wait()
         self._checkpoints.tell_failures()
+        self._checkpoints.release()
         return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
@@ -297,9 +313,12 @@ class Trainer:
         this one's memory have no room, which is told in a warning, it is written before the call returns. Of the older
         checkpoints in `directory` the newest stay, so that there are `keep`; all stay without it. See `saved`.
 
+        From its first save on the folder is this training's, until `finish` or the end of the process.
+
         Raises:
             UsageError: batches wait for an update, or something that is trained cannot be written; names it.
-            FileError: the folder cannot be made, or has this checkpoint already, or a later one.
+            FileError: the folder cannot be made, or has this checkpoint already, or a later one; or another training
+                saves there, or has done so.
         """
         if self._accumulated:
             raise UsageError(
@@ -310,6 +329,11 @@ class Trainer:
         self._checkpoints.save(directory, self.steps_done, keep=keep, background=background)
 
     @property
+    def owner(self) -> Owner:
+        """The training, and its run, that checkpoints of this trainer are of."""
+        return self._checkpoints.owner
+
+    @property
     def saved(self) -> Saved | None:
         """What the last save took; None before the first."""
         return self._checkpoints.saved
@@ -318,15 +342,31 @@ class Trainer:
         """Go on from a checkpoint, or the newest whole one in a folder of them; how many batches it has seen.
 
         The plan may be another than the one that saved it. Training then goes on as if it had never stopped: what
-        decides the next step is all from the checkpoint, options of the optimizer and the seed included.
+        decides the next step is all from the checkpoint, options of the optimizer and the seed included. In a folder of
+        checkpoints, one that is damaged is passed over with a warning, and the one before it taken; all workers take
+        the same.
 
         Raises:
-            FileError: there is no checkpoint, it is damaged, or it is of another task.
+            FileError: there is no checkpoint, it is damaged, or it is of another task; or torchrun has started this
+                training again, and it is of another one.
             OutOfMemory: the optimizer's state does not fit a device.
         """
         self._drain()
-        self._accumulated, self._steps_before = 0, self._checkpoints.load(path) - len(self._step_seconds)
-        return self.steps_done
+        return self._goes_on(self._checkpoints.load(path))
+
+    def resume(self, directory: str | os.PathLike[str]) -> int:
+        """Hold `directory` for this training, and go on from its newest checkpoint, if there is one; how many batches
+        have been trained.
+
+        A script that may be started again begins with it: another training that saves there is refused from then on,
+        until `finish` or the end of the process. All workers call it together.
+
+        Raises:
+            FileError: another training saves there; or as `load`.
+            OutOfMemory: the optimizer's state does not fit a device.
+        """
+        self._drain()
+        return self._goes_on(self._checkpoints.resume(path_of(directory)))
 
     # ---------------------------------------------------------------- inside
 
@@ -340,6 +380,12 @@ class Trainer:
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=self.rank)
         return trained, chain
+
+    def _goes_on(self, steps: int | None) -> int:
+        """So many batches were trained before the next one, if a checkpoint was loaded."""
+        if steps is not None:
+            self._accumulated, self._steps_before = 0, steps - len(self._step_seconds)
+        return self.steps_done
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began

@@ -36,6 +36,7 @@ from pipefit.errors import (
     PeerLost,
     PipefitError,
     PipefitWarning,
+    SaveFailed,
     UsageError,
     WorkerFailed,
     all_lines,
@@ -51,6 +52,7 @@ from pipefit.runtime.processes import Inherited, Passed
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.token import TOKEN, check_members
 from pipefit.runtime.trainer import Trainer
+from pipefit.texts import printable
 from pipefit.trace import DeviceTrace
 
 # What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
@@ -73,6 +75,7 @@ class Assignment:
     orders: Orders
     meeting: Passed  # an empty file, through which the workers find each other
     token: str  # by which they know each other
+    hold: Passed | None = None  # the lock on the folder for checkpoints, which the first worker keeps open
 
 
 class Heartbeat:
@@ -202,11 +205,13 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
             on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
             callbacks=[told.hear],
+            owner=orders.owner,
+            held=None if orders.saving is None else orders.saving.directory,
         )
     if trainer.not_compared:
         pipe.send(("warning", trainer.not_compared))
     if orders.resume is not None:
-        trainer.load(orders.resume)
+        _load(trainer, orders.resume, orders)
     if orders.weights is not None:
         trainer.load_weights(orders.weights)
     if rendezvous is not None:
@@ -217,6 +222,20 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
         dist.destroy_process_group()
     trace = trainer.trace
     return trace.devices[workers[assignment.rank]], trace.step_seconds
+
+
+def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
+    """Take up the checkpoint in `folder`.
+
+    Raises:
+        FileError: it is not the one that was there when the orders were made.
+    """
+    steps = trainer.load(folder)
+    if steps != orders.first or (orders.owner is not None and trainer.owner.training != orders.owner.training):
+        raise FileError(
+            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, and step "
+            f"{orders.first} of {orders.owner} was there"
+        )
 
 
 def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
@@ -274,17 +293,17 @@ class _Told:
         try:
             trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)
         except FileError as failure:
-            self.failed_save(failure)
+            self.failed_save(SaveFailed(str(failure), trainer.steps_done))
         else:
             if trainer.saved is not None and trainer.saved.step == trainer.steps_done:  # all workers have begun it
                 self._pipe.send(("saved", trainer.saved))
 
-    def failed_save(self, failure: FileError) -> None:
+    def failed_save(self, failure: SaveFailed) -> None:
         """A checkpoint that could not be written, which may end the training."""
         stops = self._saving is not None and self._saving.on_failure == "stop"
         if stops and not self.over:
             raise failure
-        self._pipe.send(("unsaved" if stops else "warning", str(failure)))
+        self._pipe.send(("unsaved", failure.step, str(failure)))
 
 
 def not_finite(step: int, loss: float) -> str:

@@ -1,0 +1,257 @@
+"""The right to save to a folder, which one training has at a time, for as long as it lives.
+
+The holder has a lock on the file `training.lock` in the folder, which names it. The system takes the lock back however
+the holder ends, and then the file means nothing. Locks reach across machines where the shared file system passes them
+on, as NFS does unless it is mounted with `nolock` or `local_lock`. Where there are no locks at all, the file itself
+counts. Where locks stay on one machine, the later training writes its own name into the file, which the earlier one
+finds at its next save; and every save looks whose the newest checkpoint is (`folders.begin`).
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import socket
+import stat
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipefit.checkpoints.owner import Owner, process_start
+from pipefit.errors import FileError
+from pipefit.texts import printable
+
+LOCK = "training.lock"
+_LARGEST = 1 << 16  # bytes that the file may have
+_TRIES = 100
+_NAMING_SECONDS = 1.0  # from its lock to its name a holder takes a moment
+_WAY_OUT = "wait until it has ended, or save to another folder"
+
+
+class Hold:
+    """Hold `directory`, which is made if it is not there, for `owner`; until `release`, or the end of the process.
+
+    A hold of this process on the same folder is taken over, unless it is `busy`: an object that has trained and is not
+    used any more keeps nobody from going on.
+
+    Raises:
+        FileError: another training holds it, which is named; or the folder cannot be made; or this is Windows.
+    """
+
+    def __init__(self, directory: Path, owner: Owner) -> None:
+        if not hasattr(os, "O_DIRECTORY"):
+            raise FileError(
+                "checkpoints are not saved on Windows, whose folders cannot be held: train without, or on Linux"
+            )
+        self.directory, self.owner, self.busy = directory, owner, False
+        self._path = directory.absolute() / LOCK
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{_named(directory)} cannot be made: {error.strerror}; save to another folder") from None
+        self.file = self._locked()
+        self._give_up = weakref.finalize(self, _released, self._path, self.file, os.getpid())
+        _HOLDS.add(self)
+        self._write_name()
+
+    def release(self) -> None:
+        """Let others save there."""
+        self._give_up()
+
+    @property
+    def released(self) -> bool:
+        """Whether others may save there."""
+        return not self._give_up.alive
+
+    def check(self) -> None:
+        """Check that the folder is still this training's, as far as its file can show.
+
+        Raises:
+            FileError: another training has taken it, which is named; or the file is gone.
+        """
+        check_holder(self.directory, self.owner)
+
+    def _locked(self) -> int:
+        """The file, open and locked."""
+        for _ in range(_TRIES):
+            file = _opened(self._path)
+            try:
+                locked = _lock(file)
+                if not _is(file, self._path):
+                    os.close(file)  # its holder has just ended, and removed it
+                    continue
+                if not locked:
+                    self._check_no_holder(file)
+            except BlockingIOError:
+                other = next((hold for hold in _ours() if not hold.released and _is(file, hold._path)), None)
+                if other is not None and not other.busy:
+                    os.close(file)
+                    other.release()
+                    continue
+                holder = _holder_of(file)
+                os.close(file)
+                raise FileError(_held(self.directory, holder)) from None
+            except FileError:
+                os.close(file)
+                raise
+            return file
+        raise FileError(f"{_named(self._path)} changes all the time: save to another folder")
+
+    def _check_no_holder(self, file: int) -> None:
+        """Check, where there are no locks, that the file names nobody who may be alive."""
+        holder = _read(file)
+        if holder is None or (holder.host == socket.gethostname() and not _lives(holder)):
+            return
+        raise FileError(
+            f"{_held(self.directory, holder)}; this file system has no locks that would say whether it has ended: if "
+            f"it has, remove {_named(self._path)}"
+        )
+
+    def _write_name(self) -> None:
+        with suppress(OSError):  # a full disk keeps nobody from holding a folder, without a name
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, json.dumps(asdict(self.owner), indent=1).encode(), 0)
+
+
+def check_holder(directory: Path, owner: Owner) -> None:
+    """Check that the lock file in `directory` names this run, or nobody.
+
+    Raises:
+        FileError: it names another, or is gone.
+    """
+    try:
+        file = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileError(
+            f"{_named(directory / LOCK)}, by which this training holds its folder, cannot be read any more "
+            f"({error.strerror}): save to another folder"
+        ) from None
+    try:
+        holder = _read(file)
+    finally:
+        os.close(file)
+    if holder is not None and holder.run != owner.run:
+        raise FileError(_held(directory, holder))
+
+
+def _named(path: Path) -> str:
+    return printable(os.fspath(path))
+
+
+def _held(directory: Path, holder: Owner | None) -> str:
+    who = "another training" if holder is None else f"another training, {holder},"
+    return f"{who} saves to {_named(directory)}: {_WAY_OUT}"
+
+
+def _opened(path: Path) -> int:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise FileError(
+            f"{_named(path)}, by which a training holds its folder, cannot be opened: {error.strerror}; save to "
+            "another folder"
+        ) from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise FileError(f"{_named(path)} is not a regular file: remove it, or save to another folder")
+    return file
+
+
+def _lock(file: int) -> bool:
+    """Lock it; False where there are no locks.
+
+    Raises:
+        BlockingIOError: another one has the lock.
+    """
+    import fcntl  # not on Windows, where checkpoints are read and none is saved
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise BlockingIOError(error.errno, error.strerror) from None
+        return False
+    return True
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        there = os.lstat(path)
+    except OSError:
+        return False
+    here = os.fstat(file)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _holder_of(file: int) -> Owner | None:
+    """Who holds the file; it may be about to write its name."""
+    until = time.monotonic() + _NAMING_SECONDS
+    while (holder := _read(file)) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return holder
+
+
+def _read(file: int) -> Owner | None:
+    """The owner that a lock file names; None where it names none."""
+    try:
+        found: Any = json.loads(os.pread(file, _LARGEST, 0))
+        return Owner(**found) if _is_owner(found) else None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _is_owner(found: Any) -> bool:
+    kinds: dict[str, Any] = {
+        "training": str,
+        "run": str,
+        "host": str,
+        "pid": int,
+        "started_seconds": (int, float),
+        "plan": str,
+    }
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+
+
+def _lives(owner: Owner) -> bool:
+    """Whether the process of a run on this machine may still be there."""
+    started = process_start(owner.pid)
+    return started is not None and started < owner.started_seconds + 1
+
+
+_HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def _ours() -> list[Hold]:
+    gc.collect()  # of trainers that nobody has any more
+    return list(_HOLDS)
+
+
+def _released(path: Path, file: int, process: int) -> None:
+    """Unlock explicitly, as other processes may have the file open too; and leave nothing behind."""
+    import fcntl
+
+    if os.getpid() == process:
+        with suppress(OSError):
+            if _is(file, path):
+                os.unlink(path)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def _let_go_in_forks() -> None:
+    """A fork has no part in what its parent holds: if it lives longer, the folder must be free."""
+    for hold in list(_HOLDS):
+        if hold._give_up.detach():
+            with suppress(OSError):
+                os.close(hold.file)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_forks)

@@ -1,0 +1,318 @@
+"""A training's folder is its own: two and three trainings on one folder, started, killed and restarted in any order.
+
+Never is a step of one training loaded by another, and never does one end with code 0 and another's losses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipefit.checkpoints import find, folders, owner
+from pipefit.checkpoints.hold import LOCK, check_holder
+from pipefit.cli import main
+from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning
+from pipefit.runtime import train
+from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.saving import Saving
+from resuming import SEED, batches_of, mortal, named, plan_for, trainer_for, undisturbed
+from trainings import EVERY, ROOT, STEPS, Training
+
+NEXT = SEED + 50  # the seed of another training
+Begin = Callable[..., Training]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Makes trainings that save to one folder."""
+    made = list[Training]()
+
+    def training(name: str, seed: int, **options: Any) -> Training:
+        made.append(Training(tmp_path / name, tmp_path / "runs", seed, **options))
+        return made[-1]
+
+    yield training
+    for one in made:
+        one.close()
+
+
+def trainings_in(runs: Path) -> set[str]:
+    """The trainings of which there are checkpoints in a folder."""
+    return {find(folder).manifest.owner.training for _, folder in folders.whole(runs)}
+
+
+def assert_right(training: Training, code: int, losses: list[float], seed: int) -> None:
+    """Losses with code 0 are those of a training that nobody has disturbed."""
+    assert code or losses == undisturbed(training.steps, seed)[-len(losses) :] != []
+
+
+def test_a_second_training_is_refused_while_the_first_one_lives(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first save too, with the name of the first; and a worker of that one that is killed costs a restart
+    from its own steps, with the losses of an undisturbed training.
+    """
+    first, second = begin("first", SEED), begin("second", NEXT)
+    first.waits_at(1)
+    first.dies_at("1-5-1F0")
+    pid = first.start("--restarts", "1").pid
+    first.until_at(1)
+    assert main(second.command()) == 6
+    who = rf"another training, \w{{8}} \(.*2 stages on .*\), process {pid} on .+, started .* UTC, saves to "
+    assert re.search(who, capsys.readouterr().err)
+    first.goes_on(1)
+    code, losses, said = first.end()
+    assert (code, losses) == (0, undisturbed(STEPS)), said
+    assert "restart 1 of 1 goes on after step" in said
+    assert len(trainings_in(tmp_path / "runs")) == 1
+    assert not (tmp_path / "runs" / LOCK).exists()
+
+
+WHAT_HAPPENS = ("ends", "worker killed", "killed", "killed and resumed")
+WHEN = ("before its first save", "after its first save", "after its end")
+HOW = ("fresh", "resumes", "resumes with its seed")
+
+
+def second_start(second: Training, how: str) -> None:
+    more = [] if how == "fresh" else ["--resume", str(second.runs)]
+    second.start(*more, "--restarts", "1", seed=how != "resumes")
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize(("what", "when", "how"), list(product(WHAT_HAPPENS, WHEN, HOW)))
+def test_any_order_of_starts_and_kills(what: str, when: str, how: str, begin: Begin, tmp_path: Path) -> None:
+    """The first training ends, loses a worker, or is killed with or without going on; the second one begins before or
+    after the first save or the end, anew or by going on; then a third begins. Code 0 means the losses of the training
+    whose steps are in the folder.
+    """
+    first, second, third = begin("first", SEED), begin("second", NEXT), begin("third", NEXT + 50)
+    step = {"before its first save": 1, "after its first save": 5, "after its end": 5}[when]
+    first.waits_at(step)
+    if what == "worker killed":
+        first.dies_at("0-6-0B1")
+    first.start("--restarts", "1")
+    first.until_at(step)
+    if when != "after its end":
+        second_start(second, how)
+        code, losses, said = second.end()
+        assert code == 6 and not losses
+        if how == "fresh" or when == "after its first save":
+            assert f"process {first.processes[-1].pid} on" in said or f"trained with seed {SEED}" in said
+    if what.startswith("killed"):
+        first.kill()
+        if when == "after its end":
+            second_start(second, how)
+            code, losses, _ = second.end()
+            assert_right(second, code, losses, SEED if how == "resumes" else NEXT)
+            assert (code == 0) == (how == "resumes")
+        if what == "killed and resumed":
+            first.goes_on(step)
+            first.start("--restarts", "1", *(["--resume", str(first.runs)] if folders.whole(first.runs) else []))
+            code, losses, _ = first.end()
+            assert_right(first, code, losses, SEED)
+            assert code == 0 or (when, how) == ("after its end", "resumes")
+    else:
+        first.goes_on(step)
+        code, losses, said = first.end()
+        assert code == 0, said
+        assert_right(first, code, losses, SEED)
+        if when == "after its end":
+            second_start(second, how)
+            assert second.end()[0] == 2
+    before = folders.whole(tmp_path / "runs")
+    third.start()
+    code, losses, _ = third.end()
+    assert code == (2 if before else 0)
+    assert_right(third, code, losses, third.seed)
+    assert len(trainings_in(tmp_path / "runs")) == 1
+
+
+# -------------------------------------------------------------------- restarts, from their own steps alone
+
+
+def test_a_restart_goes_on_from_no_step_of_another(tmp_path: Path) -> None:
+    """Where no lock keeps it out: what another training saves there is passed over and told, and is not touched; saves
+    behind it fail by its name, so that the training does not end as if all were well.
+    """
+    plan, runs, deaths = plan_for("dropout", "1f1b", (3, 3)), tmp_path / "runs", tmp_path / "deaths"
+    other, batch = trainer_for("dropout", plan, seed=NEXT), batches_of("dropout")[0]
+    for _ in range(4):
+        other.step(batch)
+    other.save(tmp_path / "theirs", background=False)
+    deaths.mkdir()
+    for name in ("wait-5", "1-5-1F0"):
+        (deaths / name).touch()
+
+    def comes(report: StepReport) -> None:
+        if report.step == 4 and (deaths / "wait-5").exists():
+            (tmp_path / "theirs" / "step-00000004").rename(runs / "step-00000004")
+            (deaths / "wait-5").unlink()
+
+    with pytest.warns(PipefitWarning) as told, pytest.raises(NotSaved, match="00000004 is of another train") as caught:
+        train(
+            partial(mortal, str(deaths)),
+            plan,
+            steps=STEPS,
+            seed=SEED,
+            numbers=False,
+            saving=Saving(directory=str(runs), every=EVERY),
+            restarts=1,
+            on_step=comes,
+        )
+    said = "\n".join(str(one.message) for one in told)
+    assert caught.value.losses == undisturbed(STEPS)
+    assert re.search(r"step-00000004 is passed over: it is of another training, .*; .*step-00000003 is taken", said)
+    assert "restart 1 of 1 goes on after step 3" in said
+    assert find(runs / "step-00000004").manifest.owner == other.owner
+
+
+def flip(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit of a shard is flipped": lambda folder: flip(folder / "worker-00001.safetensors"),
+    "a shard is missing": lambda folder: (folder / "worker-00001.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_path: Path) -> None:
+    """A newer one that is damaged is told and set aside, and the steps since the one before are trained again."""
+    task, plan, runs = partial(named, "dropout"), plan_for("dropout", "1f1b", (3, 3)), tmp_path / "runs"
+    saving = Saving(directory=str(runs), every=2)
+    train(task, plan, steps=6, seed=SEED, numbers=False, saving=saving)
+    DAMAGES[damage](runs / "step-00000006")
+    with pytest.warns(PipefitWarning, match=r"step-00000006 is passed over: .*; .*step-00000004 is taken instead"):
+        losses, _ = train(task, plan, steps=8, numbers=False, saving=saving, resume=runs)
+    assert losses == undisturbed(8)[4:]
+    assert sorted(path.name for path in runs.iterdir()) == [
+        *(f"step-{step:08d}" for step in (2, 4, 6)), "step-00000006.damaged", "step-00000008",
+    ]  # fmt: skip
+    with pytest.raises(DamagedCheckpoint, match="damaged/"):
+        train(task, plan, steps=8, numbers=False, resume=runs / "step-00000006.damaged")
+
+
+# -------------------------------------------------------------------- trainers in scripts of one's own
+
+
+def test_a_trainer_saves_behind_its_own_steps_alone(tmp_path: Path) -> None:
+    """One that has not gone on from them is refused, and one that has is their training's; the first, which the folder
+    was taken from, is refused then.
+    """
+    first, second, third = (trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))) for _ in range(3))
+    batches = batches_of("dropout")
+    for trainer in (first, second, second):
+        trainer.step(batches[0])
+    first.save(tmp_path, background=False)
+    with pytest.raises(FileError, match=r"step-00000001 is of another training, .*: save to another folder"):
+        second.save(tmp_path)
+    assert third.load(tmp_path) == 1
+    assert third.owner.training == first.owner.training != second.owner.training
+    third.step(batches[1])
+    third.save(tmp_path)
+    third.finish()
+    first.step(batches[1])
+    first.step(batches[1])
+    with pytest.raises(FileError, match=r"step-00000002 is of another training"):
+        first.save(tmp_path)
+    assert [step for step, _ in folders.whole(tmp_path)] == [1, 2]
+
+
+def test_a_script_holds_its_folder_from_its_first_line(tmp_path: Path) -> None:
+    """`resume` on an empty folder: it is held until the script has finished."""
+    trainer = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3)))
+    assert trainer.resume(tmp_path) == 0
+    check_holder(tmp_path, trainer.owner)
+    trainer.step(batches_of("dropout")[0])
+    trainer.save(tmp_path)
+    assert trainer.resume(tmp_path) == 1
+    assert (tmp_path / LOCK).exists()
+    trainer.finish()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """It goes on from the one before, and says so; and saves where it was."""
+    trainer, batches = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))), batches_of("dropout")
+    expected = list[float]()
+    for batch in batches[:4]:
+        expected.append(trainer.step(batch))
+        trainer.save(tmp_path, background=False)
+    trainer.finish()
+    flip(tmp_path / "step-00000004" / "worker-00000.safetensors")
+    again = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3)), seed=99)
+    with pytest.warns(PipefitWarning, match=r"step-00000004 is passed over: .*SHA-256 differs.*00003 is taken instead"):
+        assert again.load(tmp_path) == 3
+    assert again.step(batches[3]) == expected[3]
+    again.save(tmp_path, background=False)
+    again.finish()
+    assert find(tmp_path).manifest.step == 4
+    assert (tmp_path / "step-00000004.damaged").exists()
+
+
+def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that another training has saved since this one began are refused; its own, and older ones, are taken."""
+    plan, batch = plan_for("dropout", "1f1b", (3, 3)), batches_of("dropout")[0]
+    other = trainer_for("dropout", plan, seed=NEXT)
+    other.step(batch)
+    other.save(tmp_path / "theirs")
+    other.finish()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    own = trainer_for("dropout", plan)
+    own.step(batch)
+    own.save(tmp_path / "ours")
+    own.finish()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert trainer_for("dropout", plan).load(tmp_path / "ours") == 1
+    with pytest.raises(FileError, match=r"is of another training, .*, which saved it at .*, after this one had begun"):
+        trainer_for("dropout", plan).load(tmp_path / "theirs")
+    began = find(tmp_path / "theirs").manifest.saved_seconds + 1
+    monkeypatch.setattr(owner, "process_start", lambda pid: began)
+    assert trainer_for("dropout", plan).load(tmp_path / "theirs") == 1
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(600)
+def test_two_trainings_by_torchrun_on_one_folder(tmp_path: Path) -> None:
+    """Started together, with starts left: one ends with its own losses, and the other one with an error at all of its
+    starts, with no line of a step that is not its own.
+    """
+    script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "12", "--every", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    runs = [
+        subprocess.Popen(
+            [*torchrun, "--max-restarts", "2", *script, "--seed", str(seed), str(tmp_path / "runs")],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for seed in (0, 1)
+    ]  # fmt: skip
+    said = [run.communicate() for run in runs]
+    alone = [
+        subprocess.run(
+            [sys.executable, *script, "--seed", str(seed), str(tmp_path / f"alone{seed}")],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in (0, 1)
+    ]  # fmt: skip
+    codes = [run.returncode for run in runs]
+    assert sorted(map(bool, codes)) == [False, True], said
+    winner = codes.index(0)
+    assert said[winner][0] == alone[winner]
+    assert said[1 - winner][0] == ""
+    assert "saves to" in said[1 - winner][1] or "after this one had begun" in said[1 - winner][1]

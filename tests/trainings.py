@@ -1,0 +1,96 @@
+"""Trainings by the command in processes of their own, which wait, die and go on where a test says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipefit.files import save
+from resuming import plan_for
+
+ROOT = Path(__file__).parents[1]
+STEPS, EVERY = 9, 3
+SECONDS = 240  # in which anything happens on a loaded machine too
+
+
+@dataclass
+class Training:
+    """A training of nine steps that saves every third to `runs`, with files of its own in `folder`."""
+
+    folder: Path
+    runs: Path
+    seed: int
+    steps: int = STEPS
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def command(self, *more: str, seed: bool = True) -> list[str]:
+        """The words of the command, with these options too."""
+        self.folder.mkdir(exist_ok=True)
+        plan = self.runs.parent / "plan.json"
+        if not plan.exists():
+            save(plan_for("dropout", "1f1b", (3, 3)), plan)
+        command = ["train", str(plan), "resuming:mortal", "--no-numbers", "--json"]
+        command += ["--set", f"folder='{self.folder}'", "--set", f"seed={self.seed}", "--steps", str(self.steps)]
+        command += ["--save", str(self.runs), "--every", str(EVERY), *more]
+        return command + (["--seed", str(self.seed)] if seed else [])
+
+    def start(self, *more: str, seed: bool = True) -> subprocess.Popen[str]:
+        """Begin, with these options too."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipefit", *self.command(*more, seed=seed)],
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def waits_at(self, step: int) -> None:
+        """From now on it waits before a step, as it has told by the end of `until_at`."""
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"wait-{step}").touch()
+
+    def until_at(self, step: int) -> None:
+        """Return when it waits there."""
+        until = time.monotonic() + SECONDS
+        while not (self.folder / f"at-{step}").exists():
+            assert time.monotonic() < until, "it does not come there"
+            assert self.processes[-1].poll() is None, self.processes[-1].stderr.read()  # type: ignore[union-attr]
+            time.sleep(0.02)
+
+    def goes_on(self, step: int) -> None:
+        """Let it go on from there."""
+        (self.folder / f"wait-{step}").unlink()
+        (self.folder / f"at-{step}").unlink(missing_ok=True)
+
+    def dies_at(self, death: str) -> None:
+        """A worker of it will be killed there: `WORKER-STEP-ACTION`."""
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / death).touch()
+
+    def kill(self) -> None:
+        """Kill the command itself, as a machine that goes down does; its workers end with it."""
+        process = self.processes[-1]
+        process.kill()
+        process.communicate(timeout=SECONDS)
+
+    def end(self) -> tuple[int, list[float], str]:
+        """Its exit code, losses and messages, when it has ended."""
+        out, err = self.processes[-1].communicate(timeout=SECONDS)
+        losses = json.loads(out)["losses"] if out and "losses" in json.loads(out) else []
+        return self.processes[-1].returncode, losses, err
+
+    def close(self) -> None:
+        """End what is left of it."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
