@@ -10,19 +10,23 @@ import os
 import re
 import tempfile
 import time
-from functools import partial
+import warnings
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from divided import grid_plan
 from page_tables import markdown, put
-from pipefit.errors import WorkerFailed
+from pipefit.checkpoints import find
+from pipefit.errors import PipefitWarning, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.runtime import train
+from pipefit.runtime import Trainer, train
 from pipefit.runtime.saving import Saving
-from resuming import HAPPENED, SEED, faulty, plan_for
+from resuming import HAPPENED, SEED, faulty, named, plan_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 STEP, EVERY, TIMEOUT = 5, 2, 3  # the step of the fault, those between checkpoints, the seconds an action may take
@@ -93,6 +97,75 @@ def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan |
     assert re.search(f"; {reached}", said), said
     assert mp.active_children() == []
     assert seconds < SECONDS
+
+
+KILLS = {  # phases, and where a worker is killed then
+    "start": "start",
+    "batch": "batch",
+    "forward": "{stage}F1",
+    "backward": "{stage}B1",
+    "exchange": "",
+    "update": "{stage}STEP",
+    "end of the step": "end",
+    "save": "save",
+    "end": "finish",
+}
+EXCHANGES = {"replicas": ("0REDUCE", "0WAIT_REDUCE"), "pipedream": ("0SEND_F1", "1SEND_B1")}  # by worker
+
+
+@cache
+def plan_named(name: str) -> Plan:
+    """Two replicas of a stage, or two stages under an asynchronous schedule."""
+    return plan_on(2, 1) if name == "replicas" else plan_for("dropout", name, SPLIT)
+
+
+@cache
+def losses_of(name: str, folder: Path, steps: int = 9) -> list[float]:
+    """The losses of one process that nobody disturbs, which saves at the same steps."""
+    trainer, losses = Trainer(named("dropout"), plan_named(name), seed=SEED, numbers=False), list[float]()
+    for step in range(steps):
+        torch.manual_seed(SEED + step)
+        losses.append(trainer.step(trainer.task.batch(8)))
+        if not (step + 1) % EVERY:
+            trainer.save(folder)
+    return [*losses[trainer.late :], *trainer.finish()]
+
+
+def assert_survived(folder: Path, name: str, phase: str, worker: int) -> None:
+    """A worker is killed once in a phase, and the training starts again: its losses are those of one that nobody has
+    disturbed; or all of its steps were done and saved, and it says so.
+    """
+    stage = 0 if name == "replicas" else worker
+    place = KILLS[phase].format(stage=stage) or EXCHANGES[name][worker]
+    if (name, phase) == ("pipedream", "update"):
+        place = f"{stage}STEP1"  # one for each microbatch
+    once = folder / "once"
+    once.touch()
+    runs = folder / "runs"
+    expected = losses_of(name, folder / "expected")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", PipefitWarning)
+            losses, _ = train(
+                partial(faulty, "killed", place, worker, STEP, str(once)),
+                plan_named(name),
+                steps=9,
+                seed=SEED,
+                numbers=False,
+                saving=Saving(directory=str(runs), every=EVERY),
+                restarts=1,
+            )
+    except WorkerFailed as error:
+        losses, said, restarted = expected, str(error), "steps done: 9, last saved: 9"
+    else:
+        said, restarted = "\n".join(str(one.message) for one in told), "restart 1 of 1 goes on after step"
+    assert losses == expected
+    assert f"worker {worker} (device {worker}, " in said and "killed by signal 9" in said, said
+    assert restarted in said, said
+    assert phase == "end" or restarted.startswith("restart")
+    assert not once.exists()
+    assert mp.active_children() == []
+    assert find(runs).manifest.step == 9
 
 
 def lost(said: str) -> int:

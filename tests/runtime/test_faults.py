@@ -13,7 +13,22 @@ from typing import Any
 import pytest
 
 from asleep import counted
-from faults import EVERY, FAULTS, PAGE, PLACES, SPLIT, START, STEP, TIMEOUT, TITLE, assert_named, plan_on
+from faults import (
+    EVERY,
+    EXCHANGES,
+    FAULTS,
+    KILLS,
+    PAGE,
+    PLACES,
+    SPLIT,
+    START,
+    STEP,
+    TIMEOUT,
+    TITLE,
+    assert_named,
+    assert_survived,
+    plan_on,
+)
 from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
 from pipefit.errors import FileError, PipefitWarning, WorkerFailed
@@ -22,6 +37,7 @@ from pipefit.runtime import Trainer, launch, train
 from pipefit.runtime.root_cause import Sighting
 from pipefit.runtime.saving import Saving
 from resuming import SEED, named, plan_for, slow_link, undisturbed
+from sampled import sampled
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +79,17 @@ def test_the_culprit_among_replicas_and_shards_is_told(
 ) -> None:
     """Also where the others wait for it in the middle of a layer, or in a sum of gradients."""
     assert_named(tmp_path, fault, place, worker, plan_on(*grid))
+
+
+DEATHS = [(name, phase, worker) for name in EXCHANGES for phase in KILLS for worker in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "worker"), sampled(DEATHS, [("replicas", "exchange", 1), ("pipedream", "forward", 0)])
+)
+def test_replicas_and_asynchronous_schedules_survive(name: str, phase: str, worker: int, tmp_path: Path) -> None:
+    """A worker of each that is killed, in any phase: the losses are bitwise those of an undisturbed training."""
+    assert_survived(tmp_path, name, phase, worker)
 
 
 # -------------------------------------------------------------------- links
@@ -184,7 +211,7 @@ def test_a_damaged_shard_is_named_with_the_checkpoint_before(
     if word == "missing":  # which shows before a worker starts; the bytes are read by the workers
         monkeypatch.setattr("pipefit.runtime.restarts.launch", None)
     with pytest.raises(FileError) as caught:
-        train(task, plan, steps=6, numbers=False, resume=runs)
+        train(task, plan, steps=6, numbers=False, resume=shard.parent)
     said = str(caught.value)
     assert str(shard) in said and word in said
     assert said.endswith(f"the checkpoint before it is {runs}/step-00000002")
