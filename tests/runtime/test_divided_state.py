@@ -296,6 +296,18 @@ def test_what_is_shared_and_not_trained_may_be_divided() -> None:
         Trainer(trained, plan)
 
 
+def test_layers_that_share_what_is_not_trained_are_gathered_together() -> None:
+    """In one stage of several buckets: peaks, and the numbers of a plain loop."""
+    task = replace(replicated("tied", optimizer=MOMENTUM), module=frozen)
+    of = profile(task, microbatch_size=(4, 2))
+    plan = sliced_plan(of, [0, 6], [2], shard=["parameters"], buckets=(3,))
+    plain, trainer = Plain(task, plan), Trainer(task, plan)
+    for inputs, targets in batches(task, plan, 2):
+        assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
+    assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
+    assert simulate(plan).peak_bytes == certify(task, plan).peak_bytes == trainer.trace.peak_bytes
+
+
 def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]) -> None:
     """A trained weight that two stages share, whose gradients would have to stay on all, is refused by name."""
     with pytest.raises(UsageError, match=r"divide gradients, and shares parameter '0\.weight' with another stage"):

@@ -170,8 +170,8 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
     """The layers before which a stage is divided in buckets, of about equal bytes of gradients, or of parameters where
     these are divided.
 
-    Never between layers that share a parameter, whose gradients would be added up in another order, and not within a
-    run that is recomputed as a whole.
+    Never between layers that share a parameter, whose gradients would be added up in another order, or that would be
+    gathered with the first of them alone; and not within a run that is recomputed as a whole.
     """
     place, measured = plan.stages[stage], plan.measured(stage)
     at, before = 0, {place.start: 0}  # by layer, bytes of the layers before it
@@ -204,5 +204,6 @@ def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
     found = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
     for shared in plan.measurement.shared:
         users = [user for user in shared.users if place.start <= user < place.stop]
-        found += [(users[0], users[-1])] if users and shared.gradient_bytes else []
+        exchanged = shared.gradient_bytes or place.grid.shard == "parameters"
+        found += [(users[0], users[-1])] if users and exchanged else []
     return found
