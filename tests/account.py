@@ -13,14 +13,15 @@ Who holds what:
     graph        what a layer saved, until its backward                             activations
     kept         the inputs of a forward that will run again, until it does         activations
     newest       the weights that updates change                                    parameters
+    gathered     what a replica has of divided weights from UNSHARD to RESHARD      parameters
     current      the weights that forwards use, if they are not the newest          weight versions
     uses         older weights, until the backward of a microbatch that needs them  weight versions
     copies       of the buffers that a second forward works on, until its backward;
                  of those that feed back they are made before the first forward     activations
 
 It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
-away and back, several stages on a device. It believes that a program is valid, and only asserts that nobody needs what
-is away.
+away and back, several stages on a device, replicas that divide the state of a stage. It believes that a program is
+valid, and only asserts that nobody needs what is away.
 
 Where a profile leaves open what a layer does in company, this account says what is assumed:
 
@@ -30,17 +31,23 @@ Where a profile leaves open what a layer does in company, this account says what
   the last user's backward on. Each earlier user adds its own to the one that waits, into a third.
 - A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less.
 - Of several moments at which a device is equally full, the first tells what a kernel has as its workspace.
+- Of what replicas divide, layers that share a parameter go together to the replica that has the least, the largest
+  first. An update of all layers changes those that a replica owns.
+- A weight that all layers of a stage read through their half-precision copies alone is gathered as the copy. On its
+  owner too, copies of divided weights are there while they are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pipefit.actions import Action, Kind, Subject
+from pipefit.grids import Grid
 from pipefit.layer_costs import (
     LayerCost,
     Origin,
+    Parameter,
     Span,
     Value,
 )
@@ -55,6 +62,7 @@ FOREVER = "forever"
 _HOLDS_ACTIVATIONS = frozenset({"graph", "kept", "copies"})
 _OF_THE_STAGE = {
     "parameters": Category.PARAMETERS,
+    "gathered": Category.PARAMETERS,
     "newest": Category.PARAMETERS,
     "current": Category.VERSIONS,
     "uses": Category.VERSIONS,
@@ -192,8 +200,12 @@ class StageAccount:
         number: int = 0,
         program: Program | None = None,
         everything: bool = False,
+        grid: Grid | None = None,
+        replica: int = 0,
     ) -> None:
         self.program, self.everything = program, everything
+        self.shard, self.owned = "none" if grid is None else grid.shard, range(len(measurement.layers) + 1)
+        self.gathered: set[int] = set()
         self.device, self.start, self.stop, self.number = device, start, stop, number
         self.last = stop == len(measurement.layers)
         self.costs = dict(enumerate(measurement.costs))
@@ -207,7 +219,32 @@ class StageAccount:
         self.flights: dict[int, Flight] = {}
         self.born: set[int] = set()  # layers with gradients
         self.stepped: set[int] = set()  # layers with optimizer state
+        if grid is not None and grid.shard != "none":
+            self.owned = {self.loss, *self._dealt_out(grid.data)[replica]}
         self._exist_before_training(microbatches)
+
+    def _dealt_out(self, replicas: int) -> list[list[int]]:
+        """The layers that every replica owns."""
+        groups = [{layer} for layer in range(self.start, self.stop)]
+        for shared in self.shared:
+            users = set(self._users(shared))
+            groups = [*(g for g in groups if not g & users), set().union(*(g for g in groups if g & users))]
+        counted = ["state"] + ["gradient"] * (self.shard != "optimizer") + ["parameter"] * (self.shard == "parameters")
+        sizes = {min(group): sum(self._alone(layer, what) for layer in group for what in counted) for group in groups}
+        found: list[list[int]] = [[] for _ in range(replicas)]
+        owned = [0] * replicas
+        for group in sorted(groups, key=lambda group: (-sizes[min(group)], min(group))):
+            least = owned.index(min(owned))
+            found[least] += group
+            owned[least] += sizes[min(group)]
+        return found
+
+    def _alone(self, layer: int, what: str) -> int:
+        """Bytes of state, gradients or parameters of a layer; those of a shared parameter are its first user's."""
+        later = [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
+        shared = "nbytes" if what == "parameter" else f"{what}_bytes"
+        whole: int = getattr(self.costs[layer], f"{what}_bytes")
+        return whole - sum(getattr(s, shared) for s in later)
 
     def _exist_before_training(self, microbatches: int) -> None:
         """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
@@ -219,11 +256,14 @@ class StageAccount:
             trained[layer] = changing + sum(s.nbytes for s in shared if s.gradient_bytes and self._users(s)[0] == layer)
             own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared) - changing
             held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
-            device.new(own + held, self._of("parameters"))
-            device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
+            device.new(own * self._keeps(layer) + held, self._of("parameters"))
+            early = cost.early_state_bytes - sum(s.early_state_bytes for s in shared)
+            device.new(early * (layer in self.owned), self._of("optimizer"))
         for parameter in self.shared:
-            device.new(0 if parameter.gradient_bytes else parameter.nbytes, self._of("parameters"))
-            device.new(parameter.early_state_bytes, self._of("optimizer"))
+            first = self._users(parameter)[0]
+            frozen = 0 if parameter.gradient_bytes else parameter.nbytes
+            device.new(frozen * self._keeps(first), self._of("parameters"))
+            device.new(parameter.early_state_bytes * (first in self.owned), self._of("optimizer"))
         for buffer in self.buffers:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
@@ -234,9 +274,29 @@ class StageAccount:
     def _new_weights(self, layers: range) -> None:
         """A version of the weights of these layers; that of a shared parameter is its first user's."""
         for layer in layers:
-            self.device.new(self.trained[layer], self._of("newest")).layer = layer
-            copies = self.device.new(self._copies(layer), self._of("newest"))
+            self.device.new(self.trained[layer] * self._keeps(layer), self._of("newest")).layer = layer
+            here = self._copies(layer) * (self.shard != "parameters")
+            copies = self.device.new(here, self._of("newest"))
             copies.layer, copies.copy = layer, True
+
+    def _keeps(self, layer: int) -> bool:
+        """Whether the device has the parameters of a layer all the time."""
+        return self.shard != "parameters" or layer in self.owned
+
+    def _gather(self, layers: Sequence[int]) -> None:
+        """Copies of weights come; and of layers of others the parameters, but those that are read as copies alone."""
+        self.gathered.update(layers)
+        for layer in layers if self.shard == "parameters" else ():
+            self.device.new(self._copies(layer), (*self._of("gathered"), layer))
+            read = [p for p in self.costs[layer].parameters if not self._is_read_as_copy(layer, p)]
+            later = {s.name for s in self._shared_by(layer) if layer != self._users(s)[0]}
+            come = 0 if layer in self.owned else sum(p.nbytes for p in read if p.name not in later)
+            self.device.new(come, (*self._of("gathered"), layer))
+
+    def _is_read_as_copy(self, layer: int, parameter: Parameter) -> bool:
+        """Whether no layer of the stage reads a parameter but through its copy."""
+        shared = [s for s in self._shared_by(layer) if s.name == parameter.name]
+        return parameter.cast_only and all(user in s.cast_only for s in shared for user in self._users(s))
 
     def _copies(self, layer: int) -> int:
         """Half-precision copies of a layer's weights; that of a shared one is that of the first layer that has one."""
@@ -256,6 +316,8 @@ class StageAccount:
         """What was sent may go, and what was moved away; what was received or moved back was there before."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
+        elif action.kind is Kind.REDUCE and self.shard in ("gradients", "parameters"):
+            self._free_gradients([layer for layer in self._run_of(action) if layer not in self.owned])
         elif action.kind is Kind.STASH:
             self.device.release(self._of("current"))
             self.device.hold(self._of("current"), self.device.held_by(self._of("newest")))
@@ -278,15 +340,27 @@ class StageAccount:
                 for storage in self._tensors(flight, action):
                     storage.away = False
                 self.device.reach(0)
-            case Kind.STASH:
-                self._keep_weights(self._run_of(action))
-            case Kind.STEP:
-                for weights in self._newest(self._run_of(action)):
-                    assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
-                    assert not weights.away, "weights that are updated are away"
-                self._step(self._run_of(action))
+            case Kind.UNSHARD | Kind.RESHARD | Kind.STASH | Kind.STEP:
+                self._change_state(action)
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
+
+    def _change_state(self, action: Action) -> None:
+        layers = self._run_of(action)
+        match action.kind:
+            case Kind.UNSHARD:
+                self._gather([layer for layer in layers if layer != self.loss])
+            case Kind.RESHARD:
+                self.gathered.difference_update(layers)
+                for layer in layers:
+                    self.device.release((*self._of("gathered"), layer))
+            case Kind.STASH:
+                self._keep_weights(layers)
+            case Kind.STEP:
+                for weights in self._newest(layers):
+                    assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
+                    assert not weights.away, "weights that are updated are away"
+                self._step(layers)
 
     def put_away(self, subjects: Iterable[Subject]) -> None:
         """Parameters that move are away before the first step."""
@@ -319,6 +393,10 @@ class StageAccount:
     def _compute(self, flight: Flight, action: Action) -> None:
         """A stage or a piece of it; the loss belongs to the piece that ends the model."""
         first, end = action.layers or (self.start, self.stop)
+        needed = {self._users(s)[0] for layer in range(first, end) for s in self._shared_by(layer)} | {
+            *range(first, end)
+        }
+        assert self.shard != "parameters" or needed <= self.gathered, "parameters are not gathered"
         run = {
             Kind.FORWARD: self._forward,
             Kind.FORWARD_ONLY: self._forward_only,
@@ -571,7 +649,7 @@ class StageAccount:
     def _step(self, layers: range) -> None:
         """One layer after the other; then their gradients are gone."""
         updated: set[str] = set()
-        for layer in layers:
+        for layer in (layer for layer in layers if layer in self.owned):
             cost = self.costs[layer]
             known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
             if layer in self.stepped:
@@ -581,6 +659,10 @@ class StageAccount:
                 self.device.new(cost.state_bytes - cost.early_state_bytes - known, self._of("optimizer"))
             updated |= {s.name for s in self._shared_by(layer)}
         self.stepped.update(layers)
+        self._free_gradients(layers)
+
+    def _free_gradients(self, layers: Collection[int]) -> None:
+        """These layers have no gradients any more."""
         self.born.difference_update(layers)
         for gradient in self.device.held_by(self._of("parameter gradients")):
             if gradient.layer in layers:
@@ -624,12 +706,13 @@ class Account:
         self.number, self.device = device, Device()
         self.stages = {
             number: StageAccount(
-                self.device, plan.measurement, stage.start, stage.stop,
+                self.device, plan.measured(number), stage.start, stage.stop,
                 microbatches=plan.training.microbatches, number=number, program=program,
                 everything=plan.training.versions == "everything",
+                grid=stage.grid, replica=stage.grid.replica_of(device),
             )
             for number, stage in enumerate(plan.stages)
-            if program.placement[number] == (device,)
+            if device in program.placement[number]
         }  # fmt: skip
         for action in program.actions[device]:
             if action.moves_state:

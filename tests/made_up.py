@@ -279,7 +279,7 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
     state = rng.randrange(size) if trainable else 0
     users = tuple(sorted(rng.sample(range(count), rng.randrange(2, min(count, 3) + 1))))
     copying = users[nbytes % 2 :] if trainable and nbytes % 3 else ()
-    cast_only = copying[nbytes // 2 % 2 :] if nbytes > 1 and nbytes // 4 % 2 else ()
+    cast_only = copying[: len(copying) - nbytes // 2 % 2] if nbytes > 1 and nbytes % 5 else ()
     return SharedParameter(
         name=f"shared{number}",
         users=users,

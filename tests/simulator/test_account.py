@@ -12,10 +12,12 @@ import pytest
 from account import Account, Sample, peaks
 from endless import one_program
 from made_up import (
+    AMPLE,
     any_plan,
     any_round,
     any_runs,
     any_training,
+    devices,
     hostile,
     layer,
     measurement,
@@ -29,6 +31,7 @@ from moving_states import inside_recomputed
 from pipefit.actions import Action, Kind, Subject
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
 from pipefit.plans import Plan
@@ -37,8 +40,10 @@ from pipefit.program import Program, parse_program, shifted
 from pipefit.schedule import ENDLESS, distinct_steps, lower
 from pipefit.simulator import Simulation
 from pipefit.trace import Category, MemorySample
+from pipefit.training import Training
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 from sampled import seeds
+from slice_sizes import sized
 
 KEPT_BY_CATEGORY = tuple(
     Category(name)
@@ -57,6 +62,41 @@ def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     """On every device, over two steps, for layers that do whatever a layer can and any training."""
     plan = case(seed)
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
+
+
+@pytest.mark.parametrize("seed", seeds(60, of=200))
+def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
+    """One stage of whatever layers on two to four replicas, which divide optimizer state, gradients or parameters, in
+    any number of buckets, with a run of layers recomputed or none; sample by sample.
+    """
+    rng = Random(seed)
+    size, data = rng.choice(((4, 2), (6, 3), (4, 4)))
+    made = hostile(rng, 2 + small_first(seed, largest=7))
+    model = replace(
+        made,  # no layer changes what it computes with, and the loss bears no gradients
+        kinds=tuple(replace(kind, fed_back=(), fed_back_bytes=0, unrepeatable="") for kind in made.kinds),
+        loss=replace(made.loss, backward_later=made.loss.backward_first, inner_later=made.loss.inner_first),
+    )
+    grid = Grid(
+        devices=tuple(range(data)),
+        data=data,
+        shard=rng.choice(("optimizer", "gradients", *["parameters"] * 3)),
+        buckets=rng.randrange(1, 5),
+    )
+    plan = Plan(
+        profile=sized(model, size, size // data),
+        cluster=devices(*[AMPLE] * data),
+        training=Training(
+            batch_size=3 * size,
+            microbatches=3,
+            schedule=rng.choice(("gpipe", "1f1b")),
+            clip_norm=rng.choice((None, 1.0)),
+        ),
+        stages=(Stage(start=0, stop=len(model.layers), grid=grid),),
+    )
+    plan = replace(plan, decisions=any_runs(rng, plan))
+    assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
+    assert_samples_agree(plan, lower(plan))
 
 
 @pytest.mark.parametrize("seed", seeds(40, of=150))
