@@ -10,7 +10,7 @@ from pipefit.cluster import Cluster
 from pipefit.fitting.growth import Demand
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.training import Training
 from pipefit.zoo import build
 

@@ -69,7 +69,7 @@ from pipefit.predictions import Prediction
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.tables import Table, plain
 from torchgpipe_balance import torchgpipe_times
 

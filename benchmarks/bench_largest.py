@@ -54,7 +54,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.fitting.search import edge
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.tables import Table, plain
 from pipefit.units import MIB
 

@@ -37,7 +37,7 @@ from pipefit.planner.prediction import Predictor
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.training import Training
 from pipefit.zoo import build
 

@@ -74,7 +74,7 @@ from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import Target
 from pipefit.runtime import certify
 from pipefit.schedule import lower
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.tables import Table, plain
 from pipefit.training import Training
 from pipefit.zoo import vgg11

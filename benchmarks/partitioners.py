@@ -27,7 +27,7 @@ from pipefit.planner.sums import lightest_parts
 from pipefit.plans import Plan
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from torchgpipe_balance import torchgpipe_split, torchgpipe_times
@@ -96,7 +96,9 @@ def plan_at(setting: Setting, edges: Edges) -> Plan:
         cluster=setting.cluster,
         training=training,
         stages=stages,
-        decisions=whole_stages(stages, setting.recompute, training.schedule, training.microbatches),
+        decisions=recompute_decisions(
+            stages, setting.profile.edges, setting.recompute, training.schedule, training.microbatches
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 
@@ -48,7 +48,7 @@ def _written(
         )
         for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
     )
-    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)
     return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 

@@ -44,7 +44,7 @@ from pipefit.profiles import (
     ModelProfile,
 )
 from pipefit.schedule import SCHEDULES
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Training
 from pipefit.work import Work
@@ -585,6 +585,9 @@ def vgg_like(count: int = 30) -> Measurement:
 # ------------------------------------------------------------------ plans
 
 
+WHOLE_STAGES: tuple[Recompute, ...] = ("never", "stages", "except_last", "except_one")  # whole stages, or nothing
+
+
 def small_first(seed: int, *, largest: int) -> int:
     """How many layers the model of a seed has: few for small seeds, up to `largest` for seeds of 100 and more."""
     return 1 + Random(seed).randrange(min(largest, 2 + seed * largest // 100))
@@ -624,7 +627,7 @@ def plan_of(
         cluster=devices(*[AMPLE] * (max(order) + 1)),
         training=how,
         stages=stages,
-        decisions=whole_stages(stages, recompute, how.schedule, how.microbatches),
+        decisions=recompute_decisions(stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches),
     )
 
 

@@ -24,7 +24,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 
@@ -143,7 +143,7 @@ def make_plan(
         cluster=cluster or make_cluster(devices),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,
-        decisions=(*whole_stages(stages, recompute, schedule, microbatches), *decisions),
+        decisions=(*recompute_decisions(stages, profile.edges, recompute, schedule, microbatches), *decisions),
     )
 
 

@@ -19,7 +19,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
@@ -122,7 +122,9 @@ def random_plan(
 def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
     """Nothing, whole stages, or in some stages a run of layers for some microbatches, early or just in time."""
     if rng.random() < 0.5:
-        return whole_stages(plan.stages, rng.choice(RECOMPUTE), plan.training.schedule, plan.training.microbatches)
+        return recompute_decisions(
+            plan.stages, plan.profile.edges, rng.choice(RECOMPUTE), plan.training.schedule, plan.training.microbatches
+        )
     runs = []
     for number, stage in enumerate(plan.stages):
         start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))

@@ -32,7 +32,7 @@ from pipefit.runtime import Trainer, checkpointing, saver
 from pipefit.runtime import trainer as trainers
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import Network
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.trace import Stream
 from pipefit.training import Training
 from tiny import task_of
@@ -153,7 +153,7 @@ def plan_for(name: str, schedule: str, split: tuple[int, ...], *, memory_bytes: 
         cluster=Cluster.emulated((len(split), memory_bytes)),
         training=Training(batch_size=8, microbatches=4, schedule=schedule, **feature.training),
         stages=stages,
-        decisions=whole_stages(stages, feature.recompute, schedule, 4),
+        decisions=recompute_decisions(stages, _PROFILES[name].edges, feature.recompute, schedule, 4),
     )
 
 

@@ -12,7 +12,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost, Origin, SavedTensor, Span, Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement, ModelProfile
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.training import Training
 from pipefit.work import Work
 
@@ -40,7 +40,7 @@ def written(
         Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
         for n, (start, stop) in enumerate(pairwise(edges))
     )
-    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)
     return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 

@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.message_order import Channel, channel, channels, check_order
 from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower, lower_evaluation
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
 from pipelines import equal_profile, make_plan
 
 
@@ -43,7 +43,9 @@ def pair_of_devices(device: int, action: Action, placement: Placement) -> Hashab
 def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute = "never") -> Program:
     """The program of a plan with a device for every stage."""
     plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
-    return lower(replace(plan, decisions=whole_stages(plan.stages, recompute, schedule, microbatches)))
+    return lower(
+        replace(plan, decisions=recompute_decisions(plan.stages, plan.profile.edges, recompute, schedule, microbatches))
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

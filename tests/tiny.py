@@ -19,7 +19,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.training import Training
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -88,7 +88,7 @@ def plan_of(
             precision=found.assumptions.precision,
         ),
         stages=stages,
-        decisions=whole_stages(stages, recompute, schedule, microbatches),
+        decisions=recompute_decisions(stages, found.edges, recompute, schedule, microbatches),
     )
 
 

@@ -33,7 +33,7 @@ from pipefit.files import load_cluster
 from pipefit.fitting.growth import with_memory
 from pipefit.runtime import certify
 from pipefit.schedule import lower
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.zoo import build
 from sampled import sampled
 

@@ -19,7 +19,7 @@ from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, Torchgpi
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.runtime import certify
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.zoo import build
 from sampled import sampled
 

@@ -18,7 +18,7 @@ import measured_on
 from partitioners import Setting, TorchgpipeSplits, splitters, torchgpipe_splits
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.zoo import vgg11
 from sampled import sampled
 

@@ -15,7 +15,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.schedule.whole_stages import whole_stages
+from pipefit.schedule.recompute_settings import recompute_decisions
 from pipefit.training import Training
 from pipefit.zoo.huggingface import hf
 
@@ -32,7 +32,7 @@ def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
         for n, (a, b) in enumerate(pairwise((0, edges[2], edges[-2], edges[-1])))
     )
     training = Training(batch_size=6, microbatches=3, clip_norm=0.5)
-    decisions = whole_stages(stages, "except_last", "1f1b", 3)
+    decisions = recompute_decisions(stages, edges, "except_last", "1f1b", 3)
     cluster = Cluster.emulated((3, 1 << 30))
     plan = Plan(profile=costs, cluster=cluster, training=training, stages=stages, decisions=decisions)
     assert plan.holders == ((0, 2),)

@@ -29,7 +29,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.callbacks import StepReport
 from pipefit.schedule import ENDLESS, SCHEDULES, lower
-from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
 from pipelines import make_plan, random_profile
@@ -117,7 +117,7 @@ def test_planning_takes_how_the_model_is_trained(here: Path) -> None:
     made = load("mine.json", Plan)
     assert (made.training.clip_norm, made.training.batch_size) == (0.5, 4)
     count = made.training.microbatches
-    expected = whole_stages(made.stages, "except_last", made.training.schedule, count)
+    expected = recompute_decisions(made.stages, made.profile.edges, "except_last", made.training.schedule, count)
     assert made.decisions == expected != ()
 
 

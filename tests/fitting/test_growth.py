@@ -25,7 +25,7 @@ from pipefit.planner import Answer, plan
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
-from pipefit.schedule.whole_stages import RECOMPUTE
+from pipefit.schedule.recompute_settings import RECOMPUTE
 from pipefit.trace import Trace
 from pipefit.training import Training
 from pipefit.zoo import build

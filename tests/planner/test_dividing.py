@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from every_plan import BUCKETS, every_plan, simulated
-from made_up import AMPLE, copied, devices, heavy, hostile, keeping, plain, skewed
+from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.planner.degrees import Degree
@@ -17,7 +17,6 @@ from pipefit.planner.hybrid.programme import Way
 from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.question import Options, Question
 from pipefit.schedule import ENDLESS
-from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from slice_sizes import sized
@@ -47,7 +46,7 @@ def check(seed: int, schedule: str | None = None) -> None:
     how = Training(
         batch_size=size * microbatches, microbatches=microbatches, schedule=schedule or rng.choice(SCHEDULES)
     )
-    recompute = rng.choice((*RECOMPUTE, "never", "never") if schedule is None else ("always", "never", "never"))
+    recompute = rng.choice((*WHOLE_STAGES, "never", "never") if schedule is None else ("stages", "never", "never"))
     made = plan(profile, cluster, how, objective="peak", recompute=recompute, allow_infeasible=True)
     every = [lowest(one, cluster.budgets) for one in simulated(every_plan(profile, cluster, how, recompute))]
     assert made.provenance and made.prediction

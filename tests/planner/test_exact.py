@@ -12,6 +12,7 @@ import pytest
 from account import peaks
 from asking import asked
 from made_up import (
+    WHOLE_STAGES,
     alike,
     any_training,
     block_sizes,
@@ -31,7 +32,7 @@ from pipefit.planner import Options, exact, exhaustive, plan
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.schedule import ENDLESS
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.simulator import Simulation, simulate
 from pipefit.training import Training
 from sampled import seeds
@@ -64,7 +65,7 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     cluster = devices(*[AMPLE] * rng.randrange(1, 6))
     stages = rng.choice((None, rng.randrange(1, min(count, len(cluster.devices)) + 1)))
     chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
-    found, best = both(chain, cluster, any_training(rng), stages, rng.choice(RECOMPUTE))
+    found, best = both(chain, cluster, any_training(rng), stages, rng.choice(WHOLE_STAGES))
     assert found.stages == best.stages
 
 
@@ -78,8 +79,20 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     cluster = devices(*(rng.choice((60, 100, 100, 175)) for _ in range(rng.randrange(2, 6))))
     stages = rng.choice((None, rng.randrange(1, min(count, len(cluster.devices)) + 1)))
     chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
-    found, best = both(chain, cluster, any_training(rng), stages, rng.choice(RECOMPUTE))
+    found, best = both(chain, cluster, any_training(rng), stages, rng.choice(WHOLE_STAGES))
     assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("seed", seeds(20, of=60))
+def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int) -> None:
+    """The highest peak is as low as that of the best of all splits, and proven if it says so."""
+    rng = Random(seed)
+    count, cluster = rng.randrange(2, 8), devices(*[AMPLE] * rng.randrange(1, 4))
+    chain = plain(rng, count, size=rng.choice((4, 30)))
+    found, best = both(chain, cluster, any_training(rng), None, "always")
+    assert found.prediction and best.prediction and found.provenance
+    assert max(found.prediction.peak_bytes) == max(best.prediction.peak_bytes) == found.provenance.value
+    assert found.provenance.bound == found.provenance.value
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
@@ -93,7 +106,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
     how = replace(how, versions=rng.choice(("weights", "everything")))
     chain = hostile(rng, count, size=rng.choice((2, 4, 30)), shared=0)
-    found, best = both(chain, cluster, how, stages, rng.choice(("never", "always")))
+    found, best = both(chain, cluster, how, stages, rng.choice(("never", "stages")))
     assert found.stages == best.stages
     assert found.prediction
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
@@ -117,7 +130,7 @@ def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     blocks = rng.randrange(3, 7)
     sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
     asked_of = profile(rng.choice((plain, hostile, skewed))(rng, sum(sizes)), blocks=sizes)
-    recompute = rng.choice(RECOMPUTE)
+    recompute = rng.choice(WHOLE_STAGES)
     question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), Options(recompute=recompute))
     found, best = asked(exact, *question), asked(exhaustive, *question)
     assert found.stages == best.stages
@@ -134,7 +147,7 @@ def with_edges(plan: Plan, edges: Sequence[int], recompute: Recompute) -> Plan:
         for stage, (start, stop) in zip(plan.stages, pairwise(edges), strict=True)
     )
     how = plan.training
-    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    decisions = recompute_decisions(stages, plan.profile.edges, recompute, how.schedule, how.microbatches)
     return replace(plan, stages=stages, decisions=decisions)
 
 
@@ -179,7 +192,7 @@ def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
     simulator's too.
     """
     rng = Random(seed)
-    options = Options(stages=3, recompute=rng.choice(RECOMPUTE))
+    options = Options(stages=3, recompute=rng.choice(WHOLE_STAGES))
     plan = asked(exact, profile(hostile(rng, 7)), devices(*[AMPLE] * 4), any_training(rng), options)
     assert plan.prediction
     assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes

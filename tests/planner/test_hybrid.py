@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asking import asked
-from made_up import AMPLE, devices, hostile, plain, skewed
+from made_up import AMPLE, WHOLE_STAGES, devices, hostile, plain, skewed
 from pipefit.cluster import Cluster
 from pipefit.cost.collectives import Group, Line
 from pipefit.decisions import State
@@ -23,7 +23,6 @@ from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.hybrid.tables import together_seconds
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.work import Collective
@@ -41,7 +40,7 @@ def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
     sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
     how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
     stages = rng.choice((None, None, rng.randrange(1, min(count, len(sizes)) + 1)))
-    options = Options(stages=stages, recompute=rng.choice(RECOMPUTE), allow_infeasible=True, shard="none")
+    options = Options(stages=stages, recompute=rng.choice(WHOLE_STAGES), allow_infeasible=True, shard="none")
     fixed = [value.nbytes for cost in chain.costs[:2] for value in cost.inputs] if rng.random() < 0.3 else []
     cluster = devices(*(sizes if rng.random() < 0.6 else [AMPLE] * len(sizes)))
     return sized(chain, *slices, fixed=fixed), cluster, how, options

@@ -8,11 +8,10 @@ from random import Random
 import pytest
 
 from asking import asked
-from made_up import any_training, devices, hostile, plain, profile, training
+from made_up import WHOLE_STAGES, any_training, devices, hostile, plain, profile, training
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import Options, best_split, exact, true_peaks
-from pipefit.schedule.whole_stages import RECOMPUTE
 
 GPIPE = training("gpipe", 4)
 
@@ -43,7 +42,7 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
     """Two searches that share nothing, down to the tie-break; and the predicted peaks are the plan's."""
     rng = Random(seed)
     layers = rng.randrange(2, 11)
-    count, how, recompute = rng.randrange(1, layers + 1), any_training(rng), rng.choice(RECOMPUTE)
+    count, how, recompute = rng.randrange(1, layers + 1), any_training(rng), rng.choice(WHOLE_STAGES)
     chain = profile(rng.choice((plain, hostile))(rng, layers))
     made = asked(exact, chain, devices(*[1 << 40] * count), how, Options(recompute=recompute))
     predictor = true_peaks(chain, how, stages=count, recompute=recompute)

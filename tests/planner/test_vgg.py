@@ -10,7 +10,7 @@ from pipefit.cluster import Cluster
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build

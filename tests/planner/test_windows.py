@@ -7,12 +7,11 @@ from random import Random
 
 import pytest
 
-from made_up import block_sizes, devices, hostile, profile, skewed, training
+from made_up import WHOLE_STAGES, block_sizes, devices, hostile, profile, skewed, training
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Options, Question
 from pipefit.planner.windows import Bounds
-from pipefit.schedule.whole_stages import RECOMPUTE
 from sampled import seeds
 
 
@@ -24,7 +23,7 @@ def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
         profile=profile(chain, blocks=block_sizes(Random(seed), layers, blocks)),
         cluster=devices(*[1 << 40] * stages),
         training=training(schedule, 9),
-        options=Options(recompute=RECOMPUTE[seed % len(RECOMPUTE)]),
+        options=Options(recompute=WHOLE_STAGES[seed % len(WHOLE_STAGES)]),
     )
 
 

@@ -18,7 +18,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.whole_stages import whole_stages
+from pipefit.schedule.recompute_settings import recompute_decisions
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from random_cases import Case, accounts
@@ -79,7 +79,7 @@ def kept(task: Task, schedule: str) -> Plan:
 def whole(task: Task, schedule: str) -> Plan:
     """Both stages recomputed for every microbatch."""
     plan = kept(task, schedule)
-    return replace(plan, decisions=whole_stages(plan.stages, "always", schedule, 4))
+    return replace(plan, decisions=recompute_decisions(plan.stages, plan.profile.edges, "always", schedule, 4))
 
 
 def with_run(task: Task, schedule: str) -> Plan:

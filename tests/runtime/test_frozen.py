@@ -18,7 +18,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator import simulate
 from sampled import sampled
 from step_peaks import step_peaks

@@ -15,7 +15,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.whole_stages import whole_stages
+from pipefit.schedule.recompute_settings import recompute_decisions
 from pipefit.simulator import simulate
 from sampled import sampled
 from tiny import SGD, plan_of
@@ -106,7 +106,12 @@ def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: A
     layers = len(forms) - 1
     made = plan_of(task, [1] * layers)
     training = made.training
-    plan = replace(made, decisions=whole_stages(made.stages, recompute, training.schedule, training.microbatches))
+    plan = replace(
+        made,
+        decisions=recompute_decisions(
+            made.stages, made.profile.edges, recompute, training.schedule, training.microbatches
+        ),
+    )
     torch.manual_seed(0)
     trainer = Trainer(task, plan)
     for step in range(2):

@@ -20,7 +20,7 @@ from pipefit.planner import plan as make_plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
@@ -32,7 +32,10 @@ from tiny import plan_of, profile_of
 def recomputed(plan: Plan, mode: Recompute) -> Plan:
     """The same plan with whole stages recomputed, or kept."""
     training = plan.training
-    return replace(plan, decisions=whole_stages(plan.stages, mode, training.schedule, training.microbatches))
+    return replace(
+        plan,
+        decisions=recompute_decisions(plan.stages, plan.profile.edges, mode, training.schedule, training.microbatches),
+    )
 
 
 @pytest.mark.parametrize("seed", seeds(4, of=6))

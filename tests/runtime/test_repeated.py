@@ -29,7 +29,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
 from pipefit.runtime.repeated import Shortened
 from pipefit.schedule import SCHEDULES, lower
-from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
 from pipefit.training import Training
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
@@ -187,7 +187,9 @@ def drawn(found: ModelProfile, rng: Random) -> Plan:
     )
     schedule = rng.choice(sorted(SCHEDULES))
     size = found.measurements[0].microbatch_size
-    decisions = whole_stages(stages, rng.choice(RECOMPUTE), schedule, number) if rng.random() < 0.4 else ()
+    decisions = (
+        recompute_decisions(stages, found.edges, rng.choice(RECOMPUTE), schedule, number) if rng.random() < 0.4 else ()
+    )
     if rng.random() < 0.4:
         start = rng.randint(0, layers - 1)
         stage = next(n for n, s in enumerate(stages) if s.start <= start < s.stop)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.profiler import profile
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from sampled import sampled
 from step_peaks import step_peaks
 from tiny import plan_of, task_of

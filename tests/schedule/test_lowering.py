@@ -13,7 +13,7 @@ from pipefit.actions import COMPUTE, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.plans import Plan
 from pipefit.schedule import lower
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.sharing import SharedParameter
 
 DRAWN = {

@@ -19,7 +19,7 @@ from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import copied
 from pipefit.schedule.order import Order, computes
 from pipefit.schedule.recomputation import recomputed
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, recomputed_microbatches, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions, recomputed_microbatches
 from pipefit.sharing import SharedParameter
 from pipelines import equal_profile, make_plan
 
@@ -126,7 +126,7 @@ def test_one_microbatch_is_kept_unless_always(recompute: Recompute) -> None:
 def test_an_unknown_word_for_recomputing_is_refused() -> None:
     """With the words that there are."""
     with pytest.raises(UsageError, match="recompute is one of never, except_last, except_one, always, not 'INVALID'"):
-        whole_stages((), "INVALID", "gpipe", 4)  # type: ignore[arg-type]
+        recompute_decisions((), (), "INVALID", "gpipe", 4)  # type: ignore[arg-type]
 
 
 def test_a_layer_is_recomputed_by_one_decision() -> None:

@@ -20,7 +20,7 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute
 from pipefit.simulator import Costs, Simulation, simulate
 from pipefit.trace import Category, MemorySample
 from pipelines import equal_profile, make_cluster, make_plan, random_profile

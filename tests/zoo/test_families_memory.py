@@ -15,7 +15,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
@@ -89,7 +89,7 @@ def is_exact_when_cut(ends: list[int], recompute: Recompute) -> bool:
         cluster=Cluster.emulated((len(stages), 1 << 34)),
         training=Training(batch_size=6, microbatches=3, schedule="gpipe"),
         stages=stages,
-        decisions=whole_stages(stages, recompute, "gpipe", 3),
+        decisions=recompute_decisions(stages, found.edges, recompute, "gpipe", 3),
     )
     return certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
 

@@ -23,10 +23,13 @@ Cast = Annotated[
 ]
 Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-Recomputed = Literal["never", "except_last", "except_one", "always"]
+Recomputed = Literal["never", "always", "stages", "except_last", "except_one"]
 Recompute = Annotated[
     Recomputed,
-    typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
+    typer.Option(
+        help="Recompute in the backward: always = every block by itself; stages = every stage as a whole; "
+        "except_last, except_one = the same for all but one microbatch."
+    ),
 ]
 
 Versions = Annotated[

@@ -81,8 +81,9 @@ def command(
     recompute: Annotated[
         Recomputed,
         typer.Option(
-            help="Microbatches of which every stage keeps only the inputs and runs the forward again; joint and mpress "
-            "choose runs of layers to recompute where none are named."
+            help="Recompute in the backward: always = every block by itself; stages = every stage as a whole; "
+            "except_last, except_one = the same for all but one microbatch. With never, joint and mpress choose what "
+            "is recomputed."
         ),
     ] = "never",
     clip_norm: Annotated[

@@ -16,8 +16,8 @@ from pipefit.planner import PLANNERS, Question, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.lean import at_hosts
 from pipefit.plans import Plan
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.schedule.room import shortage
-from pipefit.schedule.whole_stages import Recompute
 from pipefit.simulator import Simulation
 
 _PARTS = 1.0, 0.75, 0.5, 0.25  # of every stage's layers that hosts update: less of them where hosts have no room

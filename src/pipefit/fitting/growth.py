@@ -24,7 +24,7 @@ from pipefit.planner.degrees import check_degrees
 from pipefit.planner.spaces import Numbers, check_first
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Target
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.units import format_bytes
 
 _EACH = 4  # samples, or microbatches, for each device

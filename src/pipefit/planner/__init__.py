@@ -43,7 +43,7 @@ from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.texts import unknown
 from pipefit.training import Training, Versions
 from pipefit.validation import check_arguments, check_names, instance

@@ -24,9 +24,9 @@ from pipefit.planner.undivided import undivided
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
+from pipefit.schedule.recompute_settings import recompute_decisions
 from pipefit.schedule.room import shortage
 from pipefit.schedule.slices import check_slices
-from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator.assembled import assembled
 
 _SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
@@ -169,7 +169,9 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
         Stage(start=start, stop=stop, grid=split.grid(number)) for number, (start, stop) in enumerate(layers)
     )
     if decisions is None:
-        decisions = whole_stages(stages, question.options.recompute, training.schedule, training.microbatches)
+        decisions = recompute_decisions(
+            stages, question.edges, question.options.recompute, training.schedule, training.microbatches
+        )
     return Plan(
         profile=question.profile, cluster=question.cluster, training=training, stages=stages, decisions=decisions
     )

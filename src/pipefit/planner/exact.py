@@ -31,11 +31,11 @@ def exact(question: Question) -> Found:
 
 def _exact(question: Question, every: Sequence[Search]) -> Found:
     """The same by these searches, if there are any."""
-    if question.degrees == (SINGLE,):
+    if question.degrees == (SINGLE,) and question.options.recompute != "always":
         return _alone(question)
     found = leanest(question, every)
     best = Found(found.split, question.objective, found.value, found.evaluated)
-    if SINGLE in question.degrees and is_possible(question, found.value):
+    if SINGLE in question.degrees and question.options.recompute != "always" and is_possible(question, found.value):
         best = min(_alone(question), best, key=lambda one: one.value)
     return best._replace(proven=found.bound >= best.value, bound=min(found.bound, best.value))
 
@@ -53,7 +53,8 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
     kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, of which much is known
     for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
-            every = [] if question.degrees == (SINGLE,) else searches(question, question.shards)
+            alone = question.degrees == (SINGLE,) and question.options.recompute != "always"
+            every = [] if alone else searches(question, question.shards)
             reached = min((one.level(known) for one in every), default=0.0)
         except UsageError as error:
             refusal = error

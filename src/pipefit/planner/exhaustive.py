@@ -6,7 +6,7 @@ It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 blocks on 4 devices, ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, permutations
 from math import comb, factorial, prod
@@ -16,6 +16,7 @@ from pipefit.errors import UsageError
 from pipefit.planner.driver import plan_of
 from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.uniform import equal_lengths
+from pipefit.program import Program
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.simulator.ledger import Ledger
 from pipefit.simulator.levels import at_rest, highest
@@ -86,13 +87,22 @@ def _best(question: Question) -> tuple[float, Split]:
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
     """The peak of a stage by its position and its blocks, from the simulator's ledger over the steps that differ."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
-    any_split = question.in_order(equal_lengths(question.blocks, question.stages))
-    like = plan_of(question, any_split)
-    programs = step_programs(like)  # the same for every split, as forwards of stages are one action
-    steps = range(distinct_steps(like))
+
+    @cache
+    def lowered(edges: tuple[int, ...]) -> tuple[Sequence[Program], range]:
+        plan = plan_of(question, question.in_order(edges))
+        return step_programs(plan), range(distinct_steps(plan))
+
+    def split(stage: int, start: int, stop: int) -> tuple[int, ...]:
+        """A split with this stage; any one where forwards of stages are one action, since programs are the same."""
+        if question.options.recompute != "always":
+            return equal_lengths(question.blocks, question.stages)
+        after = equal_lengths(question.blocks - stop, question.stages - stage - 1) if stop < question.blocks else (0,)
+        return (*(equal_lengths(start, stage) if start else (0,)), *(stop + edge for edge in after))
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:
+        programs, steps = lowered(split(stage, start, stop))
         cost = costs.stage(*question.layers(start, stop), kind)
         ledger = Ledger(stage, {stage: cost}, programs[-1])
         of_steps = (programs[min(step, len(programs) - 1)].actions[stage] for step in steps)

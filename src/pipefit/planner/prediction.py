@@ -21,7 +21,7 @@ from pipefit.planner.closed_forms.bands import Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.texts import counted
 from pipefit.training import Training
 
@@ -82,7 +82,7 @@ def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recomp
     Raises:
         UsageError: no such schedule, or a microbatch size that was not profiled.
     """
-    ranges = ranges_of(profile.at(training.microbatch_size), profile.edges, training.microbatches)
+    ranges = ranges_of(profile.at(training.microbatch_size), profile.edges, training.microbatches, recompute)
     band = ranges.band(ranges.count)
 
     @cache

@@ -22,7 +22,7 @@ from pipefit.planner.joint import exact_in_time
 from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
 from pipefit.planner.trial import Arrangement, Trial
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator.assembled import Assembled, assembled
 from pipefit.training import Training
 

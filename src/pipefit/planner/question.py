@@ -17,7 +17,7 @@ from pipefit.planner.degrees import Degree, degrees_of, divisible
 from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator.assembled import Assembled
 from pipefit.texts import counted
 from pipefit.training import Training
@@ -30,12 +30,13 @@ ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose h
 class Options:
     """Options of every planner.
 
-    `stages` None uses every device, or as many as there are blocks. `recompute` names the microbatches whose forward
-    every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
-    device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of their budgets
-    that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages: how many replicas
-    each has, and how many shards each of these; without them, planners that can choose them do. The same holds of
-    `sequences`, whether all shards divide positions too, and of `shard`, what the replicas of a stage divide (`Grid`).
+    `stages` None uses every device, or as many as there are blocks. `recompute` says which layers run forward twice,
+    and for which microbatches (`pipefit.schedule.recompute_settings`). With `allow_infeasible` the plan is returned
+    even where a device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of
+    their budgets that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages:
+    how many replicas each has, and how many shards each of these; without them, planners that can choose them do. The
+    same holds of `sequences`, whether all shards divide positions too, and of `shard`, what the replicas of a stage
+    divide (`Grid`).
 
     Raises:
         UsageError: no effort, or a field of another type.
@@ -220,7 +221,7 @@ class Question:
     @cached_property
     def ranges(self) -> Ranges:
         """The memory of every range of blocks."""
-        return ranges_of(self.measurement, self.edges, self.training.microbatches)
+        return ranges_of(self.measurement, self.edges, self.training.microbatches, self.options.recompute)
 
     @property
     def stages(self) -> int:

@@ -62,7 +62,10 @@ class _Blocks(NamedTuple):
 def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
     """The plan of a split, or a faster one in which hosts or peers have tensors that it computed again."""
     search, means = _Search(simulations, split), simulations.question.means
-    again = {one.stage: search.blocks(one) for one in best.decisions if one.what is What.RECOMPUTE}
+    again = dict[int, int]()
+    for one in best.decisions:
+        if one.what is What.RECOMPUTE:
+            again[one.stage] = max(search.blocks(one), again.get(one.stage, 0))
     for number in sorted(again, key=lambda number: -again[number]):
         others = tuple(one for one in best.decisions if one.stage != number)
         stage = search.stage(number, again[number], best)
@@ -88,7 +91,7 @@ class _Search:
         return peer_rates(self.question.cluster)
 
     def blocks(self, decision: Decision) -> int:
-        """How many blocks run again by a decision, from its stage's first on."""
+        """How many blocks there are from a stage's first to the last one that a decision recomputes."""
         assert isinstance(decision.subject, Run), "stages run again by runs"
         return self.question.edges.index(decision.subject.stop) - self.split.edges[decision.stage]
 

@@ -49,7 +49,11 @@ class Bounds:
         owned, gradients, saved, born = (part.astype(float) for part in sums)
         self.lines: list[list[_Line]] = []
         for stage in range(self.stages):
-            held = [(s.in_flight + (s.kind is Kind.BACKWARD), s.gradients) for s in question.surroundings(stage)]
+            whole = question.options.recompute != "always"  # else one block of a microbatch has been recomputed
+            held = [
+                (s.in_flight + (s.kind is Kind.BACKWARD and (whole or not s.recomputed)), s.gradients)
+                for s in question.surroundings(stage)
+            ]
             n = max(number for number, _ in held)
             m = max((number for number, exist in held if exist), default=0)
             full = owned + gradients

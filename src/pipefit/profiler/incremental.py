@@ -31,7 +31,7 @@ from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.training import Training
 
 Run = Callable[[Plan], tuple[int, ...]]
@@ -52,7 +52,7 @@ def profile_incrementally(
 
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
-        recompute: the microbatches that every stage recomputes (`pipefit.schedule.whole_stages`).
+        recompute: the microbatches that every stage recomputes (`pipefit.schedule.recompute_settings`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
@@ -98,7 +98,7 @@ def plan_of(
     stages = tuple(
         Stage(start=edges[a], stop=edges[b], grid=Grid.of(number)) for number, (a, b) in enumerate(intervals)
     )
-    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
+    decisions = recompute_decisions(stages, edges, recompute, training.schedule, training.microbatches)
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 

@@ -18,7 +18,7 @@ from pipefit.cluster import Cluster
 from pipefit.planner.prediction import true_peaks
 from pipefit.profiler.partitionings import Edges
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.training import Training
 
 Floats = NDArray[np.float64]

@@ -20,7 +20,7 @@ from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
 from pipefit.readable import content
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.units import format_bytes

@@ -29,7 +29,7 @@ from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.hardware import Hardware
-from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.training import Training
 
 Run = Callable[[Plan, int], int]
@@ -103,7 +103,7 @@ def _cut(
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b)
     wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
-    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
+    decisions = recompute_decisions(stages, profile.edges, recompute, training.schedule, training.microbatches)
     plan = Plan(profile=profile, cluster=wider, training=training, stages=stages, decisions=decisions)
     return plan, int(start > 0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,17 @@ from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.closed_forms.surroundings import Surroundings
 
 Ints = NDArray[np.int64]
+
+
+class Recomputed(NamedTuple):
+    """The highest bytes of second forwards and of backwards behind them, in a step's first backward and in later ones,
+    of stages that are recomputed in parts: with what is kept of their microbatch, but without gradients that existed.
+    """
+
+    forward_first: Ints
+    forward_later: Ints
+    backward_first: Ints
+    backward_later: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +56,7 @@ class Band:
     checkpoint_peak: Ints
     weights: Ints
     early: Ints
+    recomputed: Recomputed | None = None  # of stages that are recomputed in parts
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
 
     def with_losses(self, nbytes: int, blocks: int) -> Band:
@@ -65,15 +77,24 @@ class Band:
         total = self.static + self._own(surroundings)
         if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
             total += self.early if surroundings.early else self.state
+        if surroundings.kind is Kind.RECOMPUTE and surroundings.receiving is Kind.BACKWARD:
+            return total + self.output_gradients + self._one(self._sending(surroundings.sending))
         if surroundings.receiving in FORWARDS:
-            total += self.received
+            total += self._one(self.received)
         elif surroundings.receiving is Kind.BACKWARD:
-            total += self.output_gradients
-        total += self._sending(surroundings.sending)
-        return total
+            total += self._one(self.output_gradients)
+        return total + self._one(self._sending(surroundings.sending))
+
+    def _one(self, messages: Ints | int) -> Ints | int:
+        """Messages beside an action; of a stage in parts, they are there beside one of its parts, and not counted."""
+        if self.recomputed is None or isinstance(messages, int):
+            return messages
+        return np.where(np.arange(len(messages))[:, None] == 0, messages, 0)
 
     def _own(self, surroundings: Surroundings) -> Ints:
         """The bytes of the action itself and of its microbatch, and of gradients that exist before it."""
+        if self.recomputed is not None and (surroundings.kind is Kind.RECOMPUTE or surroundings.recomputed):
+            return self._in_parts(surroundings, self.recomputed)
         match surroundings.kind:
             case Kind.FORWARD:
                 own = self.inputs + self.forward_peak
@@ -89,6 +110,12 @@ class Band:
                 if surroundings.recomputed:
                     own += self.buffers
         return own + self.gradients if surroundings.gradients else own
+
+    def _in_parts(self, surroundings: Surroundings, parts: Recomputed) -> Ints:
+        """The same of a stage that is recomputed in parts."""
+        if surroundings.kind is Kind.RECOMPUTE:
+            return parts.forward_later + self.gradients if surroundings.gradients else parts.forward_first
+        return parts.backward_later + self.gradients if surroundings.gradients else parts.backward_first
 
     def _sending(self, before: Kind | None) -> Ints | int:
         """The bytes that are being sent since the action before."""

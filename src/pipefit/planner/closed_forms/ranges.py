@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.storages import StageStorages, gradient_bytes
 from pipefit.planner.closed_forms.bands import Band, Ints
+from pipefit.planner.closed_forms.by_block import Blocks, Inputs, recomputed_by_block
 from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
 from pipefit.planner.closed_forms.one_by_one import one_by_one
 from pipefit.planner.closed_forms.tables import (
@@ -49,6 +50,7 @@ from pipefit.planner.closed_forms.tables import (
     span_table,
 )
 from pipefit.profiles import Measurement
+from pipefit.schedule.recompute_settings import Recompute
 
 
 class Ranges:
@@ -63,6 +65,7 @@ class Ranges:
         self.measurement = measurement
         self.one_by_one = one_by_one(measurement)
         self._known: dict[tuple[int, ...], Band] = {}
+        self._blocks: Blocks | None = None  # of stages whose blocks are recomputed by themselves
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -125,13 +128,33 @@ class Ranges:
         found.loss_bytes = self.measurement.loss_bytes * microbatches
         return found
 
+    def by_block(self) -> Ranges:
+        """The same ranges, as stages whose blocks are recomputed by themselves (`closed_forms.by_block`)."""
+        found = copy(self)
+        found._known, found._blocks = {}, self._of_blocks()
+        return found
+
+    def _of_blocks(self) -> Blocks:
+        """The bytes of every block by itself."""
+        first, later = self._maker(1, 0, self.count - 1).inner_backwards()
+        return Blocks(
+            alone=self._maker(1, 0, self.count - 1).make(estimated=False),
+            first=first,
+            later=later,
+            gradients=self.inner_gradients[self.edges[1:]],
+            inputs=Inputs.of(self.measurement, [*map(int, self.edges)]),
+            copies=self.fed_back[self.edges],
+            born=self.owned()[1],
+        )
+
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
         """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
         last = self.count - 1 if last is None else last
         alike = width, first, last, estimated
         key = *alike, self.loss_bytes
         if alike not in self._known:
-            self._known[alike] = self._maker(width, first, last).make(estimated=estimated)
+            made = self._maker(width, first, last).make(estimated=estimated)
+            self._known[alike] = made if self._blocks is None else recomputed_by_block(made, self._blocks)
         if key not in self._known:
             self._known[key] = self._known[alike].with_losses(self.loss_bytes, self.count)
         return self._known[key]
@@ -173,14 +196,18 @@ class Ranges:
         return np.cumsum(saved)[self.edges], np.cumsum(born)[self.edges]
 
 
-def ranges_of(measurement: Measurement, edges: Sequence[int], microbatches: int) -> Ranges:
-    """The ranges of a measurement in a step of so many microbatches; what equal measurements share is made once."""
-    return _ranges_of(measurement, tuple(edges)).of_step(microbatches)
+def ranges_of(
+    measurement: Measurement, edges: Sequence[int], microbatches: int, recompute: Recompute = "never"
+) -> Ranges:
+    """The ranges of a measurement in a step of so many microbatches, of stages that are recomputed so; what equal
+    measurements share is made once.
+    """
+    return _ranges_of(measurement, tuple(edges), recompute == "always").of_step(microbatches)
 
 
 @lru_cache(maxsize=32)
-def _ranges_of(measurement: Measurement, edges: tuple[int, ...]) -> Ranges:
-    return Ranges(measurement, edges)
+def _ranges_of(measurement: Measurement, edges: tuple[int, ...], by_block: bool) -> Ranges:
+    return _ranges_of(measurement, edges, False).by_block() if by_block else Ranges(measurement, edges)
 
 
 class _BandMaker:
@@ -214,6 +241,21 @@ class _BandMaker:
         }
         band = Band(first=self.first, valid=self._valid, **arrays)
         return band if estimated else self._corrected(band)
+
+    def inner_backwards(self) -> tuple[Ints, Ints]:
+        """For bands of one block: the highest bytes of a block's backward with what it has saved, in a step's first
+        backward and in later ones, where another block of the stage comes after it; 0 where sums are not enough.
+        """
+        r, born, ended = self.ranges, self._at(self.ranges.gradients), self._ended
+        inner, rows = self._held() + self._at(r.inner_gradients), self.stops - self.starts - 1
+
+        def highest(spans: Ints) -> Ints:
+            found = np.maximum.accumulate(inner[1:] + spans, axis=0)
+            found = found if self.is_fine else np.take_along_axis(found, rows, axis=0)
+            return np.where(self._one_by_one()[0], 0, found[0])
+
+        behind = ended(born) if self.is_fine else np.take_along_axis(ended(born), rows, axis=0)
+        return highest(self._spans(r.spans_first) - born[1:]) + behind[0], highest(self._spans(r.spans_later))
 
     @property
     def _valid(self) -> NDArray[np.bool_]:

@@ -21,7 +21,7 @@ from pipefit.errors import UsageError
 from pipefit.program import shifted
 from pipefit.schedule import ENDLESS, distinct_steps_of, schedule_named
 from pipefit.schedule.communication import is_backward_of
-from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
+from pipefit.schedule.recompute_settings import Recompute, recomputed_microbatches
 from pipefit.training import Versions
 
 
@@ -155,12 +155,12 @@ def _endless_orders(
     schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute
 ) -> Iterator[list[Action]]:
     """The same of every step that differs, its updates included, with microbatches counted through."""
-    if recompute not in ("never", "always"):
+    if recompute not in ("never", "always", "stages"):
         raise UsageError(
             f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps overlap: "
-            "recompute always, or never"
+            "recompute always, stages or never"
         )
-    again = ALL_MICROBATCHES if recompute == "always" else ()
+    again = () if recompute == "never" else ALL_MICROBATCHES
     for step in range(distinct_steps_of(schedule, stages, microbatches)):
         entered = step * microbatches
         order = ENDLESS[schedule](stage, stages, microbatches, min(entered, stages))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipefit.grids import Sharding
 from pipefit.layer_costs import LayerCost
-from pipefit.planner.closed_forms.bands import Band, Ints
+from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
 from pipefit.profiles import Measurement
 
 BUCKETS: dict[Sharding, int] = {
@@ -104,12 +104,24 @@ def _with(
         gradients=owned(sizes.gradients),
         backward_first_peak=np.maximum(band.backward_first_peak - band.gradients, 0),
         backward_later_peak=band.backward_later_peak if _grows(sizes.costs) else np.zeros_like(first),
+        recomputed=band.recomputed and _of_owners(band.recomputed, band.gradients, grows=_grows(sizes.costs)),
         _sums={},
     )
     if shard == "gradients":
         return made
     static = np.maximum(band.static - blocks.sums(sizes.all_gathered), 0)
     return replace(made, static=static + owned(sizes.parameters), _sums={})
+
+
+def _of_owners(recomputed: Recomputed, gradients: Ints, *, grows: bool) -> Recomputed:
+    """The same of replicas that keep a part of these gradients."""
+    forward, forward_later, backward, backward_later = recomputed
+    return Recomputed(
+        np.maximum(forward - gradients, 0),
+        forward_later,
+        np.maximum(backward - gradients, 0),
+        backward_later if grows else forward_later,
+    )
 
 
 def _grows(costs: Sequence[LayerCost]) -> bool:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from pipefit.grids import Sharding
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.takes import Indices, Take
+from pipefit.schedule.recompute_settings import Recompute
 
 Floats = NDArray[np.float64]
 
@@ -53,10 +54,10 @@ class Cost(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a stage saves memory: what its replicas divide, and whether it keeps its inputs alone and runs again."""
+    """How a stage saves memory: what its replicas divide, and what it recomputes besides what the question asks for."""
 
     shard: Sharding = "none"
-    again: bool = False
+    recompute: Recompute = "never"
 
 
 WHOLE = Way()

@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Stage
 from pipefit.planner.question import Question, Split
 from pipefit.plans import Plan
-from pipefit.schedule.whole_stages import whole_stages
+from pipefit.schedule.recompute_settings import recompute_decisions
 from pipefit.simulator.assembled import Part, Parts
 from pipefit.training import Training
 
@@ -91,7 +91,9 @@ class Reader:
             Stage(start=start, stop=stop, grid=split.grid(number))
             for number, (start, stop) in enumerate(pairwise(edges))
         )
-        decisions = decisions or whole_stages(stages, question.options.recompute, how.schedule, how.microbatches)
+        decisions = decisions or recompute_decisions(
+            stages, question.edges, question.options.recompute, how.schedule, how.microbatches
+        )
         return Plan(
             profile=question.profile, cluster=question.cluster, training=how, stages=stages, decisions=tuple(decisions)
         )

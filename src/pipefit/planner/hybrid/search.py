@@ -10,7 +10,7 @@ begin in a backward that they run beside it; whoever needs true ones simulates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
 from pipefit.planner.hybrid.takes import States, states_of
 from pipefit.planner.question import Question, Split
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.texts import counted
 
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
@@ -94,16 +95,21 @@ def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
-    """The decisions of a plan: which of its stages run again, for all microbatches."""
+    """The decisions of a plan: what its stages recompute, for all microbatches."""
     return tuple(
-        Decision(
-            stage=number,
-            subject=Run(start=question.edges[one.start], stop=question.edges[one.stop]),
-            what=What.RECOMPUTE,
-        )
+        decision
         for number, one in enumerate(found.stages)
-        if one.way.again
+        for decision in recomputed_blocks(question, number, one, one.stop - one.start)
     )
+
+
+def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int) -> Iterator[Decision]:
+    """The decisions by which so many of the first blocks of a stage are recomputed in its way, if anything is."""
+    edges, recompute = question.edges[one.start : one.start + blocks + 1], one.way.recompute
+    if recompute == "never":
+        return
+    for start, stop in pairwise(edges if recompute == "always" else (edges[0], edges[-1])):
+        yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
 
 
 def budget_level(question: Question) -> float:
@@ -155,7 +161,8 @@ class Search:
     def ways(self, degree: Degree) -> list[Way]:
         """How a stage of this degree may save memory."""
         shards = self.shards if degree.data > 1 else ("none",)
-        return [Way(shard, again) for again in ((False, True) if self.again else (False,)) for shard in shards]
+        settings: tuple[Recompute, ...] = ("never", "always", "stages") if self.again else ("never",)
+        return [Way(shard, recompute) for recompute in settings for shard in shards]
 
     @property
     def counts(self) -> range:
@@ -332,7 +339,8 @@ class Search:
             devices = [device for one in classes for device in one.devices]
             tables, kinds = self.tables[choice.degree], self._kinds(devices)
             (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
-            passes = (tables.seconds(kind, Group.of(cluster, shards), again=way.again) for kind in kinds)
+            again = way.recompute != "never"
+            passes = (tables.seconds(kind, Group.of(cluster, shards), again=again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
             each, end = tables.divided_seconds(times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard)
             step = self.question.training.microbatches * each + end

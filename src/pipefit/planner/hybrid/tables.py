@@ -31,6 +31,7 @@ from pipefit.planner.prices import ranges
 from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
 from pipefit.rows import dimensions
+from pipefit.schedule.recompute_settings import Recompute
 
 
 class Passes(NamedTuple):
@@ -49,24 +50,33 @@ class DegreeTables:
         self.measurement = question.measured(degree)
         self._peaks: dict[tuple[tuple[Surroundings, ...], Way], Floats] = {}
         self._read: dict[tuple[tuple[Surroundings, ...], Way], dict[tuple[int, int], float]] = {}
-        self._least: dict[tuple[Sharding, int], tuple[Band, ...]] = {}
+        self._least: dict[tuple[Way, int], tuple[Band, ...]] = {}
         self._bars: dict[Way, Floats] = {}
         self._bars_of_rows: dict[tuple[Way, int], Floats] = {}
         self._expected: dict[Way, float] = {}  # how many times their bounds peaks are
 
     def peaks(self, stages_left: int, way: Way = WHOLE) -> Floats:
         """The peak of a device, as a stage with so many stages from itself to the last one; of replicas that divide
-        state, what was read of their programs, or no more than that.
+        state, and of blocks that are recomputed by themselves, what was read of their programs, or no more than that.
         """
         met = self._met(stages_left, way)
-        if way.shard != "none":
-            return self._peaks_divided(met, way)
+        if self._is_bound(way):
+            return self._bounds_and_read(met, way)
         if (met, way) not in self._peaks:
-            self._peaks[met, way] = self._barred(way) + self._square(stage_peak(self._band, met).astype(float))
+            band = self._ranges(way).band(self.question.blocks)
+            self._peaks[met, way] = self._barred(way) + self._square(stage_peak(band, met).astype(float))
         return self._peaks[met, way]
 
-    def _peaks_divided(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
-        """The peaks of replicas that divide state. They are made anew each time, as all of them would be many bytes."""
+    def _recompute(self, way: Way) -> Recompute:
+        """What a stage recomputes."""
+        return self.question.options.recompute if way.recompute == "never" else way.recompute
+
+    def _is_bound(self, way: Way) -> bool:
+        """Whether peaks are lower bounds until they are read."""
+        return way.shard != "none" or self._recompute(way) == "always"
+
+    def _bounds_and_read(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
+        """Peaks as bounds, and as read. They are made anew each time, as all of them would be many bytes."""
         bands = self._bands(way, self.question.blocks)
         rows = np.maximum.reduce([stage_peak(band, met) for band in bands]).astype(float)
         found = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
@@ -93,13 +103,13 @@ class DegreeTables:
         memory so.
         """
         width = min(self.question.blocks, 1 << (width - 1).bit_length())
-        band = self._ranges.band(width)
+        band = self._ranges(way).band(width)
         if way.shard == "none":
             return (band,)
-        if (way.shard, width) not in self._least:
+        if (way, width) not in self._least:
             data = self.degree.data
-            self._least[way.shard, width] = least(band, self.measurement, self.question.edges, data, way.shard)
-        return self._least[way.shard, width]
+            self._least[way, width] = least(band, self.measurement, self.question.edges, data, way.shard)
+        return self._least[way, width]
 
     def room(self, counts: Sequence[int], way: Way, width: int, nbytes: float) -> Ints:
         """The most stages from itself to the last one, of these rising numbers, up to which a stage needs no more than
@@ -111,8 +121,8 @@ class DegreeTables:
         return found
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
-        """The peak of the fullest replica of a stage of these blocks, if that has been read; else it is a bound."""
-        if way.shard == "none":
+        """The peak of the fullest replica of a stage of these blocks, if that is known; else there is a bound."""
+        if not self._is_bound(way):
             return self._bound(stages_left, way, start, stop)
         return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
 
@@ -138,8 +148,8 @@ class DegreeTables:
         return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
 
     def _met(self, stages_left: int, way: Way) -> tuple[Surroundings, ...]:
-        how, again = self.question.training, "always" if way.again else self.question.options.recompute
-        return surroundings(how.schedule, 0, stages_left, how.microbatches, again, versions=how.versions)
+        how, recompute = self.question.training, self._recompute(way)
+        return surroundings(how.schedule, 0, stages_left, how.microbatches, recompute, versions=how.versions)
 
     def seconds(self, kind: DeviceKind, group: Group | None = None, *, again: bool = False) -> Passes:
         """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
@@ -170,7 +180,7 @@ class DegreeTables:
     @cached_property
     def gradients(self) -> Floats:
         """Bytes of gradients that replicas add up."""
-        return ranges(self._ranges.gradients[np.array(self.question.edges)].astype(float))
+        return ranges(self._ranges(WHOLE).gradients[np.array(self.question.edges)].astype(float))
 
     @cached_property
     def parameters(self) -> Floats:
@@ -178,14 +188,9 @@ class DegreeTables:
         every = [0.0, *accumulate(float(cost.parameter_bytes) for cost in self.measurement.costs)]
         return ranges(np.array(every)[np.array(self.question.edges)])
 
-    @cached_property
-    def _ranges(self) -> Ranges:
+    def _ranges(self, way: Way) -> Ranges:
         question = self.question
-        return ranges_of(self.measurement, question.edges, question.training.microbatches)
-
-    @cached_property
-    def _band(self) -> Band:
-        return self._ranges.band(self.question.blocks)
+        return ranges_of(self.measurement, question.edges, question.training.microbatches, self._recompute(way))
 
     def _square(self, rows: Floats) -> Floats:
         """A table out of rows by width."""
@@ -221,7 +226,7 @@ class DegreeTables:
     def _bars_of(self, way: Way) -> Floats:
         found, edges = self.barred.copy(), np.array(self.question.edges)
         starts, stops = edges[:-1, None], edges[None, :]
-        if way.again:
+        if way.recompute != "never":
             once = [float(bool(cost.unrepeatable)) for cost in self.measurement.costs]
             once[-1] += float(bool(self.measurement.loss.unrepeatable))
             found[ranges(np.array([0.0, *accumulate(once)])[edges]) > 0] = np.inf

@@ -20,7 +20,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner import Options, Question, exact, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.plans import Plan
-from pipefit.schedule.whole_stages import Recompute
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator import simulate
 from pipefit.tables import kept_together
 from pipefit.texts import counted
