@@ -7,14 +7,14 @@ from itertools import accumulate, combinations, pairwise, product
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
+from pipefit.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 
-BUCKETS: dict[Sharding, int] = {"none": 1, "optimizer": 1, "gradients": 4, "parameters": 4}
+IN_BLOCKS = ("gradients", "parameters")  # of which planners divide a stage in a bucket for each block
 
 
 def every_plan(
@@ -24,7 +24,7 @@ def every_plan(
     layers, most = len(profile.layers), len(cluster.devices)
     sizes = {one.microbatch_size for one in profile.measurements}
     degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
-    stages = [(degree, shard) for degree in degrees for shard in BUCKETS if degree > 1 or shard == "none"]
+    stages = [(degree, shard) for degree in degrees for shard in SHARDINGS if degree > 1 or shard == "none"]
     for count in range(1, min(layers, most) + 1):
         for cuts, chosen in product(combinations(range(1, layers), count - 1), product(stages, repeat=count)):
             if sum(degree for degree, _ in chosen) <= most:
@@ -44,7 +44,12 @@ def _written(
         Stage(
             start=start,
             stop=stop,
-            grid=Grid(devices=tuple(range(first, last)), data=degree, shard=shard, buckets=BUCKETS[shard]),
+            grid=Grid(
+                devices=tuple(range(first, last)),
+                data=degree,
+                shard=shard,
+                buckets=stop - start if shard in IN_BLOCKS else 1,
+            ),
         )
         for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
     )

@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
-from every_plan import BUCKETS, every_plan, simulated
+from every_plan import IN_BLOCKS, every_plan, simulated
 from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
 from pipefit.errors import UsageError
+from pipefit.grids import SHARDINGS
 from pipefit.planner import plan
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.programme import Way
@@ -115,7 +116,7 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
     assert made.provenance.bound <= min((one.step_seconds[-1] for one in fit), default=made.provenance.bound) * (
         1 + 1e-9
     )
-    for shard in BUCKETS:
+    for shard in SHARDINGS:
         pinned = plan(profile, cluster, how, shard=shard, allow_infeasible=True)
         assert pinned.prediction
         if max(pinned.prediction.peak_bytes) <= budget:
@@ -124,12 +125,13 @@ def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
 
 @pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
 def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
-    """In as many buckets as planners make, or more under joint; and says what whole replicas would need."""
+    """In a bucket for each block where they divide gradients or parameters; and says what whole replicas would need."""
     profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
-    for shard, buckets in BUCKETS.items():
+    for shard in SHARDINGS:
         made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=2, shard=shard)
         assert {stage.grid.shard for stage in made.stages} == {shard}
-        assert {stage.grid.buckets for stage in made.stages} == {buckets} or planner == "joint"
+        blocks = [stage.stop - stage.start if shard in IN_BLOCKS else 1 for stage in made.stages]
+        assert [stage.grid.buckets for stage in made.stages] == blocks or planner == "joint"
         assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
         grids = (replace(stage.grid, shard="none") for stage in made.stages)
         stages = tuple(replace(stage, grid=grid) for stage, grid in zip(made.stages, grids, strict=True))

@@ -30,7 +30,7 @@ from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import Least
 from pipefit.planner.joint import Search, Searched, exact_in_time
-from pipefit.planner.mixed import Mixed, mixed, otherwise, with_hosts
+from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.nearby import is_small
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
@@ -81,7 +81,7 @@ class Trials:
                 self._mix(size)
             self.mixed += otherwise(self.mixed, self.space.schedules)
             for size in self._least:
-                self._mix_with_hosts(size)
+                self._mix_commonly(size)
             for size in self._visited():
                 self._look_at(self._widest(size))
             for arrangement in self._others():
@@ -139,14 +139,14 @@ class Trials:
             below = min((one.estimated for one in self.mixed), default=math.inf)
             self.mixed += filter(None, [mixed(question, at_most, below) if looks else None])
 
-    def _mix_with_hosts(self, size: int) -> None:
-        """Find the fastest plan of a size in which hosts take what replicas divide, unless a plan is known that takes
-        about as few seconds as any of this size, or that keeps everything, of a large question.
+    def _mix_commonly(self, size: int) -> None:
+        """Find the fastest common plan of a size, unless a plan is known that takes about as few seconds as any of this
+        size, or that keeps everything, of a large question.
         """
         if self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
             looks = exact_in_time(question) and (not self._keeps or is_small(question))
-            self.mixed += filter(None, [with_hosts(question, self._fastest) if looks else None])
+            self.mixed += filter(None, [commonly(question, self._fastest) if looks else None])
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.

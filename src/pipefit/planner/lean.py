@@ -30,10 +30,10 @@ from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.layer_costs import LayerCost
+from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of
 from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
-from pipefit.planner.hosted import AWAY, UPDATED, Moves, moved, ran_again, runs_of
 from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.nearby import beside
 from pipefit.planner.question import Found, Question, Split

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.decisions import Decision
-from pipefit.planner.hosted import hosted
+from pipefit.planner.common_plans import common_plan
 from pipefit.planner.hybrid import Hybrid, candidates, fastest
 from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.reading import Reader
@@ -57,7 +57,7 @@ class Mixed(NamedTuple):
 
     def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> Found:
         """The plan, as planners say it, after so many were simulated."""
-        decisions = self.decisions if self.question.options.recompute == "never" else None
+        decisions = self.decisions if self.question.options.recompute == "never" else self.decisions or None
         return Found(
             self.split,
             Objective.STEP,
@@ -70,9 +70,9 @@ class Mixed(NamedTuple):
         )
 
 
-def with_hosts(question: Question, at_most: float) -> Mixed | None:
-    """The fastest plan in which hosts take what replicas divide, in less than `at_most` seconds; None if none fits."""
-    found = hosted(question, at_most)
+def commonly(question: Question, at_most: float) -> Mixed | None:
+    """The fastest common plan (`planner.common_plans`) of less than `at_most` seconds; None if none fits."""
+    found = common_plan(question, at_most)
     return None if found is None else Mixed(question, *found)
 
 

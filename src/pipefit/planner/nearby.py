@@ -136,7 +136,11 @@ class _Search:
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:
         """A split that fits and is faster than the best."""
         known = self._at_most if best is None else min(self._at_most, best.seconds)
-        if self._simulations.work > self._until or self._simulations.least(split) >= known:
+        least = self._simulations.least(split)
+        if self._simulations.work > self._until or least >= known:
+            return None
+        if not self._simulations.may_fit(split):
+            self._tried[split] = least
             return None
         try:
             simulation = self._simulations.of(split)

@@ -22,7 +22,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Grid
 from pipefit.places import Member, MemberKind
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.divided import BUCKETS
+from pipefit.planner.hybrid.divided import buckets_of
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.texts import counted
@@ -85,8 +85,8 @@ def expanded(question: Question, found: Found, degree: Degree) -> Found:
     """What was found for one replica, for all of them."""
     groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
-        Grid(devices=groups[device], shard=shard, buckets=BUCKETS[shard], **degree.pins)
-        for device in found.split.devices
+        Grid(devices=groups[device], shard=shard, buckets=buckets_of(shard, stop - start), **degree.pins)
+        for device, (start, stop) in zip(found.split.devices, pairwise(found.split.edges), strict=True)
     )
     return found._replace(split=Split(found.split.edges, tuple(grid.devices[0] for grid in grids), grids))
 

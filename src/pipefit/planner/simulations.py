@@ -17,7 +17,10 @@ from pipefit.cost.time import layer_seconds
 from pipefit.decisions import Decision
 from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
+from pipefit.planner.hybrid.programme import Way
+from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.question import Question, Split
+from pipefit.schedule.recompute_settings import Recompute
 from pipefit.simulator.assembled import Assembled, Parts
 
 _KNOWN = 16  # actions of devices that are known take as long as a new one
@@ -28,6 +31,7 @@ class Simulations:
 
     def __init__(self, question: Question) -> None:
         self.question, self.work = question, 0
+        self._tables: dict[Degree, DegreeTables] = {}
 
     def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
         """The simulation of a split with these decisions, or those that the question asks for.
@@ -42,6 +46,22 @@ class Simulations:
             self.work += self._parts.actions - before
         self.work += found.actions // _KNOWN
         return found
+
+    def may_fit(self, split: Split, recompute: Recompute = "never") -> bool:
+        """Whether stages that recompute so, and whose state stays on their devices, fit by lower bounds of their peaks.
+
+        Costs nothing beside a simulation.
+        """
+        budgets, stages = self.question.cluster.budgets, len(split.devices)
+        for number, (start, stop) in enumerate(pairwise(split.edges)):
+            grid = split.grid(number)
+            degree = Degree.of(grid)
+            if degree not in self._tables:
+                self._tables[degree] = DegreeTables(self.question, degree)
+            least = self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
+            if least > min(budgets[device] for device in grid.devices):
+                return False
+        return True
 
     def least(self, split: Split) -> float:
         """What the passes of the slowest stage of a split take, on the fastest kind of device."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipefit.plans import Plan
-from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from pipefit.units import format_bytes, format_seconds
 
 
@@ -15,7 +15,7 @@ def undivided(plan: Plan) -> Iterator[str]:
     if any(stage.grid.shard != "none" for stage in plan.stages):
         grids = (replace(stage.grid, shard="none") for stage in plan.stages)
         whole = replace(plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True)))
-        simulation, budgets = Simulation(whole), plan.cluster.budgets
+        simulation, budgets = assembled(whole), plan.cluster.budgets
         peaks = simulation.peak_bytes
         fullest = max(range(len(peaks)), key=lambda device: peaks[device] / budgets[device])
         yield (

@@ -179,8 +179,8 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
         before[layer + 1] = at = at + (
             cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
         )
-    together = _together(plan, stage)
-    allowed = [n for n in range(place.start + 1, place.stop) if not any(a < n <= b for a, b in together)]
+    within = {n for first, last in _together(plan, stage) for n in range(first + 1, last + 1)}
+    allowed = [n for n in range(place.start + 1, place.stop) if n not in within]
     cuts = {before[layer]: layer for layer in reversed(allowed)}  # of layers without any bytes the first
     nearest = _nearest(sorted(cuts), at, place.grid.buckets)
     return [cuts[size] for size in nearest if 0 < size < at]

@@ -25,16 +25,15 @@ from pipefit.layer_costs import LayerCost
 from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
 from pipefit.profiles import Measurement
 
-BUCKETS: dict[Sharding, int] = {
-    "none": 1,
-    "optimizer": 1,
-    "gradients": 4,
-    "parameters": 4,
-}  # of stages that planners make
 _ROUNDING = 1 - 1e-9
 _UPDATES = "update_first_peak_bytes", "update_peak_bytes"
 
 Floats = NDArray[np.float64]
+
+
+def buckets_of(shard: Sharding, blocks: int) -> int:
+    """The buckets of a stage of so many blocks: one for each block where replicas hold few of its tensors at a time."""
+    return blocks if shard in ("gradients", "parameters") else 1
 
 
 class Sizes:

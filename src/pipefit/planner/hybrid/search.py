@@ -24,7 +24,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.few_classes import Sizes, few_classes
-from pipefit.planner.hybrid.divided import BUCKETS
+from pipefit.planner.hybrid.divided import buckets_of
 from pipefit.planner.hybrid.placing import grids_of
 from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme, Way, banded
 from pipefit.planner.hybrid.reading import Reader
@@ -367,7 +367,7 @@ class Search:
         free = [list(one.devices) for one in self.classes]
         grids = grids_of([(one.choice.degree, one.choice.take.lowest) for one in stages], free, hosts)
         grids = tuple(
-            replace(grid, shard=one.way.shard, buckets=BUCKETS[one.way.shard])
+            replace(grid, shard=one.way.shard, buckets=buckets_of(one.way.shard, one.stop - one.start))
             for grid, one in zip(grids, stages, strict=True)
         )
         return Split(edges, tuple(grid.devices[0] for grid in grids), grids)

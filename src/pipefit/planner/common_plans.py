@@ -1,0 +1,176 @@
+"""Common plans: what people run on servers and clusters, simulated.
+
+All stages of such a plan have one degree, of several replicas, and are cut so that they take as long (`time`): as many
+stages as there are devices for, or one. Replicas divide optimizer state, gradients or parameters, in a bucket for each
+block, as fully sharded data parallelism does (ZeRO-1 to 3, FSDP). State is on the devices; or the host updates all of
+it, bucket by bucket or block by block; or the host keeps the optimizer state, and the parameters between passes too
+(ZeRO-Offload, ZeRO-Infinity). Everything is kept for the backward, or every block but a stage's last is recomputed by
+itself.
+
+They are looked for where no plan is known that comes within 1 % of the bound, nor of what a plan would take if nothing
+moved and updates took no time; of large questions only where no plan keeps everything. So an answer is never slower by
+more than that than the plans by hand of `benchmarks/bench_zero.py`, as long as the budget lasts. Where nothing is known
+to fit, plans are looked at until one does.
+
+Costs: up to 36 simulations for each number of replicas, those that recompute nothing first; of plans whose state stays
+on the devices only those whose bound of memory fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857;
+FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from pipefit.decisions import Decision, Run, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
+from pipefit.layer_costs import LayerCost
+from pipefit.planner.degrees import Degree
+from pipefit.planner.driver import plan_of
+from pipefit.planner.evaluation import HOST
+from pipefit.planner.question import Question, Split
+from pipefit.planner.replicas import in_replicas
+from pipefit.planner.simulations import Simulations
+from pipefit.planner.techniques import Means
+from pipefit.planner.time import time
+from pipefit.plans import Plan
+from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schedule.sums import bucket_edges
+from pipefit.work import Work
+
+_WORK = 60_000  # after which no other plan is simulated
+_WORK_TO_FIT = 2_000_000  # the same where no plan is known that fits
+_WORTH = 0.01  # the part of a step that hosts have to gain
+
+Moves = tuple[tuple[What, StateKind], ...]
+Layers = tuple[int, int]  # the first, and the one behind the last
+
+UPDATED: Moves = ((What.UPDATE, "optimizer"),)
+AWAY: Moves = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
+_WAYS: tuple[tuple[Sharding, Moves], ...] = (
+    ("optimizer", ()),
+    ("gradients", ()),
+    ("parameters", ()),
+    ("gradients", UPDATED),
+    ("parameters", UPDATED),
+    ("parameters", AWAY),
+)
+
+
+class CommonPlan(NamedTuple):
+    """A common plan that fits, with its seconds and its peaks by simulation."""
+
+    split: Split
+    seconds: float
+    peaks: tuple[int, ...]  # of every device, in bytes
+    decisions: tuple[Decision, ...]
+
+
+class _Candidate(NamedTuple):
+    """A split, and what is done about memory on all its stages."""
+
+    split: Split
+    recompute: Recompute
+    moves: Moves
+    decisions: tuple[Decision, ...]
+
+
+def common_plan(question: Question, at_most: float) -> CommonPlan | None:
+    """The fastest common plan that fits in less than `at_most` seconds; None if none does."""
+    if question.options.recompute not in ("never", "always"):
+        return None
+    best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
+    least = cache(lambda split: bounds.of(split).step_seconds[-1])
+    for split, recompute, moves, decisions in _candidates(question):
+        known = at_most < float("inf")
+        if simulations.work + bounds.work > (_WORK if known else _WORK_TO_FIT):
+            break
+        with suppress(UsageError):  # what cannot be divided or carried out, and hosts that cannot update
+            if not moves and not simulations.may_fit(split, recompute):
+                continue
+            if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
+                continue
+            found = simulations.of(split, decisions)
+            seconds = found.step_seconds[-1]
+            if seconds < at_most and found.fits:
+                at_most, best = seconds, CommonPlan(split, seconds, found.peak_bytes, decisions)
+    return best
+
+
+def _without_updates(question: Question) -> Question:
+    """The question with updates that take no time, as if hosts did them beside everything else."""
+
+    def quick(cost: LayerCost) -> LayerCost:
+        return replace(cost, update=Work(flops=0, moved_bytes=0))
+
+    measurements = (replace(one, kinds=tuple(map(quick, one.kinds))) for one in question.profile.measurements)
+    return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
+
+
+def _candidates(question: Question) -> Iterator[_Candidate]:
+    """All of them, those of the most replicas and of what is kept first."""
+    means, asked = question.means, question.options.recompute
+    settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
+    degrees = sorted((one for one in question.degrees if one.data > 1), key=lambda one: (-one.data, *one[1:]))
+    ways = [(shard, moves) for shard, moves in _WAYS if shard in question.shards and _is_allowed(means, moves)]
+    for recompute, degree in product(settings if means.recompute != "never" else (asked,), degrees):
+        for split, (shard, moves) in product(_splits(question, degree), ways):
+            buckets = question.blocks if shard in ("gradients", "parameters") else 1
+            grids = tuple(replace(one, shard=shard, buckets=buckets) for one in split.grids)
+            divided = split._replace(grids=grids)
+            plan = plan_of(question, divided)
+            runs = (_decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False))
+            for decisions in dict.fromkeys(runs) if moves else [next(runs)]:
+                yield _Candidate(divided, recompute, moves, decisions)
+
+
+def _is_allowed(means: Means, moves: Moves) -> bool:
+    """Whether a plan may move state so."""
+    return not moves or (means.host and means.state and (means.spill or moves is UPDATED))
+
+
+def _splits(question: Question, degree: Degree) -> Iterator[Split]:
+    """Those into as many stages of a degree as there are devices for, and one."""
+    most, asked = min(question.blocks, len(question.cluster.devices) // degree.devices), question.options.stages
+    for stages in dict.fromkeys((most, 1)) if asked is None else (asked,):
+        options = replace(question.options, stages=stages, **degree.pins)
+        with suppress(UsageError):
+            yield in_replicas(time)(replace(question, options=options)).split
+
+
+def _decided(
+    question: Question, plan: Plan, moves: Moves, *, in_buckets: bool, recompute: Recompute
+) -> tuple[Decision, ...]:
+    """What moves the state of a plan, or updates it elsewhere, and what is recomputed: all blocks if that is asked for,
+    or all but the last one of every stage, whose backward follows at once.
+    """
+    decisions = list[Decision]()
+    for number in range(len(plan.stages)):
+        runs = runs_of(question, plan, number, in_buckets=in_buckets and bool(moves))
+        decisions += moved(number, runs, moves, ahead=1)
+        decisions += ran_again(number, runs[:-1] if recompute == "always" != question.options.recompute else ())
+    return (*(plan.decisions if question.options.recompute == "always" else ()), *decisions)
+
+
+def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) -> list[Layers]:
+    """The runs of layers of a stage that move together: those of a bucket, or of a block."""
+    stage, edges = plan.stages[number], bucket_edges(plan, number) if in_buckets else question.edges
+    return [*pairwise([stage.start, *(edge for edge in edges if stage.start < edge < stage.stop), stage.stop])]
+
+
+def moved(number: int, runs: Iterable[Layers], moves: Moves, *, ahead: int) -> Iterator[Decision]:
+    """What moves the state of runs of a stage's layers to its hosts, or updates it there."""
+    for (what, kind), (start, stop) in product(moves, runs):
+        state = State(start=start, stop=stop, kind=kind)
+        yield Decision(stage=number, subject=state, what=what, place=HOST, ahead=ahead)
+
+
+def ran_again(number: int, runs: Iterable[Layers]) -> Iterator[Decision]:
+    """What computes runs of a stage's layers again."""
+    for start, stop in runs:
+        yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
