@@ -18,7 +18,7 @@ from pipefit.places import Member, parse_place
 from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner import mixed as searching
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import Mixed, mixed, otherwise, with_hosts
+from pipefit.planner.mixed import Mixed, mixed, otherwise, commonly
 from pipefit.planner.question import Split
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
@@ -121,8 +121,8 @@ def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     tight = tuple(replace(one, memory_bytes=budget) for one in ample.devices)
     question = Question(profile=profile, cluster=replace(ample, devices=tight), training=how)
     assert mixed(replace(question, means=Means(recompute="never"))) is None
-    assert with_hosts(replace(question, means=Means(host=False, recompute="never")), float("inf")) is None
-    found = with_hosts(replace(question, means=Means(recompute="never")), float("inf"))
+    assert commonly(replace(question, means=Means(host=False, recompute="never")), float("inf")) is None
+    found = commonly(replace(question, means=Means(recompute="never")), float("inf"))
     assert found is not None
     assert found.seconds <= Simulation(by_hand).step_seconds[-1]
     made = plan_of(found.question, found.split, decisions=found.decisions)
