@@ -18,7 +18,7 @@ from pipefit.places import Member, parse_place
 from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner import mixed as searching
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed import Mixed, mixed, otherwise, commonly
+from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.question import Split
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile

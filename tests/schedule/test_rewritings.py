@@ -19,7 +19,7 @@ from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import copied
 from pipefit.schedule.order import Order, computes
 from pipefit.schedule.recomputation import recomputed
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions, recomputed_microbatches
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions, recomputed_microbatches
 from pipefit.sharing import SharedParameter
 from pipelines import equal_profile, make_plan
 
@@ -126,7 +126,9 @@ def test_one_microbatch_is_kept_unless_all_are_recomputed(recompute: Recompute) 
 
 def test_an_unknown_word_for_recomputing_is_refused() -> None:
     """With the words that there are."""
-    with pytest.raises(UsageError, match="recompute is one of never, always, stages, except_last, except_one, not 'INVALID'"):
+    with pytest.raises(
+        UsageError, match="recompute is one of never, always, stages, except_last, except_one, not 'INVALID'"
+    ):
         recompute_decisions((), (), "INVALID", "gpipe", 4)  # type: ignore[arg-type]
 
 
