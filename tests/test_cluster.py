@@ -155,6 +155,9 @@ def test_impossible_clusters_are_refused() -> None:
                 DeviceKind(**{"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0, **figures})
     with pytest.raises(UsageError, match="latency not negative, all of them finite"):
         link("device0", "device1", latency=inf)
+    for duplex in (0.4, 1.5):
+        with pytest.raises(UsageError, match="duplex is the part of its rate that each direction keeps"):
+            Link.between("device0", "device1", bytes_per_second=1.0, duplex=duplex)
     for efficiency in (0.0, 1.5):
         with pytest.raises(UsageError, match="above 0 and at most 1"):
             Link.between("device0", "device1", bytes_per_second=1.0, efficiency=efficiency)

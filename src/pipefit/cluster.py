@@ -29,16 +29,22 @@ class Route(NamedTuple):
     """How bytes get from one member to another: how fast, after what delay, and over which wires.
 
     A wire is one direction of a link, or one direction of a member's port in a switch. It carries one transfer at a
-    time.
+    time. `slowed` is the part of the rate that is left while the other direction of each wire is busy (`opposite`).
     """
 
     bytes_per_second: float
     latency_seconds: float
     wires: tuple[str, ...]
+    slowed: tuple[float, ...]
 
     def seconds(self, nbytes: int) -> float:
         """Seconds that `nbytes` take where no other transfer is on the wires."""
         return self.latency_seconds + nbytes / self.bytes_per_second
+
+    @property
+    def both_ways_per_second(self) -> float:
+        """Bytes per second, each way, while both directions of all wires are busy."""
+        return self.bytes_per_second * min(self.slowed, default=1.0)
 
 
 class Tier(NamedTuple):
@@ -258,15 +264,21 @@ class Cluster(Shown):
         direct = [(number, link) for number, link in own.items() if number in others]
         if direct:
             number, link = max(direct, key=lambda item: item[1].copy_rate)
-            return Route(link.copy_rate, link.latency_seconds, _wires(number, link, source, target))
+            wires = _wires(number, link, source, target)
+            return Route(link.copy_rate, link.latency_seconds, wires, (link.duplex,) * len(wires))
         path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
         if len(path) < 3:
             raise UsageError(
                 f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
             )
         hops = [self.route(a, b) for a, b in pairwise(path)]
-        wires = tuple(dict.fromkeys(wire for hop in hops for wire in hop.wires))
-        return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
+        both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
+        for hop in hops:
+            both_ways |= {wire: hop.bytes_per_second * left for wire, left in zip(hop.wires, hop.slowed, strict=True)}
+        itself = {wire for wire in both_ways if opposite(wire) in both_ways}  # the way goes up and down a link
+        rate = min([*(hop.bytes_per_second for hop in hops), *(both_ways[wire] for wire in itself)])
+        slowed = (1.0 if wire in itself else min(1.0, own / rate) for wire, own in both_ways.items())
+        return Route(rate, sum(hop.latency_seconds for hop in hops), tuple(both_ways), tuple(slowed))
 
     def _near(self, member: Member) -> Member:
         """The host by which a member is reached: a device's own."""
@@ -352,8 +364,19 @@ def _short(nbytes: int) -> str:
     return min((f"{nbytes // unit}{name}" for name, unit in units.items() if nbytes % unit == 0), key=len)
 
 
+def opposite(wire: str) -> str | None:
+    """The wire of the other direction, with which that one shares its link as `Link.duplex` says; None if it has none,
+    as the memory of a host.
+    """
+    name, _, way = wire.rpartition(":")
+    return f"{name}:{_OPPOSITE[way]}" if way in _OPPOSITE else None
+
+
+_OPPOSITE = {"up": "down", "down": "up", "out": "in", "in": "out"}
+
+
 def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:
-    """The wires a transfer occupies, by direction: links are full duplex."""
+    """The wires a transfer occupies, by direction."""
     name = link.wire or f"link{number}"
     if len(link.members) == 2:
         upward = link.members.index(source) == 0

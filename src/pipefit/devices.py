@@ -1,9 +1,9 @@
 """Kinds of devices, devices, hosts, and the links between them: what clusters are made of.
 
 A link joins two members or many (`pipefit.places.Member`); any two of them talk at `lanes * bytes_per_second`, each
-way, of which copies reach the part `efficiency`. Two members share one full-duplex wire; more than two meet in a
-switch, where every member has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one
-PCIe uplink.
+way, of which copies reach the part `efficiency`. While both directions are busy, each reaches the part `duplex` of what
+it reaches alone. Two members share one wire for each direction; more than two meet in a switch, where every member has
+a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ class Host:
 class Link:
     """A connection between members of a cluster.
 
-    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it. Links
-    with the same `wire` share it.
+    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it, and
+    `duplex` of that while copies go the other way: 1 if the directions do not hinder each other, 0.5 if they take
+    turns. Links with the same `wire` share it.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -219,6 +220,7 @@ class Link:
     lanes: int = 1
     wire: str | None = None
     efficiency: float = 1.0
+    duplex: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -236,6 +238,11 @@ class Link:
             raise UsageError(
                 f"{self._named}: efficiency is the part of bytes_per_second that copies "
                 f"reach, above 0 and at most 1, not {self.efficiency:g}"
+            )
+        if not 0.5 <= self.duplex <= 1:
+            raise UsageError(
+                f"{self._named}: duplex is the part of its rate that each direction keeps while both are busy, from "
+                f"0.5, as if they took turns, to 1, not {self.duplex:g}"
             )
         _check_rates(self._named, self.copy_rate)
         if self.latency_seconds >= LONGEST_SECONDS:
@@ -262,6 +269,7 @@ class Link:
         lanes: int = 1,
         wire: str | None = None,
         efficiency: float = 1.0,
+        duplex: float = 1.0,
     ) -> Link:
         """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
 
@@ -275,4 +283,5 @@ class Link:
             lanes=lanes,
             wire=wire,
             efficiency=efficiency,
+            duplex=duplex,
         )

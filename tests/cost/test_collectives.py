@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from pipefit.cost.collectives import (
     sum_for_owners,
     ways_of_sum,
 )
+from pipefit.devices import Link
 from pipefit.places import Member
 from pipefit.simulator import Simulation
 from pipefit.work import Collective
@@ -185,7 +187,7 @@ def test_a_sum_of_one_is_none() -> None:
     """Nobody sends anything, whatever is asked for."""
     cluster = hosts(3, 2, on="cuda")
     one = [Collective("all_reduce", 100), Collective("all_gather", 100)]
-    assert sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == Exchange((), 0.0, {})
+    assert sum_for_all(cluster, [4], 100) == sum_for_owners(cluster, [4], [9]) == Exchange((), 0.0, {}, {})
     assert Group.of(cluster, [4]).seconds(one) == 0.0
 
 
@@ -294,6 +296,24 @@ def test_hosts_that_nothing_joins_are_no_tree() -> None:
     pairs = [*pairwise(range(4)), (3, 0)]
     text += "".join(LINK.format(members=f'device{a}", "device{b}', rate=1, latency=0) for a, b in pairs)
     assert len(ways_of_sum(Cluster.parse(text), range(4), 8)) == 1
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_ring_goes_both_ways_over_every_link(members: int) -> None:
+    """Each member sends and receives all the time, so that links whose directions hinder each other slow all of it; the
+    simulator says so too.
+    """
+    alone = gridded(members, samples=6, bytes_per_second=64.0, latency_seconds=0.5, seconds=0.0)
+    uplinks = [Link.between(f"device{n}", "host0", bytes_per_second=64.0, duplex=0.5) for n in range(members)]
+    hindered = replace(alone, cluster=replace(alone.cluster, links=tuple(uplinks)))
+    nbytes = sum(cost.gradient_bytes for cost in alone.measured(0).costs)
+    sent = 2 * (members - 1) * nbytes // members
+    ring = sum_for_all(hindered.cluster, range(members), nbytes)
+    assert ring.seconds == pytest.approx(2 * sent / 64)
+    assert Simulation(hindered, steps=1).step_seconds == (pytest.approx(ring.seconds),)
+    much, group = members << 20, Group.of(hindered.cluster, range(members))
+    expected = sum_for_all(hindered.cluster, range(members), much).seconds
+    assert group.seconds([Collective("all_reduce", much)]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (2, 1, 3), (2,) * 8])

@@ -36,6 +36,7 @@ PAIR = (
     '[[links]]\neach = "device{0}-{1}"\nto = "host0"\nwire = "pair{0}"\n'
     'bytes_per_second = "9MB/s"\nlatency_seconds = 1e-5\n'
 )
+DUPLEX = "duplex = {}\n"
 
 
 @cache
@@ -50,12 +51,15 @@ def cluster(rng: Random) -> Cluster:
     the host.
     """
     if rng.random() < 0.2:
-        return Cluster.parse(BEGINNING + "".join(PAIR.format(at, at + 1) for at in range(0, DEVICES, 2)))
+        duplex = DUPLEX.format(rng.choice([1.0, 0.7]))
+        return Cluster.parse(BEGINNING + "".join(PAIR.format(at, at + 1) + duplex for at in range(0, DEVICES, 2)))
     size, hosts = rng.choice([2, 4, 8, DEVICES]), rng.choice([1, 1, 2, 4, 8])
     text = KIND + "".join(ON_HOST.format(count=DEVICES // hosts, host=host) for host in range(hosts))
     text += SWITCH.format(rate=rng.choice([1, 5, 20]), latency=rng.choice([0, 1e-5, 1e-2]))
+    text += DUPLEX.format(rng.choice([1.0, 0.7, 0.5]))
     groups = range(0, DEVICES, size) if size < DEVICES else ()
-    return Cluster.parse(text + "".join(NEAR.format(at, at + size - 1) for at in groups))
+    near = NEAR + DUPLEX.format(rng.choice([1.0, 0.9]))
+    return Cluster.parse(text + "".join(near.format(at, at + size - 1) for at in groups))
 
 
 def plans(rng: Random) -> Iterator[Plan]:

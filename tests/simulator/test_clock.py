@@ -1,17 +1,18 @@
-"""When things happen: closed forms, contention for wires, and an oracle that ticks through time."""
+"""When things happen: closed forms, contention for wires, and a slow oracle."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
-from pipefit.cluster import Cluster
+from pipefit.cluster import Cluster, Route
 from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
@@ -185,31 +186,91 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
     assert trace.peak_bytes[1] == 0
 
 
+def test_both_directions_of_a_link_slow_each_other() -> None:
+    """Messages of 4 seconds: one leaves at second 5 and goes alone until the other one leaves at 7. Both go at half
+    speed until the first has its last 2 seconds behind it, at 11; the other one ends alone.
+    """
+    text = """
+    device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0WAIT_SEND_F0 0SEND_F1 0RECV_B0 0WAIT_SEND_F1 0WAIT_RECV_B0 0B0
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_RECV_F1 1WAIT_SEND_B0
+    """
+    link = Link.between("device0", "device1", bytes_per_second=2.0, duplex=0.5)
+    profile = equal_profile(2, forward_seconds=1.0, backward_seconds=1.0)
+    plan = make_plan(profile, [1, 1], microbatches=2, cluster=make_cluster(2, link))
+    trace = simulate(plan, program=parse_program(text, placement=((0,), (1,)), microbatches=2), steps=1)
+    found = {e.action: (e.start_seconds, e.end_seconds) for d in trace.devices for e in d.events}
+    assert found["0SEND_F0"] == (1.0, 5.0)
+    assert found["0SEND_F1"] == (5.0, 11.0)
+    assert found["1SEND_B0"] == (7.0, 13.0)
+
+
+def test_a_way_that_goes_up_and_down_one_link_is_as_fast_as_both_directions_at_once() -> None:
+    """Two devices behind one wire to the host: bytes between them use both directions all the time."""
+    ends = (Link.between(f"device{n}", "host0", bytes_per_second=8.0, wire="uplink", duplex=0.75) for n in range(2))
+    route = make_cluster(2, *ends).route(Member.device(0), Member.device(1))
+    assert route.bytes_per_second == route.both_ways_per_second == 6.0
+
+
 # -------------------------------------------------------------------- the oracle
 
 
-class Ticks:
-    """A slow simulator: every second, every device does what it can, and ready transfers take their wires."""
+class Moving:
+    """A transfer that is ready: what is left of it, in seconds at full speed, and the wires that it takes."""
 
-    def __init__(self, plan: Plan, program: Program) -> None:
-        self.plan, self.program, self.time = plan, program, 0
+    def __init__(self, wires: tuple[str, ...], seconds: Fraction) -> None:
+        self.wires, self.left, self.begun = wires, seconds, False
+
+
+class Fluid:
+    """A slow simulator: time goes on to the next end of anything, and everything that moves is looked at each time."""
+
+    def __init__(self, plan: Plan, program: Program, duplex: Fraction) -> None:
+        self.plan, self.program, self.duplex, self.time = plan, program, duplex, Fraction(0)
         self.at = [0] * len(program.actions)
-        self.busy = [0] * len(program.actions)  # until when
-        self.posted: dict[Action, int] = {}
-        self.ends: dict[Action, int] = {}
-        self.free: dict[str, int] = {}
+        self.busy = [Fraction(0)] * len(program.actions)  # until when
+        self.posted: dict[Action, Fraction] = {}
+        self.moving: dict[Action, Moving] = {}  # in the order in which they became ready
+        self.ended: set[Action] = set()
         starts = [a for actions in program.actions for a in actions if a.kind in MOVES and not a.wait]
         self.order = {key: n for n, key in enumerate(dict.fromkeys(self.key(a) for a in starts))}
 
-    def run(self) -> int:
+    def run(self) -> Fraction:
         while any(at < len(actions) for at, actions in zip(self.at, self.program.actions, strict=True)):
-            while any(self.act(device) for device in range(len(self.at))):
+            while any(self.act(device) for device in range(len(self.at))) or self.settle():
                 pass
-            for action in sorted(filter(self.ready, self.posted), key=lambda a: self.order[self.key(a)]):
-                if self.key(action) not in self.ends:
-                    self.place(action)
-            self.time += 1
+            speeds = {key: self.speed(one) for key, one in self.moving.items() if one.begun}
+            ends = [self.moving[key].left / speed for key, speed in speeds.items()]
+            span = min([*ends, *(busy - self.time for busy in self.busy if busy > self.time)], default=Fraction(0))
+            for key, speed in speeds.items():
+                self.moving[key].left -= span * speed
+            self.time += span
         return max(self.busy)
+
+    def settle(self) -> bool:
+        """What has ended makes way, and what is ready and has its wires begins; whether anything did."""
+        over = [key for key, one in self.moving.items() if one.begun and not one.left]
+        for key in over:
+            del self.moving[key]
+            self.ended.add(key)
+        if over:
+            return True
+        for action in sorted(filter(self.ready, self.posted), key=lambda a: self.order[self.key(a)]):
+            if self.key(action) not in {*self.moving, *self.ended}:
+                route, nbytes = self.route(action)
+                self.moving[self.key(action)] = Moving(route.wires, Fraction(route.seconds(nbytes)))
+        taken, changed = set[str](), False
+        for one in self.moving.values():
+            if not one.begun and taken.isdisjoint(one.wires):
+                one.begun = changed = True
+            taken.update(one.wires)
+        return changed
+
+    def speed(self, one: Moving) -> Fraction:
+        """Slower where something goes the other way."""
+        others = {wire for other in self.moving.values() if other.begun for wire in other.wires}
+        turned = {"up": "down", "down": "up"}
+        back = {f"{name}:{turned[way]}" for name, _, way in (wire.rpartition(":") for wire in one.wires)}
+        return self.duplex if others & back else Fraction(1)
 
     def key(self, action: Action) -> Action:
         return message_partner(action) if action.kind in SENDS else action
@@ -219,7 +280,7 @@ class Ticks:
         if self.at[device] == len(actions) or self.busy[device] > self.time:
             return False
         action = actions[self.at[device]]
-        if action.wait and self.ends.get(self.key(action.start), 1 << 60) > self.time:
+        if action.wait and self.key(action.start) not in self.ended:
             return False
         if action.kind in MOVES and not action.wait:
             self.posted[action] = self.time
@@ -233,15 +294,9 @@ class Ticks:
         if action.kind in MESSAGES:
             return message_partner(action) in self.posted
         stream = [a for a in self.posted if a.kind is action.kind and a.stage == action.stage]
-        return all(self.ends.get(a, 1 << 60) <= self.time for a in stream[: stream.index(action)])
+        return all(a in self.ended for a in stream[: stream.index(action)])
 
-    def place(self, action: Action) -> None:
-        route, nbytes = self.route(action)
-        begin = max(self.time, *(self.free.get(wire, 0) for wire in route.wires))
-        self.ends[self.key(action)] = end = begin + int(route.seconds(nbytes))
-        self.free.update(dict.fromkeys(route.wires, end))
-
-    def route(self, action: Action) -> tuple[object, int]:
+    def route(self, action: Action) -> tuple[Route, int]:
         place, key = self.program.placement, self.key(action)
         here, costs = Member.device(place[key.stage][0]), self.plan.measurement.costs
         if key.subject:
@@ -265,8 +320,9 @@ MOVES = MESSAGES | COPIES
     tensor=st.integers(1, 6),
     wires=st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8),
     moving=st.booleans(),
+    duplex=st.sampled_from([1.0, 0.75, 0.5]),
 )
-def test_the_clock_agrees_with_an_oracle_that_ticks(
+def test_the_clock_agrees_with_a_slow_oracle(
     schedule: str,
     stages: int,
     layers: int,
@@ -275,10 +331,17 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
     tensor: int,
     wires: list[str | None],
     moving: bool,
+    duplex: float,
 ) -> None:
-    """Under any sharing of wires, a step ends when a simulation second by second says, with offloads and without."""
-    row = [Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=1.0, wire=wires[n]) for n in range(stages - 1)]
-    up = [Link.between(f"device{n}", "host0", bytes_per_second=1.0, wire=wires[4 + n]) for n in range(stages)]
+    """Under any sharing of wires, and however much their directions hinder each other, a step ends when an exact
+    simulation says that looks at everything again each time, with offloads and without.
+    """
+
+    def link(one: str, other: str, wire: str | None) -> Link:
+        return Link.between(one, other, bytes_per_second=1.0, wire=wire, duplex=duplex)
+
+    row = [link(f"device{n}", f"device{n + 1}", wires[n]) for n in range(stages - 1)]
+    up = [link(f"device{n}", "host0", wires[4 + n]) for n in range(stages)]
     profile = equal_profile(
         stages * layers,
         input_bytes=message,
@@ -296,7 +359,8 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
         cluster=make_cluster(stages, *row, *up),
     )
     program = offload_all(plan) if moving else lower(plan)
-    assert Simulation(plan, program=program, steps=1).step_seconds == (float(Ticks(plan, program).run()),)
+    (seconds,) = Simulation(plan, program=program, steps=1).step_seconds
+    assert seconds == pytest.approx(float(Fluid(plan, program, Fraction(duplex)).run()), rel=1e-12)
 
 
 # -------------------------------------------------------------------- refusals

@@ -27,7 +27,7 @@ from itertools import pairwise
 from math import fsum
 from typing import NamedTuple
 
-from pipefit.cluster import Cluster
+from pipefit.cluster import Cluster, opposite
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.work import Collective
@@ -44,18 +44,32 @@ class Hop(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective: its hops, the seconds of the messages that wait for each other, and those that each wire needs for
-    the bytes of its hops.
+    """A collective: its hops, the seconds of the messages that wait for each other, those that each wire needs for the
+    bytes of its hops, and the part of its rate that is left to each wire while its other direction is busy.
     """
 
     hops: tuple[Hop, ...]
     delay_seconds: float
     wire_seconds: dict[str, float]
+    slowed: dict[str, float]
 
     @property
     def seconds(self) -> float:
         """Seconds where no other transfer is on the wires."""
-        return self.delay_seconds + max(self.wire_seconds.values(), default=0.0)
+        return self.seconds_of(1.0)
+
+    def seconds_of(self, part: float) -> float:
+        """The same with such a part of the bytes.
+
+        Each direction of a wire is slowed until the one that ends first has ended.
+        """
+        delay, own = self.delay_seconds, self.wire_seconds
+        found = delay
+        for wire, slowed in self.slowed.items():
+            other = opposite(wire) if slowed < 1.0 else None
+            both = delay + part * min(own[wire], own[other]) if other in own else 0.0
+            found = max(found, delay + part * own[wire] + both * (1 / slowed - 1))
+        return found
 
 
 def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
@@ -100,7 +114,8 @@ class Line(NamedTuple):
     @staticmethod
     def of(exchange: Exchange, nbytes: int) -> Line:
         """That through an exchange of so many bytes."""
-        return Line(exchange.delay_seconds, (exchange.seconds - exchange.delay_seconds) / nbytes)
+        delay = exchange.seconds_of(0.0)
+        return Line(delay, (exchange.seconds - delay) / nbytes)
 
     def seconds(self, nbytes: float) -> float:
         """Seconds of so many bytes."""
@@ -137,12 +152,13 @@ class Group(NamedTuple):
 
 def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0) -> Exchange:
     """An exchange whose hops reach so much of the rates of links."""
-    hops, of_wires = tuple(hops), defaultdict[str, list[float]](list)
+    hops, of_wires, slowed = tuple(hops), defaultdict[str, list[float]](list), dict[str, float]()
     for source, target, nbytes in hops:
         route = cluster.route(Member.device(source), Member.device(target))
-        for wire in route.wires:
+        for wire, left in zip(route.wires, route.slowed, strict=True):
             of_wires[wire].append(nbytes / (route.bytes_per_second * reaches))
-    return Exchange(hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()})
+            slowed[wire] = min(left, slowed.get(wire, 1.0))
+    return Exchange(hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()}, slowed)
 
 
 def _latency(cluster: Cluster, source: int, target: int) -> float:

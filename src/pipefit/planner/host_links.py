@@ -10,14 +10,15 @@ from pipefit.places import Member
 
 
 def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
-    """Bytes per second that each of these devices has to its host if all of them use it; 0 for None.
+    """Bytes per second, each way, that each of these devices has to its host if all of them use it; 0 for None.
 
     Devices behind one wire have equal parts of it. Zero too where no link joins a device with its host.
     """
     routes = [None if device is None else host_route(cluster, device) for device in devices]
     users = [wire for route in routes if route is not None for wire in route.wires]
     return [
-        0.0 if route is None else route.bytes_per_second / max(1, *map(users.count, route.wires)) for route in routes
+        0.0 if route is None else route.both_ways_per_second / max(1, *map(users.count, route.wires))
+        for route in routes
     ]
 
 

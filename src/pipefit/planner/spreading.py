@@ -74,7 +74,7 @@ def _loads(cluster: Cluster) -> Floats:
     found = np.zeros((len(routes), len(wires)))
     for device, route in enumerate(routes):
         if route is not None:
-            found[device, [wires[wire] for wire in route.wires]] = 1 / route.bytes_per_second
+            found[device, [wires[wire] for wire in route.wires]] = 1 / route.both_ways_per_second
     return found / (found.max(initial=0.0) or 1.0)
 
 

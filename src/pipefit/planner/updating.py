@@ -76,6 +76,6 @@ def _updates(question: Question, split: Split) -> list[Update] | None:
             return None
         layers = question.measurement.costs[slice(*question.layers(*edges))]
         on_host = sum(host_update_seconds(cost, cluster.hosts[number]) for cost in layers)
-        moved = sum(cost.state_bytes for cost in layers) / route.bytes_per_second
+        moved = sum(cost.state_bytes for cost in layers) / route.both_ways_per_second
         found.append(Update(number, on_host, route.wires, moved))
     return found

@@ -36,7 +36,8 @@ bytes_per_second = "300GB/s"
 each = "device0-1"                       # a link from each of them
 to = "host0"                             # to this one; a link from host0 to disk0 is written so too
 bytes_per_second = "16GB/s"
-efficiency = 0.8                         # the part of it that copies reach; 1 where it is not said
+efficiency = 0.8                         # the part of it that copies reach; 1 unless given
+duplex = 0.7                             # the part of that which is left while both directions are busy; 1 unless given
 wire = "pcie0"                           # and all of them share a wire
 """
 
@@ -122,6 +123,7 @@ class LinksText:
     latency_seconds: float = 0.0
     wire: str | None = None
     efficiency: float = 1.0
+    duplex: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +265,7 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
             lanes=lanes,
             wire=text.wire,
             efficiency=text.efficiency,
+            duplex=text.duplex,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.tables import Block, Table
+from pipefit.texts import shortened
 from pipefit.units import format_bytes
 
 _WIDEST = 17  # members of a matrix that still fits a terminal
@@ -98,7 +100,14 @@ def _links(cluster: Cluster) -> list[Block]:
     rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
     matrix = Table(("GB/s", *map(str, shown)), rows, title="what copies reach, one way (* through a host)")
     left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
-    return [matrix, *left_out]
+    return [matrix, *left_out, *_both_ways(cluster)]
+
+
+def _both_ways(cluster: Cluster) -> Iterator[str]:
+    """The links whose directions hinder each other, by how much."""
+    for duplex in sorted({link.duplex for link in cluster.links if link.duplex < 1}):
+        names = ", ".join("-".join(map(str, link.members)) for link in cluster.links if link.duplex == duplex)
+        yield f"while both directions are busy, each reaches {duplex:.0%} of it: {shortened(names)}"
 
 
 def _rate(cluster: Cluster, source: Member, target: Member) -> str:

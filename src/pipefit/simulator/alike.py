@@ -2,10 +2,11 @@
 
 Replicas have the same actions on other rows, so that they only differ by the links that they use. Devices, wires and
 transfers are divided into classes, at first by stage, kind of device and rate, and then as long as members of a class
-meet others in different ways: a device by its messages, a wire by all transfers that it carries, and by the order in
-which these take it when they become ready at once. What is then in one class has the same history, by induction over
-time: whatever a member waits for is, in its class, what every other member waits for. (Colour refinement; Paige and
-Tarjan, 1987.) So the seconds are exactly those of all devices, and not a float differs.
+meet others in different ways: a device by its messages, a wire by all transfers that it carries, by the order in which
+these take it when they become ready at once, and by its other direction where that slows it. What is then in one class
+has the same history, by induction over time: whatever a member waits for is, in its class, what every other member
+waits for. (Colour refinement; Paige and Tarjan, 1987.) So the seconds are exactly those of all devices, and not a float
+differs.
 
 Where messages of replicas share a wire, as on the way to a host, one waits for the other, and all devices are
 simulated. So they are where replicas divide state, or anything moves to a place, and for the shards of a replica. A
@@ -23,7 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from pipefit.actions import Message
-from pipefit.cluster import Route
+from pipefit.cluster import Route, opposite
 from pipefit.cost.collectives import ways_of_sum
 from pipefit.decisions import What
 from pipefit.places import Member
@@ -114,12 +115,12 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
     ]
     found = defaultdict[str, list[_Sum]](list)
     for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
-        members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float]]](list)
+        members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float, float]]](list)
         for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
             for source, target, nbytes in exchange.hops:
                 route = plan.cluster.route(Member.device(source), Member.device(target))
-                for wire in route.wires:
-                    hops[wire].append((way, nbytes, route.bytes_per_second))
+                for wire, slowed in zip(route.wires, route.slowed, strict=True):
+                    hops[wire].append((way, nbytes, route.bytes_per_second, slowed))
         for wire, every in hops.items():
             found[wire].append(_Sum(name, tuple(sorted(every)), members[0]))
     return found
@@ -143,6 +144,9 @@ class _Refinement:
             {d: (n, kinds[d]) for d, n in there}
         )  # in order: the earliest of a class stands for it
         self.wires = _numbered({wire: _in_turn(sums.get(wire, ())) for wire in {**self.carried, **sums}})
+        # The other direction of every wire, if that matters
+        slowed = any(link.duplex < 1 for link in plan.cluster.links)
+        self.opposite = {wire: opposite(wire) if slowed else None for wire in self.wires}
         self.classes = [0] * len(edges)
 
     def found(self) -> Alike | None:
@@ -171,6 +175,7 @@ class _Refinement:
             {
                 wire: (
                     own,
+                    self.wires.get(self.opposite[wire] or ""),
                     *sorted((self.classes[n], position, turn) for n, position, turn in self.carried.get(wire, ())),
                 )
                 for wire, own in self.wires.items()
@@ -182,7 +187,7 @@ class _Refinement:
         """What an edge is."""
         ends = self.devices[edge.source], self.devices[edge.target]
         wires = tuple(self.wires[wire] for wire in edge.route.wires)
-        return edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, wires, ends
+        return edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, edge.route.slowed, wires, ends
 
 
 def _in_turn(sums: Sequence[_Sum]) -> Hashable:

@@ -23,7 +23,9 @@ NOTHING, COMPUTE, POST, RECEIVE, COPY, JOIN = range(6)  # a receive is posted li
 STARTS = frozenset({POST, RECEIVE, COPY})  # a transfer
 STREAMS = 3  # of every device: copies outward, copies inward, updates at a place
 
-NamedParts = tuple[tuple[float, tuple[str, ...]], ...]  # seconds, and the names of wires
+# Seconds, the names of wires, and the part of its rate that is left while the other direction of each wire is busy
+NamedPart = tuple[float, tuple[str, ...], tuple[float, ...]]
+NamedParts = tuple[NamedPart, ...]
 
 
 class Own(NamedTuple):
@@ -134,7 +136,7 @@ class DeviceReader:
             self._copies[key] = Own(tuple(self._parts(*key)), STREAMS * self._device + (not key[0]))
         return self._copies[key]
 
-    def _parts(self, outward: bool, nbytes: int, place: Place | None) -> Iterator[tuple[float, tuple[str, ...]]]:
+    def _parts(self, outward: bool, nbytes: int, place: Place | None) -> Iterator[NamedPart]:
         assert place is not None, "the ledger refuses copies without a place"
         here = Member.device(self._device)
         for member, share in place.split(nbytes):
@@ -143,7 +145,7 @@ class DeviceReader:
             if there == here:
                 raise UsageError(f"device {self._device} cannot move a tensor to {str(place)!r}: name other members")
             route = self._cluster.route(*((here, there) if outward else (there, here)))
-            yield route.seconds(share), route.wires
+            yield route.seconds(share), route.wires, route.slowed
 
     def _update(self, action: Action) -> Own:
         """An update that a host makes for this device, on the wire that is the host's memory."""
@@ -151,7 +153,7 @@ class DeviceReader:
         number = action.place.members[0].number
         number = self._host if number is None else number
         seconds = self._stages[action.stage].host_update_seconds(action, self._cluster.hosts[number])
-        return Own(((seconds, (f"memory of host {number}",)),), STREAMS * self._device + 2)
+        return Own(((seconds, (f"memory of host {number}",), (1.0,)),), STREAMS * self._device + 2)
 
     @property
     def _host(self) -> int:

@@ -2,8 +2,9 @@
 
 A wire is a number, that of one direction of a link. A transfer has one part for each member of its place, with seconds
 and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
-they were issued; messages have no stream and wait for their wires alone. What a host updates for a device is a third
-stream, and the memory of the host is the wire on which the updates of several devices wait for each other.
+they were issued, as the runtime queues them (`pipefit.runtime.cuda_copying`); messages have no stream and wait for
+their wires alone. What a host updates for a device is a third stream, and the memory of the host is the wire on which
+the updates of several devices wait for each other.
 
 A device that is a CPU core carries itself what it sends or copies, and makes itself the updates at a place: as it
 begins to, it computes nothing for as long as that takes. And gloo sends every tensor of a collective for itself, each
@@ -16,16 +17,19 @@ Where devices stand for others (`simulator.alike`), so do transfers and wires.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from pipefit.actions import Message
-from pipefit.cluster import Cluster
+from pipefit.cluster import Cluster, opposite
 from pipefit.cost.collectives import Exchange, brought_by_owners, sum_for_all, sum_for_owners
 from pipefit.places import Member
 from pipefit.simulator.alike import Alike
 from pipefit.simulator.timed_device import COPY, POST, Collected, NamedParts, Own, TimedDevice
 
-Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
+# Seconds, wires, and the part of its rate that is left while the other direction of each wire is busy
+Part = tuple[float, tuple[int, ...], tuple[float, ...]]
+Parts = tuple[Part, ...]
 
 
 class TimedActions(NamedTuple):
@@ -62,9 +66,13 @@ class TimedProgram:
         self.devices = [self._numbered(device, own) for device, own in zip(devices, numbers, strict=True)]
 
     @property
-    def wires(self) -> int:
-        """How many wires the transfers use."""
-        return len(self._wires)
+    def opposite(self) -> list[int]:
+        """For every wire that transfers use, the other direction of its link; -1 if that slows nothing."""
+        if all(one == 1.0 for part in chain.from_iterable(self.parts) for one in part[2]):
+            return [-1] * len(self._wires)
+        stands = self._alike.wires if self._alike is not None else {}
+        others = (opposite(name) for name in self._wires)
+        return [self._wires.get(stands.get(name, name), -1) if name is not None else -1 for name in others]
 
     def _numbered(self, device: TimedDevice, numbers: list[int]) -> TimedActions:
         """The actions of one device, with the numbers that transfers have in the program."""
@@ -78,7 +86,7 @@ class TimedProgram:
 
     def _taken(self, code: int, seconds: float, transfer: int) -> float:
         """The seconds that an action takes a core, which does itself what it begins."""
-        return max((part for part, _ in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
+        return max((part[0] for part in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
 
     def _number(self, begun: Message | Collected | Own) -> int:
         """The number of what a device begins, -1 where that is an end of a collective."""
@@ -92,7 +100,7 @@ class TimedProgram:
             return -1
         parts = self._own_parts.get(begun.parts)
         if parts is None:
-            parts = self._own_parts[begun.parts] = tuple((s, self._wires_of(names)) for s, names in begun.parts)
+            parts = self._own_parts[begun.parts] = tuple(self._on_wires(*part) for part in begun.parts)
         return self._add(parts, ends=1, stream=begun.stream)
 
     def _collective(self, begun: Collected) -> int:
@@ -124,18 +132,19 @@ class TimedProgram:
         """The number of a new collective, of which every wire is a part, with the delay of all messages."""
         begin = self._members[begun.what]
         members = begin if self._alike is None else self._alike.those_of(begin)
-        _, delay, wires = exchange_of(self._cluster, members, begun)
-        parts = ((delay + seconds, self._wires_of([wire])) for wire, seconds in wires.items())
+        exchange = exchange_of(self._cluster, members, begun)
+        delay, slowed = exchange.delay_seconds, exchange.slowed
+        parts = (self._on_wires(delay + s, (wire,), (slowed[wire],)) for wire, s in exchange.wire_seconds.items())
         return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
 
-    def _part(self, source: Member, target: Member, nbytes: int) -> tuple[float, tuple[int, ...]]:
+    def _part(self, source: Member, target: Member, nbytes: int) -> Part:
         route = self._cluster.route(source, target)
-        return route.seconds(nbytes), self._wires_of(route.wires)
+        return self._on_wires(route.seconds(nbytes), route.wires, route.slowed)
 
-    def _wires_of(self, names: Sequence[str]) -> tuple[int, ...]:
+    def _on_wires(self, seconds: float, names: Sequence[str], slowed: tuple[float, ...]) -> Part:
         if self._alike is not None:
             names = [self._alike.wires[name] for name in names]
-        return tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names)
+        return seconds, tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names), slowed
 
 
 def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
