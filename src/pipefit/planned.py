@@ -8,11 +8,13 @@ A profile is planned without torch. For a task, profiles are made for the microb
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.planner import ELSEWHERE, ON_RUNS, Asked
+from pipefit.planner import ELSEWHERE, ON_RUNS, Asked, Means
 from pipefit.planner import plan as plan_of_profile
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
@@ -47,10 +49,10 @@ def plan(
     """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
 
     `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target`
-    says whose kernels a task will run; the cluster's unless given. For GPUs the plan of a task is held against what
-    processes reserve (`pipefit.fitting.reserving`), unless `certify` is False or what does not fit is allowed: that
-    takes a dry run of the plan, under the settings of torch's `allocator`. `progress` hears of layers as they are
-    profiled.
+    says whose kernels a task will run; the cluster's unless given. The plan of a task is held against a dry run
+    (`pipefit.fitting.reserving`), unless `certify` is False or what does not fit is allowed: for GPUs against what
+    processes reserve under the settings of torch's `allocator`, for other devices if it moves or recomputes anything.
+    What the dry run refuses is planned again. `progress` hears of layers as they are profiled.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -95,17 +97,24 @@ def _plan_of_task(
     ahead = in_order(sizes, training, asked, len(cluster.devices))
     known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
 
-    runs_dry = certify and not asked.get("allow_infeasible") and kernels == cluster.backend == "cuda"
+    for_gpus = kernels == cluster.backend == "cuda"
+    runs_dry = certify and not asked.get("allow_infeasible") and (for_gpus or cluster.backend != "cuda")
 
-    def make(within: Cluster) -> Proposal:
+    def make(within: Cluster, **other: Unpack[Asked]) -> Proposal:
         shards, along = (asked.get("tensor") or 1,), bool(asked.get("sequences"))
-        return plan_on_the_way(known, within, training, shards=shards, along=along, runs_dry=runs_dry, **asked)
+        ask: Asked = {**asked, **other}
+        forks = runs_dry and for_gpus
+        return plan_on_the_way(known, within, training, shards=shards, along=along, runs_dry=forks, **ask)
 
     if not runs_dry:
         return make(cluster).settled()
     from pipefit.fitting.reserving import plan_reserving
 
-    return plan_reserving(model, cluster, make, allocator, known.chains, progress)
+    means = asked.get("means", Means())
+    fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
+    fewer.append(replace(fewer[-1], host=False, peers=False))
+    tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
+    return plan_reserving(model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried)
 
 
 def _check(model: Task, asked: Asked) -> None:

@@ -16,11 +16,11 @@ from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
-from pipefit.errors import InfeasibleError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fitting import reserving
 from pipefit.fitting.on_the_way import Proposal
 from pipefit.fitting.reserving import plan_reserving as reserving_of_proposals
-from pipefit.planner import Answer, plan
+from pipefit.planner import Answer, Means, plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -46,6 +46,60 @@ def stack() -> Task:
 def costs() -> ModelProfile:
     """What the layers of `stack` cost on a GPU."""
     return profile(stack(), microbatch_size=500, target="cuda")
+
+
+def counted_wrongly(by: int) -> ModelProfile:
+    """A profile on the CPU by which gradients of each layer take some bytes more than they do."""
+    made = profile(stack(), microbatch_size=20)
+    (measured,) = made.measurements
+    kinds = [replace(k, gradient_bytes=k.gradient_bytes + by) if k.gradient_bytes else k for k in measured.kinds]
+    return replace(made, measurements=(replace(measured, kinds=tuple(kinds)),))
+
+
+def test_a_plan_that_a_dry_run_refuses_is_planned_again() -> None:
+    """Gradients that are not as large as planned cannot be moved: the plan that is given out moves none, and says why.
+    Where nothing else is found, the refusal is the answer.
+    """
+    wrong, ample, tight = counted_wrongly(by=4), Cluster.emulated((1, 200 * MIB)), Cluster.emulated((1, 44 * MIB))
+    asked = {"batch_size": 40, "microbatches": 2, "effort": 0.05}
+
+    def moves(within: Cluster) -> Proposal:
+        made = replace(plan(wrong, tight, **asked), cluster=within, alternatives=())
+        return Proposal(made, lambda: Answer(made))
+
+    def spares(within: Cluster) -> Proposal:
+        made = plan(wrong, within, means=Means(spill=False), **asked)
+        return Proposal(made, lambda: Answer(made))
+
+    with pytest.raises(UsageError, match="by the plan"):
+        certify(stack(), moves(ample).plan)
+    refused = r"a dry run refuses the plan: .* by the plan .* "
+    with pytest.raises(InfeasibleError, match=refused + "No other plan was found"):
+        reserving_of_proposals(stack(), ample, moves, target="cpu")
+    with pytest.raises(InfeasibleError, match=refused + "No plan was found"):
+        reserving_of_proposals(stack(), tight, moves, target="cpu", fewer=[spares])
+    found = reserving_of_proposals(stack(), ample, moves, target="cpu", fewer=[spares])
+    assert not any(device.lack_bytes for device in certify(stack(), found).devices)
+    assert found.provenance.remarks[-1].startswith("Planned 2 times: in the first plan a dry run refuses the plan")
+
+
+def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
+    """Where a profile counts too little, it is planned again with as many bytes less as the dry run needs more."""
+    made, asked = (
+        plan(profile(stack(), microbatch_size=20), Cluster.emulated((1, 70 * MIB)), batch_size=40),
+        list[int](),
+    )
+    over = made.prediction.peak_bytes[0] - 1000
+
+    def make(within: Cluster) -> Proposal:
+        asked.append(within.budgets[0])
+        proposed = replace(made, cluster=within)
+        return Proposal(proposed, lambda: Answer(proposed))
+
+    assert made.decisions
+    with mock.patch.object(reserving, "ROUNDS", 2), pytest.raises(InfeasibleError, match="1000 B over its"):
+        reserving_of_proposals(stack(), Cluster.emulated((1, over)), make, target="cpu")
+    assert asked == [over, over - 1000]
 
 
 def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:

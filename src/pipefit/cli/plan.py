@@ -145,7 +145,8 @@ def command(
         bool,
         typer.Option(
             "--certify/--no-certify",
-            help="Of a MODEL for GPUs: hold the plan against what processes reserve, by dry runs.",
+            help="Hold the plan of a MODEL against a dry run, for GPUs against what processes reserve, and plan again "
+            "where it is refused.",
         ),
     ] = True,
     output: Output = None,
