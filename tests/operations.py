@@ -323,6 +323,75 @@ DRAWS: dict[str, Run] = {
     "gamma": function(lambda x: Gamma(x + 0.1, 1.0, validate_args=False).rsample(), MATRIX),
     "dirichlet": function(lambda x: Dirichlet(x + 0.1, validate_args=False).rsample(), MATRIX),
 }
+COMPLEX: dict[str, Run] = {
+    f"{name} {str(dtype).removeprefix('torch.')}": function(call, *shapes, dtype=dtype)
+    for dtype in (torch.complex64, torch.complex128)
+    for name, call, shapes in (
+        ("mm", torch.mm, ((70, 30), (30, 50))),
+        ("mm of a conjugate", lambda a, b: a.conj() @ b, ((70, 30), (30, 50))),
+        ("mm of an adjoint", lambda a, b: a.mH @ b, ((30, 70), (30, 50))),
+        ("mm by an adjoint", lambda a, b: a @ b.mH, ((70, 30), (50, 30))),
+        ("mm of conjugates", lambda a, b: a.conj() @ b.conj(), ((70, 30), (30, 50))),
+        ("mm of transposed ones", lambda a, b: a.t() @ b.t(), ((30, 70), (50, 30))),
+        ("mm of a negative", lambda a, b: torch._neg_view(a) @ b, ((70, 30), (30, 50))),
+        ("mm of an expanded conjugate", lambda a, b: a.conj().expand(8, 30) @ b, ((1, 30), (30, 20))),
+        ("mv", lambda a, b: a.conj() @ b, ((70, 30), (30,))),
+        ("dot", lambda a, b: a.conj() @ b, ((300,), (300,))),
+        ("vdot", torch.vdot, ((300,), (300,))),
+        ("addmm", lambda c, a, b: torch.addmm(c.conj(), a.conj(), b), ((70, 50), (70, 30), (30, 50))),
+        ("bmm", torch.bmm, ((3, 20, 30), (3, 30, 40))),
+        ("bmm of a conjugate", lambda a, b: torch.bmm(a.conj(), b), ((3, 20, 30), (3, 30, 40))),
+        ("bmm by an adjoint", lambda a, b: torch.bmm(a, b.mH), ((3, 20, 30), (3, 40, 30))),
+        ("baddbmm", lambda c, a, b: torch.baddbmm(c, a, b.conj()), ((3, 20, 40), (3, 20, 30), (3, 30, 40))),
+        ("matmul", lambda a, b: a.conj() @ b, ((2, 3, 20, 30), (30, 40))),
+        ("linear", F.linear, ((6, 70), (40, 70), (40,))),
+        ("linear in three dimensions", lambda x, w: F.linear(x, w.conj()), ((2, 6, 70), (40, 70))),
+        ("einsum of modes", partial(torch.einsum, "bix,iox->box"), ((4, 6, 9), (6, 8, 9))),
+        ("einsum of modes in a plane", partial(torch.einsum, "bixy,ioxy->boxy"), ((2, 6, 5, 4), (6, 8, 5, 4))),
+        ("outer product", lambda a, b: torch.outer(a, b.conj()), ((70,), (50,))),
+        ("product with a conjugate", lambda a, b: a * b.conj() + a.conj(), (MATRIX, MATRIX)),
+        ("numbers", lambda a: (a * 2 + 1j) / 3, (MATRIX,)),
+        ("sums", lambda a: (a.sum(), a.mean(1), a.conj().sum(0)), (MATRIX,)),
+        ("absolute", lambda a: (a.abs(), a.angle()), (MATRIX,)),
+        ("parts", lambda a: a.real * a.imag, (MATRIX,)),
+        ("parts of a conjugate", lambda a: a.conj().real * a.conj().imag, (MATRIX,)),
+        ("view as real", lambda a: torch.view_as_real(a) * 2, (MATRIX,)),
+        ("view of pairs as complex", lambda a: torch.view_as_complex(torch.view_as_real(a) * 2), (MATRIX,)),
+        ("conjugated in memory", lambda a: (a.conj_physical(), a.conj().resolve_conj()), (MATRIX,)),
+        ("negated in memory", lambda a: torch._neg_view(a).resolve_neg() + a.conj().imag.resolve_neg(), (MATRIX,)),
+        ("exponential", lambda a: torch.exp(a) + torch.sqrt(a), (MATRIX,)),
+        ("joined", lambda a, b: torch.cat((a, b.conj())), (MATRIX, MATRIX)),
+        ("copied", lambda a: a.conj().contiguous().t().contiguous() + a.conj().clone().t(), (MATRIX,)),
+        ("fft", torch.fft.fft, (MATRIX,)),
+        ("fft of a conjugate", lambda a: torch.fft.fft(a.conj()), (MATRIX,)),
+        ("fft along columns", partial(torch.fft.fft, dim=0), (MATRIX,)),
+        ("ifft", partial(torch.fft.ifft, norm="ortho"), (MATRIX,)),
+        ("fft2", torch.fft.fft2, ((2, 3, 12, 10),)),
+        ("ifft2 of a permuted image", lambda a: torch.fft.ifft2(a.permute(0, 3, 1, 2)), ((2, 12, 10, 3),)),
+        ("irfft", partial(torch.fft.irfft, n=90), ((70, 46),)),
+        ("irfft2", torch.fft.irfft2, ((2, 3, 12, 6),)),
+        ("hfft", torch.fft.hfft, ((70, 46),)),
+        ("shifted", torch.fft.fftshift, (MATRIX,)),
+    )
+} | {
+    f"{name} {str(dtype).removeprefix('torch.')}": function(call, *shapes, dtype=dtype)
+    for dtype in (FLOAT, DOUBLE)
+    for name, call, shapes in (
+        ("rfft", torch.fft.rfft, (MATRIX,)),
+        ("rfft2", torch.fft.rfft2, ((2, 3, 12, 10),)),
+        ("rfftn, padded", partial(torch.fft.rfftn, s=(16, 16), dim=(-2, -1)), ((2, 3, 12, 10),)),
+        ("fft of real numbers", torch.fft.fft, (MATRIX,)),
+        ("polar", torch.polar, (MATRIX, MATRIX)),
+        ("complex", torch.complex, (MATRIX, MATRIX)),
+        (
+            "rotary",
+            lambda x, a: torch.view_as_real(
+                torch.view_as_complex(x.view(4, 9, 8, 2)) * torch.polar(torch.ones_like(a), a)
+            ),
+            ((4, 9, 16), (9, 8)),
+        ),
+    )
+}
 OPERATIONS: dict[str, Run] = dict(
     chain.from_iterable(
         ((f"{family}: {name}", run) for name, run in runs.items())
@@ -337,6 +406,7 @@ OPERATIONS: dict[str, Run] = dict(
             "pointwise": POINTWISE,
             "quantisation": QUANTISATION,
             "draw": DRAWS,
+            "complex": COMPLEX,
             "other": OTHERS,
         }.items()
     )

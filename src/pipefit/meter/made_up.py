@@ -1,4 +1,5 @@
-"""Made-up arguments for a call: the shapes, strides and dtypes of its own arguments, with other data.
+"""Made-up arguments for a call: like its own arguments in shapes, strides and dtypes, with other data. Those that are
+only marked as conjugated or negated, which some kernels copy, are so too.
 
 The data are valid for nearly every operation. Floating-point numbers are one half, which is a probability, positive and
 far from overflow. Integers are zero, which is a valid index. Masks are true everywhere or nowhere, as asked. The
@@ -45,13 +46,15 @@ class _Description:
     def __init__(self, tensor: Tensor, grad: bool) -> None:
         self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         self.differentiable = grad and tensor.requires_grad
+        self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
 
     def make(self, mask: bool) -> Tensor:
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
         everything = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
         floating = self.dtype.is_floating_point or self.dtype.is_complex
         everything.fill_(0.5 if floating else mask if self.dtype in _MASKS else 0)
-        return made.requires_grad_(self.differentiable)
+        made = torch._neg_view(made) if self.negated else made
+        return (made.conj() if self.conjugated else made).requires_grad_(self.differentiable)
 
 
 def _made(mask: bool, arg: Any) -> Any:

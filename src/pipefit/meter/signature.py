@@ -1,9 +1,9 @@
 """The key of a call, equal for calls whose kernels take the same memory, and the text of the operation made from it.
 
 Two calls have equal keys if they call the same operation on tensors of the same shapes, strides and dtypes, of which
-the same ones need a gradient, with the same other arguments. Of numbers that are not sizes, such as a learning rate,
-only the type counts, because they change from step to step and no kernel takes more for 0.3 than for 0.4. Values for
-which some kernels have another path, such as 0 and 1, do count.
+the same ones need a gradient and the same ones are only marked as conjugated or negated, with the same other arguments.
+Of numbers that are not sizes, such as a learning rate, only the type counts, because they change from step to step and
+no kernel takes more for 0.3 than for 0.4. Values for which some kernels have another path, such as 0 and 1, do count.
 
 A key is made for every operation of a metered run, in a microsecond or two, and its text only for a new key.
 """
@@ -38,7 +38,7 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: s
     grad = torch.is_grad_enabled()
     try:
         parts: list[Any] = [
-            (arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad)
+            (arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg())
             if isinstance(arg, Tensor)
             else _part(func, arg, grad)
             for arg in args
@@ -59,7 +59,7 @@ def _part(func: Any, arg: Any, grad: bool) -> Any:
     if kind is bool:
         return str(arg)  # True == 1, and they are not alike
     if isinstance(arg, Tensor):
-        return arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad
+        return arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg()
     if kind is list or kind is tuple:
         return tuple([_part(func, item, grad) for item in arg])
     if kind is complex or kind is torch.Generator:
@@ -91,18 +91,24 @@ def _text(part: Any) -> str:
         return f"{part.name}={_text(part.part)}"
     if not isinstance(part, tuple):
         return str(part)
-    if len(part) == 5 and type(part[0]) is torch.Size:
+    if len(part) == 7 and type(part[0]) is torch.Size:
         return _tensor_text(*part)
     return f"[{', '.join(map(_text, part))}]"
 
 
 def _tensor_text(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, layout: torch.layout, differentiable: bool
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: torch.layout,
+    differentiable: bool,
+    conjugated: bool,
+    negated: bool,
 ) -> str:
     by = f" by {','.join(map(str, strides))}" if strides != _dense(shape) else ""
     if layout is not torch.strided:
         by = f" {str(layout).removeprefix('torch.')}"
-    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]"
+    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]{' conjugated' * conjugated}{' negated' * negated}"
     return f"{text} with gradient" if differentiable else text
 
 
