@@ -114,12 +114,17 @@ class PipefitWarning(UserWarning):
 _LONGEST = 300  # characters of a foreign exception that a message of ours repeats
 
 
+def _text(error: BaseException) -> str:
+    """The text of any exception; empty if it has none, or cannot be printed."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a `__str__` that fails must not hide the exception that it belongs to
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of any exception's text; its type's name if it has none, or cannot be printed."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # noqa: BLE001 - a `__str__` that fails must not hide the exception that it belongs to
-        lines = []
+    lines = _text(error).strip().splitlines()
     return lines[0][:_LONGEST] if lines else type(error).__name__
 
 
@@ -127,11 +132,20 @@ def all_lines(error: BaseException) -> str:
     """All that any exception's text says, in one line, as NCCL's says in its last one what has failed; without what
     torch adds to each of CUDA, and the calls in C++ that it may tell behind it.
     """
-    try:
-        said = re.split(r"CUDA kernel errors might |Exception raised from |frame #0", str(error))[0]
-    except Exception:  # noqa: BLE001 - as above
-        said = ""
+    said = re.split(r"CUDA kernel errors might |Exception raised from |frame #0", _text(error))[0]
     return " ".join(said.split())[: 2 * _LONGEST] or type(error).__name__
+
+
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|Failed to CUDA (host )?[cm]alloc"  # the driver, the host, NCCL
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, as far as its type and words tell."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(_text(error))))
 
 
 def in_one_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from pipefit.signals import ENDING
 
 LOOKS, LOOK_SECONDS = 60, 1.0  # a fork stands still that has slept through so many looks, one after the other
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_DIE_WITH_PARENT, _ADOPT, _ADOPTS = 1, 36, 37  # prctl's PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER and PR_GET_...
 
 
 class Fork:
@@ -95,6 +95,18 @@ def _end(process: int, parent: int, reading: int) -> int:
         with suppress(ChildProcessError):
             _, status = os.waitpid(process, 0)
     return status
+
+
+def adopt_orphans(adopts: bool) -> bool:
+    """Whether descendants whose parent ends become children of this process from now on; whether they did before.
+
+    Nothing changes where the system is not Linux.
+    """
+    prctl, before = getattr(ctypes.CDLL(None), "prctl", None), ctypes.c_int(0)
+    if prctl is not None:
+        prctl(_ADOPTS, ctypes.byref(before), 0, 0, 0)
+        prctl(_ADOPT, int(adopts), 0, 0, 0)
+    return bool(before.value)
 
 
 def _end_with(parent: int) -> None:

@@ -30,8 +30,10 @@ import accidents
 import asleep
 import network_workers
 import pipefit
+from pipefit import limits
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
+from pipefit.forks import adopt_orphans
 from pipefit.plans import Plan
 from pipefit.runtime import launch
 from pipefit.runtime.callbacks import StepReport
@@ -57,10 +59,13 @@ def _sleep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After every test no worker lives, not even as a zombie."""
+    """After every test no worker lives, not even as a zombie, as soon as the fork server has looked."""
     before = set(children())
     yield
     assert mp.active_children() == []
+    until = time.monotonic() + 60
+    while not set(children()) <= before and time.monotonic() < until:
+        time.sleep(0.01)
     assert set(children()) <= before
 
 
@@ -227,6 +232,54 @@ def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
     losses, _ = pipefit.train(accidents.make, plan, steps=1)
     assert len(losses) == 1
     assert fork_servers() != [server]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_without_the_fork_server_a_worker_ends_as_it_ends(dies: bool) -> None:
+    """A system without memory may kill both: the worker's signal is told all the same, and one that lives trains on."""
+
+    def kill(report: StepReport) -> None:
+        if report.step == 1:
+            (server,) = fork_servers()
+            (_, last) = [int(line.split()[0]) for line in children(str(server))]
+            os.kill(server, signal.SIGKILL)
+            if dies:
+                os.kill(last, signal.SIGKILL)
+
+    plan = plan_of()
+    run = partial(pipefit.train, accidents.make, plan, steps=9, on_step=kill)
+    if dies:
+        with pytest.raises(WorkerFailed, match=r"^worker 1 .* killed by signal 9 \(SIGKILL\), as the system does when"):
+            run()
+    else:
+        assert len(run()[0]) == 9
+    pipefit.train(accidents.make, plan, steps=1)  # by another one
+
+
+def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
+    """What the caller's own programs leave is nothing that it wants to wait for."""
+    before = adopt_orphans(False)
+    inside = []
+    pipefit.train(accidents.make, plan_of(), steps=1, on_step=lambda _: inside.append(adopt_orphans(True)))
+    assert (before, inside, adopt_orphans(before)) == (False, [True], False)
+
+
+def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit, once: workers and libraries that find none left would end in many ways."""
+    usual, started = threading.Thread.start, []
+
+    def start_thread(self: threading.Thread) -> None:
+        if len(started) == 5:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        usual(self)
+
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    monkeypatch.setattr(limits, "_soft", {"RLIMIT_NPROC": 77}.get)
+    with pytest.raises(WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"):
+        pipefit.train(accidents.make, plan_of(), steps=1)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def asks_for_huge_pages() -> bool:

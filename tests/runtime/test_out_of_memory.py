@@ -20,7 +20,7 @@ from pipefit.runtime.results import Result
 from pipefit.runtime.root_cause import died
 from pipefit.runtime.tensor_groups import BetweenWorkers
 from pipefit.runtime.transport import Network
-from pipefit.runtime.worker import _report
+from pipefit.runtime.worker import BUILDING, _report
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
 
@@ -97,7 +97,7 @@ def no_memory_to_build() -> Task:
 
 def test_a_worker_tells_it_at_no_action_too() -> None:
     """While it makes its batch, the device ran out of memory: the training ends so, and not as a worker that failed."""
-    with pytest.raises(OutOfMemory, match=r"device 0 ran out of memory before or between steps: .*CUBLAS_STATUS_ALLOC"):
+    with pytest.raises(OutOfMemory, match=r"device 0 ran out of memory while it made its batch: .*CUBLAS_STATUS_ALLOC"):
         train(no_memory_to_build, plan_of(no_memory_to_build(), [2]), steps=1)
 
 
@@ -144,9 +144,9 @@ def test_all_that_an_error_says_is_told_and_heeded() -> None:
     )
     assert all_lines(RuntimeError(SAID[1])) == "CUDA error: out of memory"
     at_start = mock.Mock(**{"plan.workers": (3,), "rank": 0})
-    _, between = _report(RuntimeError(SAID[6]), at_start)
+    _, between = _report(RuntimeError(SAID[6]), at_start, mock.Mock(action=BUILDING))
     assert between == (
-        "device 3 ran out of memory before or between steps: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error "
+        "device 3 ran out of memory while it built its layers: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error "
         "Last error: Cuda failure 2 'out of memory'"
     )
     died = "Connection closed by peer\nframe #0: c10d::checkTimeout(int)"

@@ -67,7 +67,7 @@ def test_a_watch_goes_on_while_somebody_looks() -> None:
 @pytest.mark.parametrize(
     ("code", "starting", "words"),
     [
-        (-9, False, "signal 9, as the system does when memory runs out"),
+        (-9, False, "signal 9 (SIGKILL), as the system does when memory runs out"),
         (-11, False, "signal 11 (Segmentation fault)"),
         (3, False, "exited with code 3"),
         (1, True, '__name__ == "__main__"'),

@@ -43,7 +43,8 @@ from pipefit.cli import (
 )
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
 from pipefit.cli.streams import fill_streams
-from pipefit.errors import FileError, PipefitError, PipefitWarning, UsageError
+from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, UsageError, in_one_line, no_memory
+from pipefit.limits import met, no_room_for
 from pipefit.texts import printable, unknown, without_long_words
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
@@ -108,7 +109,7 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
             return failure.told("stopped", STOPPED)
         return code if isinstance(code, int) else 0
     except (PipefitError, Stopped) as error:
-        return failure.told(str(error), error.exit_code, getattr(error, "found", {}))
+        return failure.known(error)
     except typer.TyperException as error:
         return failure.told(_usage_sentence(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -121,7 +122,7 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
         _close_stdout()
         sentence = f"the output cannot be written: {error.strerror}; free some, or write it elsewhere"
         return failure.told(sentence, FileError.exit_code)
-    except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
+    except BaseException as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
         return failure.unexpected(error)
 
 
@@ -217,9 +218,19 @@ class _Failure:
             _close_stdout()
         return code
 
+    def known(self, error: PipefitError | Stopped) -> int:
+        """What was raised on purpose; that memory ran out in a model's own code is no mistake of that code."""
+        behind = error.__cause__ if isinstance(error, UsageError) else None
+        if behind is not None and no_memory(behind):
+            return self.unexpected(behind)
+        return self.told(str(error), error.exit_code, getattr(error, "found", {}))
+
     def unexpected(self, error: BaseException) -> int:
-        """A sentence instead of a traceback, for what nobody foresaw."""
-        what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
+        """A sentence instead of a traceback, for what nobody foresaw; a limit of the system is named."""
+        if limit := met(error):
+            sentence = f"{limit}, and this takes more ({in_one_line(error)})"
+            return self.told(sentence, OutOfMemory.exit_code if no_memory(error) or no_room_for(error) else 1)
+        what = in_one_line(error)
         return self.told(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1)
 
 

@@ -47,6 +47,20 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
     return task if precision is None else replace(task, precision=precision)
 
 
+class _Raised(UsageError):
+    """The model's own code raised something, which is the cause of this error."""
+
+
+def build(model: str, settings: Sequence[str], precision: Precision | None) -> Task:
+    """The task of `resolve`, in a worker: what the model's own code raises here is a failure of the worker, since the
+    same words have made a task before.
+    """
+    try:
+        return resolve(model, settings, precision)
+    except _Raised as error:
+        raise error.__cause__ or error from None
+
+
 def check_order(plan: Path, model: str) -> None:
     """Check that a plan's file and a model are not given the other way round.
 
@@ -192,7 +206,7 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     except PipefitError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(
+        raise _Raised(
             f"{source}:{name} raised {in_one_line(error)}: it is called to return a pipefit.Task, and trains nothing "
             "itself; --debug shows where"
         ) from error
@@ -238,9 +252,9 @@ def _module(source: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {error.name!r} here or in the environment: {_FORMS}") from error
-        raise UsageError(f"module {source} cannot be imported: {in_one_line(error)}") from error
+        raise _Raised(f"module {source} cannot be imported: {in_one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"module {source} raised {in_one_line(error)} on import: --debug shows where") from error
+        raise _Raised(f"module {source} raised {in_one_line(error)} on import: --debug shows where") from error
 
 
 def _attribute(module: Any, source: str, name: str) -> Any:

@@ -39,11 +39,14 @@ def command(
         ),
     ] = None,
     timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=1, max=1e6, metavar="SECONDS", help="Longest that an action may take; over 120 s also the start."
+            min=1,
+            max=1e6,
+            metavar="SECONDS",
+            help="Longest that an action, or a worker's start, may take; 60 and 120 s unless given.",
         ),
-    ] = 60.0,
+    ] = None,
     numbers: Annotated[
         bool,
         typer.Option("--numbers/--no-numbers", help="Compare the numbers of a traced model's chain first, if cheap."),
@@ -123,7 +126,7 @@ def command(
     from pipefit.cli.documents import load_runnable
     from pipefit.cli.log import StepLog
     from pipefit.cli.metrics import in_json, lines_of_metrics
-    from pipefit.cli.model import check_order, resolve
+    from pipefit.cli.model import build, check_order, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
@@ -136,11 +139,11 @@ def command(
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     check_order(plan, model)
     document = load_runnable(plan)
-    factory = partial(resolve, model, settings, document.training.precision)
+    precision = document.training.precision
     with progress("reading the model"):
-        factory()  # a mistake in MODEL is told here, before any worker starts
+        resolve(model, settings, precision)  # a mistake in MODEL is told here, before any worker starts
         from pipefit.runtime import train
-        from pipefit.runtime.launch import START_SECONDS
+        from pipefit.runtime.launch import ACTION_SECONDS, START_SECONDS
 
     told = _Told(saving, resume)
     log = StepLog(document, steps)
@@ -162,12 +165,12 @@ def command(
         unsaved: NotSaved | None = None
         try:
             losses, trace = train(
-                factory,
+                partial(build, model, settings, precision),
                 document,
                 steps=steps,
                 seed=seed,
-                timeout_seconds=timeout,
-                start_seconds=max(timeout, START_SECONDS),
+                timeout_seconds=ACTION_SECONDS if timeout is None else timeout,
+                start_seconds=START_SECONDS if timeout is None else timeout,
                 numbers=numbers,
                 share_device=share_device,
                 cap=cap,

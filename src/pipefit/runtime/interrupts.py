@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.resource_tracker import ensure_running
 
 from pipefit.signals import ENDING
@@ -28,7 +28,8 @@ def interrupts_held() -> Iterator[None]:
     try:
         for number in usual:
             signal.signal(number, hold)
-        ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
+        with suppress(OSError):  # what cannot be started here fails where it is needed
+            ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
         try:
             yield

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from pipefit.actions import COPIES, Action
 from pipefit.checkpoints.hold import Hold
@@ -33,17 +32,16 @@ from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
 from pipefit.runtime.links import Position, waited_for
 from pipefit.runtime.orders import Orders
-from pipefit.runtime.processes import Inherited, Passed, forks, obstacle, start
+from pipefit.runtime.processes import Inherited, Passed, Started, check_room, forks, obstacle, orphans_adopted, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, Watch, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.token import new_token
 from pipefit.runtime.worker import (
-    BETWEEN_STEPS,
     BUILDING,
+    PHASES,
     RENDEZVOUS,
     SAVES_TOGETHER,
-    SAVING,
     STARTING,
     Assignment,
     Heartbeat,
@@ -51,23 +49,17 @@ from pipefit.runtime.worker import (
 )
 from pipefit.schedule import Entered, whole_run
 from pipefit.schedule.arenas import arenas_of
+from pipefit.texts import counted
 from pipefit.trace import DeviceTrace, Trace
 
 OnStep = Callable[[StepReport], None]
 OnSaved = Callable[[Saved], None]
-START_SECONDS = 120.0  # unless said otherwise
+ACTION_SECONDS, START_SECONDS = 60.0, 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two of them
 _GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
+_END_SECONDS = 5.0  # for a worker to end, once it has delivered its trace
 _ENDING_SECONDS = 30.0  # for a worker to end, once it has closed its pipe: one that used a GPU takes a while
-_PHASES = {
-    STARTING: "while it started",
-    RENDEZVOUS: "while it waited for the others to start",
-    BUILDING: "while it built its layers",
-    BETWEEN_STEPS: "while it made its batch",
-    SAVING: "while it saved a checkpoint",
-    SAVES_TOGETHER: "while it waited for the others to save",
-}
 
 
 def check_startable() -> None:
@@ -110,12 +102,13 @@ def launch(
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved, hold)
-    try:
-        supervisor.start(task)
-        supervisor.until_done()
-    finally:
-        with interrupts_held():
-            supervisor.stop()
+    with orphans_adopted():
+        try:
+            supervisor.start(task)
+            supervisor.until_done()
+        finally:
+            with interrupts_held():
+                supervisor.stop()
     trace = supervisor.trace()
     if supervisor.unsaved is not None:
         raise NotSaved(supervisor.unsaved, trace)
@@ -126,7 +119,7 @@ def launch(
 class _Worker:
     """One worker as the parent sees it."""
 
-    process: Any
+    process: Started
     pipe: Connection
     heartbeat: Heartbeat
     last_sign: float = 0.0  # on the parent's watch
@@ -167,6 +160,10 @@ class _Supervisor:
             WorkerFailed: the system does not let us start one.
         """
         ranks = len(self.plan.workers)
+        try:
+            check_room(ranks)
+        except OSError as error:
+            raise WorkerFailed(f"{counted(ranks, 'worker')} cannot be started: {obstacle(error)}") from error
         for rank in range(ranks):
             try:
                 self._start(task, rank)
@@ -197,7 +194,7 @@ class _Supervisor:
         )
         with theirs, interrupts_held():
             start(process)
-            self.workers.append(_Worker(process, ours, heartbeat, self.watch.now()))
+            self.workers.append(_Worker(Started(process), ours, heartbeat, self.watch.now()))
 
     def until_done(self) -> None:
         """Wait until every worker has delivered its trace.
@@ -225,9 +222,9 @@ class _Supervisor:
             if worker.result is None:
                 worker.process.kill()
         for worker in self.workers:
-            worker.process.join(timeout=5)
+            worker.process.exit_code(_END_SECONDS)
             worker.process.kill()  # in case it has delivered its trace but does not end
-            worker.process.join()
+            worker.process.exit_code(_ENDING_SECONDS)
             worker.pipe.close()
         if self.meeting is not None:
             os.close(self.meeting)
@@ -252,9 +249,13 @@ class _Supervisor:
         try:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
-            worker.process.join(timeout=_ENDING_SECONDS)
-            starting, on_gpu = worker.heartbeat.action == STARTING, self.plan.cluster.backend == "cuda"
-            worker.error = died(worker.process.exitcode, starting=starting, on_gpu=on_gpu)
+            code, action = worker.process.exit_code(_ENDING_SECONDS), worker.heartbeat.action
+            worker.error = died(
+                code,
+                starting=action == STARTING,
+                building=action in (STARTING, RENDEZVOUS, BUILDING),
+                on_gpu=self.plan.cluster.backend == "cuda",
+            )
             return
         finally:
             worker.last_sign = self.watch.now()
@@ -342,7 +343,7 @@ class _Supervisor:
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if number >= len(actions):
             return "at the end of a step"
-        return _PHASES.get(number) or f"at {actions[number]}"
+        return PHASES.get(number) or f"at {actions[number]}"
 
     def _waits(self, rank: int) -> bool:
         """Whether a worker is where it waits for others, so that its silence says nothing about itself.

@@ -13,15 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from pipefit.errors import all_lines, no_memory
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import OverCap
 from pipefit.trace import CATEGORIES, Category, MemorySample
-
-_WORDS = re.compile(
-    r"out of memory|can't allocate memory|Failed to CUDA (host )?[cm]alloc"  # the driver, the host, NCCL
-    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED",
-    re.IGNORECASE,
-)
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)\b")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -51,8 +46,13 @@ def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: 
     return Moment(replace(sample, bytes=tuple(counted)), asked)  # type: ignore[arg-type]
 
 
+def named(error: BaseException, device: int, action: str) -> str:
+    """What an error says of memory that ran out at an action, with the device; our own meters name it themselves."""
+    if isinstance(error, OverCap):
+        return str(error)
+    return f"device {device} ran out of memory at {action}: {all_lines(error)}"
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that memory ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
+    return isinstance(error, torch.OutOfMemoryError) or no_memory(error)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import errno
 import multiprocessing as mp
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +27,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+from pipefit.forks import adopt_orphans
+from pipefit.limits import addresses, met
 from pipefit.runtime.sockets_folder import make_sockets_folder
 
 if TYPE_CHECKING:
@@ -33,7 +37,10 @@ if TYPE_CHECKING:
 _ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
 # What the fork server imports; making an optimizer imports the last
-_IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]
+_IMPORTED = ["pipefit.runtime.launching", "torch._dynamo.config"]
+_UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone; or its exit code
+_LEAST = 4  # processes and threads of a worker: itself, the one that watches its parent, and two of gloo
+_STACK_BYTES = 1 << 16
 
 
 def obstacle(error: OSError) -> str:
@@ -47,10 +54,34 @@ def obstacle(error: OSError) -> str:
             f"{error.strerror}; processes share semaphores in /dev/shm and sockets in the folder of temporary files: "
             'both must be there, writable and with room (df /dev/shm "$TMPDIR")'
         )
-    return (
-        f"{error.strerror or error}; plan for fewer devices, or raise the limit (ulimit -a shows those of open files "
-        "and processes; free, memory; df, free disk space)"
-    )
+    limit = met(error) or "ulimit -a shows those of open files and processes; free, memory; df, free disk space"
+    return f"{error.strerror or error}; plan for fewer devices, or raise the limit: {limit}"
+
+
+def check_room(workers: int) -> None:
+    """Check that so many workers can be started, as far as one can know without starting any.
+
+    As many threads as they have processes and threads at least are started here, since the system counts both alike.
+    A process whose address space is limited cannot have them, although its workers might.
+
+    Raises:
+        OSError: the system does not let us.
+    """
+    if addresses():
+        return
+    usual, over, started = threading.stack_size(_STACK_BYTES), threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(_LEAST * workers):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        raise OSError(errno.EAGAIN, f"there is no room for their {_LEAST * workers} processes and threads") from None
+    finally:
+        threading.stack_size(usual)
+        over.set()
+        for thread in started:
+            thread.join()
 
 
 def forks() -> ForkServerContext:
@@ -88,13 +119,70 @@ def _start(process: BaseProcess) -> None:
             time.sleep(_PAUSE_SECONDS)
         except (EOFError, ConnectionError) as error:  # it was there, and ended with our request
             if lost:
-                raise ChildProcessError(
-                    "the process that forks workers was ended twice, as by lack of memory"
-                ) from error
+                what = "the process that forks workers was ended twice, as by lack of memory or of processes"
+                raise OSError(errno.EAGAIN, what) from error
             lost = True
         else:
             return
     process.start()
+
+
+@contextmanager
+def orphans_adopted() -> Iterator[None]:
+    """Inside, processes whose fork server is killed become children of this one, which can wait for them."""
+    before = adopt_orphans(True)
+    try:
+        yield
+    finally:
+        adopt_orphans(before)
+
+
+class Started:
+    """A process that `start` has started inside `orphans_adopted`, and how it ends.
+
+    The fork server tells that, and nobody does where the fork server is gone: then multiprocessing takes the process
+    for ended, with code 255, although it may still run.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self._code: int | None = None
+
+    def exit_code(self, seconds: float = 0.0) -> int | None:
+        """Its exit code, negative if a signal has ended it, None if it still runs after so many seconds."""
+        if self._code is None:
+            self._process.join(seconds)
+            code = self._process.exitcode
+            self._code = self._of_orphan(seconds) if code == _UNKNOWN else code
+        return self._code
+
+    def kill(self) -> None:
+        """End it if it still runs."""
+        if self.exit_code() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
+
+    @property
+    def _number(self) -> int:
+        number = self._process.pid
+        assert number is not None
+        return number
+
+    def _of_orphan(self, seconds: float) -> int | None:
+        """The exit code as the system tells it to a parent; it becomes ours a moment after the fork server is gone."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                ended, status = os.waitpid(self._number, os.WNOHANG)
+            except ChildProcessError:
+                if not os.path.exists(f"/proc/{self._number}"):
+                    return _UNKNOWN
+            else:
+                if ended:
+                    return os.waitstatus_to_exitcode(status)
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_PAUSE_SECONDS)
 
 
 @contextmanager

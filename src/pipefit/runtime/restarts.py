@@ -35,7 +35,7 @@ from pipefit.errors import (
 )
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, check_startable, launch
+from pipefit.runtime.launch import ACTION_SECONDS, START_SECONDS, OnSaved, OnStep, check_startable, launch
 from pipefit.runtime.orders import OnNan, Orders, Path, orders
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import not_finite
@@ -53,7 +53,7 @@ def train(
     *,
     steps: int,
     seed: int | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = ACTION_SECONDS,
     start_seconds: float = START_SECONDS,
     numbers: bool = True,
     share_device: bool = False,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import OutOfMemory, PeerLost
+from pipefit.errors import OutOfMemory, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.lost import lost
 from pipefit.runtime.runner import DeviceRunner
@@ -79,5 +79,5 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
     return Result(devices=workers, told=told, work=work)
 
 
-def _lost(error: RuntimeError, workers: tuple[int, ...]) -> PeerLost | OutOfMemory:
+def _lost(error: RuntimeError, workers: tuple[int, ...]) -> WorkerFailed | OutOfMemory:
     return lost("a worker did not report its loss and peaks", error, workers[dist.get_rank()])

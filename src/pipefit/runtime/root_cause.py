@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import PeerLost, PipefitError, WorkerFailed
+from pipefit.limits import addresses, processes
 
 
 class ProcessDied(WorkerFailed):
@@ -22,18 +23,31 @@ class Aborted(ProcessDied):
     """A process on a GPU that was aborted, as NCCL's watchdog does to one that waits in vain for another."""
 
 
-def died(code: int | None, *, starting: bool, on_gpu: bool = False) -> ProcessDied:
-    """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs."""
+def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bool = False) -> ProcessDied:
+    """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs.
+
+    `building` says that it was before its first step, where libraries start their threads.
+    """
     if on_gpu and code == -signal.SIGABRT:
         return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
     if code is None:
         return ProcessDied("it closed its pipe without a report, and did not end")
     if code == -signal.SIGKILL:
-        return ProcessDied("killed by signal 9, as the system does when memory runs out")
+        return ProcessDied(
+            "killed by signal 9 (SIGKILL), as the system does when memory runs out: dmesg tells so, and the limit of a "
+            "control group is in its memory.max"
+        )
+    if code == -signal.SIGABRT and building:
+        limits = ", ".join(filter(None, (processes(), addresses())))
+        return ProcessDied(
+            f"aborted (signal 6), as libraries do that can start no thread; {limits or 'see its output'}"
+        )
     if code < 0:
         return ProcessDied(f"killed by signal {-code} ({signal.strsignal(-code)})")
     if code == 1 and starting:
-        return ProcessDied('it could not be started; a script must call train under `if __name__ == "__main__":`')
+        return ProcessDied(
+            'it could not be started, and has printed why; a script must call train under `if __name__ == "__main__":`'
+        )
     return ProcessDied(f"its process exited with code {code}")
 
 

@@ -26,7 +26,7 @@ from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
-from pipefit.runtime.out_of_memory import moment, ran_out
+from pipefit.runtime.out_of_memory import moment, named, ran_out
 from pipefit.runtime.record import Record
 from pipefit.runtime.site import Site
 from pipefit.runtime.specializations import Specialization
@@ -183,7 +183,7 @@ class DeviceRunner:
             if not ran_out(error):
                 raise
             self.record.ran_out = moment(error, meter, self.record.steps, began)
-            raise OutOfMemory(f"{error} ({text}, {self._where()})") from error
+            raise OutOfMemory(f"{named(error, self.number, text)} ({text}, {self._where()})") from error
         if action.kind is not Kind.LOAD:
             steps, ended = self.record.steps, self.clock()
             event = Event(step=steps, action=text, stream=stream, start_seconds=began, end_seconds=ended)

@@ -42,6 +42,7 @@ from pipefit.errors import (
     all_lines,
     in_one_line,
 )
+from pipefit.limits import met
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.hardware import Hardware
@@ -58,6 +59,14 @@ from pipefit.trace import DeviceTrace
 # What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
 # a step, where losses are exchanged.
 SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
+PHASES = {
+    STARTING: "while it started",
+    RENDEZVOUS: "while it waited for the others to start",
+    BUILDING: "while it built its layers",
+    BETWEEN_STEPS: "while it made its batch",
+    SAVING: "while it saved a checkpoint",
+    SAVES_TOGETHER: "while it waited for the others to save",
+}
 
 _FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
 
@@ -127,16 +136,16 @@ class Heartbeat:
 def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     inherited.take_over()
     heartbeat.watch(partial(_end_fork, assignment.plan.workers[assignment.rank], pipe))
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
     except BaseException as error:  # noqa: BLE001 - whatever happens is reported to the parent
         found = error.post_mortem if isinstance(error, OutOfMemory) else None
-        word = ("error", *_report(error, assignment), traceback.format_exc(), found)
+        word = ("error", *_report(error, assignment, heartbeat), traceback.format_exc(), found)
     with suppress(OSError):  # the parent may be gone
         pipe.send(word)
     pipe.close()
@@ -357,11 +366,19 @@ class _Rendezvous:
             raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
 
 
-def _report(error: BaseException, assignment: Assignment) -> tuple[type[PipefitError], str]:
-    """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
-    if ran_out(error):  # at no action, which would have said so
-        device = assignment.plan.workers[assignment.rank]
-        return OutOfMemory, f"device {device} ran out of memory before or between steps: {all_lines(error)}"
+def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) -> tuple[type[PipefitError], str]:
+    """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types.
+
+    Memory that ran out in the model's own code is no mistake of that code, although a check of it says so.
+    """
+    behind = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
+    if ran_out(behind):  # at no action, which would have said so
+        device, where = (
+            assignment.plan.workers[assignment.rank],
+            PHASES.get(heartbeat.action, "before or between steps"),
+        )
+        return OutOfMemory, f"device {device} ran out of memory {where}: {all_lines(behind)}"
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
-    return WorkerFailed, in_one_line(error)
+    limit = met(error)
+    return WorkerFailed, f"{in_one_line(error)}; {limit}" if limit else in_one_line(error)

@@ -1,0 +1,62 @@
+"""What a model's own code raises in a worker, whatever and wherever: with the worker or device, and a code."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import pipefit
+import raising
+from pipefit.cli import main
+from pipefit.plans import Plan
+
+PLACES = {
+    "factory": "while it started",
+    "batch": "while it (built its layers|made its batch)",
+    "loss": "(while it built its layers|at 1F0)",
+    "forward": "(while it built its layers|at 1F0)",
+    "backward": "(while it built its layers|at 1B0)",
+    "optimizer": "while it built its layers",
+    "step": "(while it built its layers|at 1STEP)",
+}
+CHECKED = ("batch", "loss", "optimizer")  # before the first step, where exceptions are mistakes of the model
+MISTAKES = ("Error", "Wordless", "ExceptionGroup")
+SAMPLE = [("factory", 0), ("factory", 15), ("loss", 15), ("forward", 3), ("step", 15)]
+ALL = [(phase, number) for phase, number in product(raising.PHASES, range(len(raising.HAPPENS)))]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Two stages of two layers."""
+    profile = pipefit.profile(raising.make(), microbatch_size=2)
+    return pipefit.plan(profile, pipefit.load_cluster("emulated:2x1MiB"), batch_size=4, planner="uniform")
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.gallery) for case in ALL if case not in SAMPLE)],
+)
+def test_what_a_models_own_code_raises_in_a_worker_is_told(
+    phase: str, number: int, plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The worker with its device, layers and phase, and code 5; of memory the device and phase, and code 4; of a check
+    before the first step what is wrong with the model, and code 2. In one sentence, and without a traceback.
+    """
+    path, what = tmp_path / "plan.json", list(raising.HAPPENS)[number]
+    pipefit.save(plan, path)
+    line = f"train {path} raising:make --set phase={phase} --set number={number} --steps 1 --no-numbers --timeout 100"
+    code, where = main(line.split()), PLACES[phase]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("pipefit:")][-1]
+    if what.startswith("ran out"):
+        assert code == 4
+        assert re.search(f"^pipefit: device 1 {what.strip()} {where}: .*(MemoryError|can't allocate)", said), said
+    elif phase in CHECKED and what.partition(":")[0].endswith(MISTAKES):
+        assert code == 2
+        assert re.search(r"^pipefit: the (batch function|loss|optimizer) of ", said), said
+    else:
+        assert code == 5
+        expected = rf"^pipefit: worker 1 \(device 1, layers 2 to 3\) failed {where}: {re.escape(what)}"
+        assert re.search(expected, said), said
