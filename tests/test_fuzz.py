@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fuzz import documents, fuzz, fuzz_processes, wrong
 from pipefit.cli import main
+from pipefit.devices import DeviceKind
+from pipefit.dtypes import DTYPES
+from pipefit.errors import UsageError
 from pipefit.presets import preset_text
 
 
@@ -55,6 +61,50 @@ def test_what_the_fuzzer_found_stays_mended(
         Path("plan.json").write_text(text)
         assert main(["show", "plan.json"]) == 6
         assert capsys.readouterr().err.startswith("pipefit: plan.json is ")
+
+
+def test_every_dtype_of_torch_is_one_in_documents() -> None:
+    """And nothing else is."""
+    assert {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)} <= DTYPES
+
+
+def dtypes_in(data: Any) -> Iterator[dict[str, Any]]:
+    """All parts of a document that name a dtype."""
+    if isinstance(data, dict) and "dtype" in data:
+        yield data
+    for part in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from dtypes_in(part)
+
+
+@pytest.mark.parametrize("name", ["plan", "profile"])
+def test_a_document_with_an_unknown_dtype_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that reads it, before a name of torch is looked up by it."""
+    monkeypatch.chdir(tmp_path)
+    documents(tmp_path)
+    path = tmp_path / f"{name}.json"
+    data = json.loads(path.read_text())
+    kinds = {tuple(part): part for part in dtypes_in(data)}
+    assert {"saved" if "origin" in kind else "parameter" if "trainable" in kind else "value" for kind in kinds} == {
+        "saved",
+        "parameter",
+        "value",
+    }
+    for number, part in enumerate(kinds.values()):
+        before, part["dtype"] = part["dtype"], ("/etc/passwd", "nn", "bfloat")[number]
+        path.write_text(json.dumps(data))
+        part["dtype"] = before
+        for words in (["show", path.name], ["certify", path.name, "zoo:mlp"]):
+            assert main(words if name == "plan" else ["show", path.name]) == 6
+            told = capsys.readouterr().err
+            assert told.startswith(f"pipefit: {path.name} is not valid: ") and "is no dtype of torch" in told
+
+
+def test_a_rate_for_no_dtype_of_torch_is_refused() -> None:
+    """It was left out without a word, so that products were timed at the rate of float32."""
+    with pytest.raises(UsageError, match="'bf16' is no dtype of torch"):
+        DeviceKind(name="one", flops={"float32": 1e12, "bf16": 2e12}, memory_bandwidth=1e9)
 
 
 def test_a_folder_that_was_asked_for_is_no_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from pipefit.dtypes import check_dtype
 from pipefit.errors import UsageError
 from pipefit.places import Member, parse_member
 from pipefit.texts import shortened
@@ -79,7 +80,8 @@ class DeviceKind:
     what a process takes of its memory besides tensors, if it is a GPU.
 
     Raises:
-        UsageError: a figure that is not positive, no FLOP/s figure, a part above 1, or a negative time.
+        UsageError: a figure that is not positive, no FLOP/s figure, one for no dtype of torch, a part above 1, or a
+            negative time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -94,6 +96,8 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for dtype in (*self.flops, *self.flops_reached):
+            check_dtype(dtype)
         if not self.flops or not all(0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())):
             raise UsageError(
                 f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipefit.dtypes import check_dtype
 from pipefit.errors import UsageError
 from pipefit.texts import counted
 
@@ -22,7 +23,7 @@ class Layout:
     Results of one call with the same `storage` share it.
 
     Raises:
-        UsageError: not as many strides as dimensions, or a negative number.
+        UsageError: not as many strides as dimensions, a negative number, or no dtype of torch.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -35,6 +36,7 @@ class Layout:
     dtype: str  # such as float32
 
     def __post_init__(self) -> None:
+        check_dtype(self.dtype)
         if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
             raise UsageError(
                 "a result has as many strides as dimensions, and no negative place or size, not "

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NoReturn
 
+from pipefit.dtypes import check_dtype
 from pipefit.errors import UsageError
 from pipefit.texts import counted
 from pipefit.work import Work
@@ -46,6 +47,9 @@ class Value:
     requires_grad: bool
     unused: bool = False
 
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient comes back for it."""
@@ -66,6 +70,9 @@ class SavedTensor:
     operation: str = ""  # autograd's, such as `NativeDropout`; empty where unknown
     lasting: bool = False  # kept until the backward of all layers that ran forward with this one has ended
     hidden: bool = False  # never moved: autograd's hooks do not see it, or values decide whether it is kept
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,9 @@ class Parameter:
     copy_bytes: int = 0
     cast_only: bool = False
     changed: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

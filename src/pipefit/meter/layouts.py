@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipefit.errors import UsageError
 from pipefit.kernels import Layout
 from pipefit.texts import dtype_name
 
@@ -72,12 +71,5 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
         return out
     if layout.storage not in storages:
         storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
-    elements = storages[layout.storage].view(_dtype(layout.dtype))
+    elements = storages[layout.storage].view(getattr(torch, layout.dtype))
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f"the profile holds a kernel's result of {name!r}, which is no dtype of torch: profile again")
-    return found
