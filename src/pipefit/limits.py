@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import sys
+import time
+from _thread import allocate_lock, stack_size, start_new_thread
 from pathlib import Path
 
 from pipefit.errors import all_lines, no_memory
@@ -14,6 +16,7 @@ from pipefit.units import format_bytes
 if sys.platform != "win32":
     import resource  # now: where a limit is met there may be no way to load it
 
+_STACK_BYTES = 1 << 16
 _NO_ROOM = re.compile(r"failed to map segment|cannot allocate memory|cannot create shared object", re.IGNORECASE)
 
 
@@ -50,6 +53,31 @@ def addresses() -> str:
     """The limit of this process's address space, in words; empty if there is none."""
     most = _soft("RLIMIT_AS")
     return "" if most is None else f"this process may have {format_bytes(most)} of addresses (ulimit -v)"
+
+
+def room_for_threads(count: int) -> bool:
+    """Whether so many threads can be started now; they are, for a moment, with small stacks.
+
+    A handler of a signal may ask: no lock is taken that the code which it interrupts could hold.
+    """
+    usual, gate, ended, started = stack_size(_STACK_BYTES), allocate_lock(), list[bool](), 0
+
+    def wait() -> None:
+        with gate:
+            ended.append(True)
+
+    with gate:
+        try:
+            for started in range(1, count + 1):  # noqa: B007 - how many there are
+                start_new_thread(wait, ())
+            room = True
+        except RuntimeError:
+            started, room = started - 1, False
+        finally:
+            stack_size(usual)
+    while len(ended) < started:
+        time.sleep(0)
+    return room
 
 
 def no_room_for(library: BaseException) -> bool:

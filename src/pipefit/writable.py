@@ -24,15 +24,16 @@ def obstacle(folder: str | os.PathLike[str]) -> str:
     return ""
 
 
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+def replace_file(path: str | os.PathLike[str], content: bytes, *, through_links: bool = True) -> None:
     """Write a temporary file beside the file that is meant, flush it to the disk, and then rename it.
 
-    Nothing stays beside it however that ends, unless this process is killed.
+    Nothing stays beside it however that ends, unless this process is killed. A user who names a link means what it
+    leads to; where nobody has named it, the link itself is replaced.
 
     Raises:
         OSError: it cannot be written; what was there is as it was.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path) if through_links else path)
     temporary = temporary_of(target)
     try:
         with temporary.open("xb") as file:

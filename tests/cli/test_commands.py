@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,11 +18,11 @@ import pytest
 import torch
 
 import pipefit
-from pipefit import profiles, training
+from pipefit import limits, profiles, training
 from pipefit.cli import app, doctor, main, options
 from pipefit.cli.metrics import lines_of_metrics
 from pipefit.cluster import Cluster
-from pipefit.errors import FileError
+from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, save
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import PLANNERS
@@ -274,6 +275,51 @@ def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(doctor, "examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "pipefit: stopped\n"
+
+
+LIMITS = [
+    (MemoryError(), 4, "(ulimit -v), and this takes more (MemoryError)"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 4, "(ulimit -v), and this takes more"),
+    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 4, "may have 7 B of addresses"),
+    (OSError(errno.EMFILE, "Too many open files"), 1, "a process may open 7 files here (ulimit -n), and this takes"),
+    (RuntimeError("can't start new thread"), 1, "this user may have 7 processes and threads (ulimit -u)"),
+    (GeneratorExit(), 1, "unexpected GeneratorExit; this is a defect"),
+    (BaseExceptionGroup("all", [KeyboardInterrupt()]), 1, "unexpected BaseExceptionGroup: all"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "said"), LIMITS)
+def test_a_limit_of_the_system_is_named(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever meets it, and whatever else is raised: one sentence, and 4 where it is memory that ran out."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(limits, "_soft", lambda name: 7)
+    monkeypatch.setattr(limits, "_of_control_groups", list)
+    monkeypatch.setattr(doctor, "examine", fail)
+    assert main(["doctor"]) == code
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("pipefit: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], (60, 120)), (["--timeout", "7"], (7, 7))])
+def test_the_timeout_holds_for_the_start_too(
+    given: list[str], seconds: tuple[float, float], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is given; a start takes longer than an action."""
+    asked = []
+
+    def train(*_: object, **options: object) -> None:
+        asked.append((options["timeout_seconds"], options["start_seconds"]))
+        raise UsageError("enough")
+
+    monkeypatch.setattr("pipefit.runtime.train", train)
+    monkeypatch.setattr("pipefit.cli.model.resolve", lambda *_: None)
+    assert main(["train", "plan.json", "zoo:mlp", *given]) == 2
+    assert asked == [seconds]
 
 
 def test_a_termination_is_told_and_cleared_away(

@@ -325,6 +325,33 @@ def test_a_pipe_in_place_of_the_cache_is_not_waited_for(cache: Path) -> None:
     assert not Cache(this_machine(1)).read()
 
 
+@pytest.mark.parametrize("there", [b"", b"of somebody else", None])
+def test_a_link_in_place_of_the_cache_is_replaced(there: bytes | None, cache: Path, tmp_path: Path) -> None:
+    """What it leads to is neither read, nor written, nor made; the link gives way to a file."""
+    cache.mkdir(parents=True)
+    path, elsewhere = Cache(this_machine(1)).path, tmp_path / "elsewhere"
+    if there is not None:
+        elsewhere.write_bytes(there)
+    path.symlink_to(elsewhere)
+    Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
+    assert list(Cache(this_machine(1)).read()) == ["one"]
+    assert not path.is_symlink()
+    assert (elsewhere.read_bytes() if elsewhere.exists() else None) == there
+
+
+def test_a_link_to_another_cache_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    """Although every line in it is as it was written."""
+    Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
+    path = Cache(this_machine(1)).path
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    before = (tmp_path / "moved").read_bytes()
+    assert not Cache(this_machine(1)).read()
+    Cache(this_machine(1)).add([Kernel(operation="two", peak_bytes=2)])
+    assert list(Cache(this_machine(1)).read()) == ["two"]
+    assert (tmp_path / "moved").read_bytes() == before
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file where the folder should be stops nothing."""
     (tmp_path / "pipefit").write_text("")

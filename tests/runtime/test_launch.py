@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -266,20 +267,20 @@ def test_orphans_stay_with_this_process_only_while_it_trains() -> None:
 
 def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit, once: workers and libraries that find none left would end in many ways."""
-    usual, started = threading.Thread.start, []
+    started = []
 
-    def start_thread(self: threading.Thread) -> None:
+    def start_thread(function: Callable[[], None], arguments: tuple[()]) -> int:
         if len(started) == 5:
             raise RuntimeError("can't start new thread")
-        started.append(self)
-        usual(self)
+        started.append(function)
+        return start_new_thread(function, arguments)
 
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
-    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    monkeypatch.setattr(limits, "start_new_thread", start_thread)
     monkeypatch.setattr(limits, "_soft", {"RLIMIT_NPROC": 77}.get)
     with pytest.raises(WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"):
         pipefit.train(accidents.make, plan_of(), steps=1)
-    assert not any(thread.is_alive() for thread in started)
+    assert len(started) == 5
 
 
 def asks_for_huge_pages() -> bool:

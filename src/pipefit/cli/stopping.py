@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from pipefit.limits import processes, room_for_threads
 from pipefit.signals import ENDING
 
 STOPPED = 130  # what shells say of a command that Ctrl-C ended
@@ -72,9 +73,11 @@ def _end(number: int, frame: object) -> None:
     """Say a word, and end. What has been printed is kept, unless a second signal comes before it is out."""
     for other in ENDING:
         signal.signal(other, lambda *_: os._exit(128 + number))
-    word = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode()
+    word, code = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode(), 128 + number
+    if number == signal.SIGINT and not room_for_threads(1):  # OpenBLAS sends it where it can start no thread
+        word, code = f"no more threads can be started: {processes() or 'ulimit -a shows the limits'}".encode(), 1
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(OSError):
         os.write(2, (_CLEAR if os.isatty(2) else b"") + b"pipefit: " + word + b"\n")
-    os._exit(128 + number)
+    os._exit(code)

@@ -3,8 +3,8 @@
 There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`: a line that
 names the machine, then a line for every time that something was measured, behind its digest. Workers add lines at the
 same time, each with one write, and read only what has been added since they last looked. A file that cannot be read,
-that a disk has damaged, or that belongs to another machine, counts as empty and is replaced. Where no file can be
-written, nothing is cached.
+that a disk has damaged, that belongs to another machine, or that is a link counts as empty and is replaced; nothing is
+written to what a link leads to. Where no file can be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from pipefit.pieces import adapter
 from pipefit.writable import replace_file
 
 _VERSION = 5
+_A_FILE = os.O_NOFOLLOW | os.O_NONBLOCK  # a link in its place is not followed, and a pipe not waited for
 _DIGITS = 16  # of the digest of a line
 
 
@@ -49,14 +51,13 @@ class Cache:
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._reader.broken:
-                replace_file(self.path, self._header + line)
+                replace_file(self.path, self._header + line, through_links=False)
             else:
                 self._append(line)
 
     def _append(self, line: bytes) -> None:
         """Two workers may both begin the file: it then holds its first line twice."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # a pipe in its place is not waited for
-        file = os.open(self.path, flags, 0o644)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _A_FILE, 0o644)
         try:
             os.write(file, line if os.fstat(file).st_size else self._header + line)
         finally:
@@ -81,9 +82,11 @@ class _Reader:
 
     def _look(self) -> None:
         try:
-            status = self._path.stat()
+            status = self._path.lstat()
             if status.st_ino != self._file or status.st_size < self._end:
                 self._file, self._end, self._kernels, self.broken = status.st_ino, 0, {}, False
+            if stat.S_ISLNK(status.st_mode):
+                raise ValueError("it is a link")
             if status.st_size > self._end and not self.broken:
                 self._read_on()
         except FileNotFoundError:
@@ -93,7 +96,7 @@ class _Reader:
 
     def _read_on(self) -> None:
         """The lines that have been added; what has no end yet is still being written."""
-        with self._path.open("rb") as file:
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _A_FILE)) as file:
             file.seek(self._end)
             *lines, _ = file.read().split(b"\n")
         if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:

@@ -19,7 +19,6 @@ import errno
 import multiprocessing as mp
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from pipefit.forks import adopt_orphans
-from pipefit.limits import addresses, met
+from pipefit.limits import addresses, met, room_for_threads
 from pipefit.runtime.sockets_folder import make_sockets_folder
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C lib
 _IMPORTED = ["pipefit.runtime.launching", "torch._dynamo.config"]
 _UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone; or its exit code
 _LEAST = 4  # processes and threads of a worker: itself, the one that watches its parent, and two of gloo
-_STACK_BYTES = 1 << 16
 
 
 def obstacle(error: OSError) -> str:
@@ -69,19 +67,8 @@ def check_room(workers: int) -> None:
     """
     if addresses():
         return
-    usual, over, started = threading.stack_size(_STACK_BYTES), threading.Event(), list[threading.Thread]()
-    try:
-        for _ in range(_LEAST * workers):
-            thread = threading.Thread(target=over.wait, daemon=True)
-            thread.start()
-            started.append(thread)
-    except RuntimeError:
-        raise OSError(errno.EAGAIN, f"there is no room for their {_LEAST * workers} processes and threads") from None
-    finally:
-        threading.stack_size(usual)
-        over.set()
-        for thread in started:
-            thread.join()
+    if not room_for_threads(_LEAST * workers):
+        raise OSError(errno.EAGAIN, f"there is no room for their {_LEAST * workers} processes and threads")
 
 
 def forks() -> ForkServerContext:
