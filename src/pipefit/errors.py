@@ -8,6 +8,7 @@
     │   └── PeerLost            what the others report then: a message that does not come
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
     │   ├── DamagedCheckpoint   a checkpoint cannot be read as it was saved; an older one may be whole
+    │   ├── UnreadableCheckpoint    it may be whole: the system lets nobody read it, or it is of another version
     │   ├── SaveFailed          a checkpoint could not be written
     │   └── NotSaved            the training is done, and its last checkpoint could not be written
     └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
@@ -80,6 +81,10 @@ class FileError(PipefitError):
 
 class DamagedCheckpoint(FileError):
     """A checkpoint, or one of its files, is missing, damaged, or not what its name says."""
+
+
+class UnreadableCheckpoint(FileError):
+    """A checkpoint cannot be read by this process, which says nothing of whether it is damaged."""
 
 
 class SaveFailed(FileError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import torch
 from made_checkpoints import OWNER, manifest_of, part_of, tensors_of, write
 from pipefit.checkpoints import Candidates, find, folders, load_state_dict, shards
 from pipefit.checkpoints.folders import MANIFEST, folder_of
-from pipefit.errors import FileError, PipefitWarning
+from pipefit.errors import FileError, PipefitWarning, UnreadableCheckpoint
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -288,3 +289,29 @@ def test_what_was_passed_over_is_set_aside_and_not_lost(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (folder_of(tmp_path, 4), elsewhere.exists()) == (before, True)
     assert (tmp_path / "step-00000008.damaged" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
+def test_what_may_be_whole_is_not_passed_over(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not read it, or that has too many files open, does not go back to an older one."""
+    write(tmp_path, 4)
+    write(tmp_path, 8)
+    usual = os.open
+
+    def refused(path: Any, *arguments: Any) -> int:
+        if str(path).endswith("step-00000008/worker-00001.safetensors"):
+            raise OSError(number, os.strerror(number))
+        return usual(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(UnreadableCheckpoint, match=r"step-00000008/worker-00001.safetensors cannot be read: "):
+        load_state_dict(tmp_path)
+
+
+def test_a_later_version_is_not_passed_over(tmp_path: Path) -> None:
+    """It is whole: another pipefit reads it."""
+    write(tmp_path, 4)
+    path = write(tmp_path, 8) / MANIFEST
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
+    with pytest.raises(UnreadableCheckpoint, match="is not of version 2, which this pipefit reads"):
+        load_state_dict(tmp_path)

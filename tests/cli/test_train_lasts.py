@@ -10,7 +10,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.files import save
-from resuming import SEED, plan_for
+from resuming import SEED, plan_for, undisturbed
 
 STEPS = 9
 
@@ -94,3 +94,20 @@ def test_a_folder_with_checkpoints_of_another_training_is_refused(
     more = ["--resume", str(tmp_path / "other"), "--save", runs]
     assert main(["train", str(plan), *model, "--no-numbers", "--steps", "3", *more]) == 2
     assert re.search("holds checkpoints of another training, .*, started .*: save to another", capsys.readouterr().err)
+
+
+def test_a_damaged_checkpoint_costs_steps_and_no_line_of_metrics(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The workers find it: the training goes on from the one before, and the file has a line for every step, once."""
+    model, runs, metrics = ["resuming:named", "--set", "name=dropout"], tmp_path / "runs", tmp_path / "metrics.jsonl"
+    more = [*model, "--save", str(runs), "--every", "2", "--metrics", str(metrics)]
+    assert main(line(plan, *more, steps=6)) == 0
+    shard = runs / "step-00000006" / "worker-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    assert main(line(plan, *more, "--resume", str(runs), steps=8)) == 0
+    assert re.search(r"00000006 is passed over: .*SHA-256 differs\); .*00000004 is taken", capsys.readouterr().err)
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(undisturbed(8)))

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -202,6 +203,41 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint(damage: str, tmp_pa
     ]  # fmt: skip
     with pytest.raises(DamagedCheckpoint, match="damaged/"):
         train(task, plan, steps=8, numbers=False, resume=runs / "step-00000006.damaged")
+
+
+@pytest.mark.parametrize("damaged", [(6,), pytest.param((3, 6), marks=pytest.mark.gallery)])
+def test_a_restart_passes_over_its_own_damaged_steps(damaged: tuple[int, ...], tmp_path: Path) -> None:
+    """It goes back to the one before, or to the beginning, says so, and comes to the losses of an undisturbed run."""
+    runs, deaths = tmp_path / "runs", tmp_path / "deaths"
+    deaths.mkdir()
+    for name in ("wait-7", "1-7-1F0"):
+        (deaths / name).touch()
+
+    def damage(report: StepReport) -> None:
+        if report.step == 6 and (deaths / "wait-7").exists():
+            while not folders.whole(runs)[-1:] or folders.whole(runs)[-1][0] < 6:
+                time.sleep(0.02)
+            for step in damaged:
+                flip(runs / f"step-{step:08d}" / "worker-00001.safetensors")
+            (deaths / "wait-7").unlink()
+
+    with pytest.warns(PipefitWarning) as told:
+        losses, _ = train(
+            partial(mortal, str(deaths)),
+            plan_for("dropout", "1f1b", (3, 3)),
+            steps=STEPS,
+            seed=SEED,
+            numbers=False,
+            saving=Saving(directory=str(runs), every=EVERY),
+            restarts=1,
+            on_step=damage,
+        )
+    said = "\n".join(str(one.message) for one in told)
+    instead = "step-00000003 is taken instead" if damaged == (6,) else "training starts as it began, after step 0"
+    assert losses == undisturbed(STEPS), said
+    assert re.search(rf"step-00000006 is passed over: .*SHA-256 differs\); .*{instead}", said), said
+    assert [step for step, _ in folders.whole(runs)] == [3, 6, 9]
+    assert len(list(runs.glob("*.damaged"))) == len(damaged)
 
 
 # -------------------------------------------------------------------- trainers in scripts of one's own

@@ -23,7 +23,7 @@ from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, lo
 from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.regular_files import regular_file
 from pipefit.checkpoints.shards import check_header, check_shard, read_shard
-from pipefit.errors import DamagedCheckpoint, FileError, PipefitWarning
+from pipefit.errors import DamagedCheckpoint, FileError, PipefitWarning, UnreadableCheckpoint
 from pipefit.readable import path_of
 from pipefit.texts import printable
 from pipefit.units import format_bytes
@@ -208,7 +208,11 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _obstacle(folder: Path) -> str:
-    """Why what has the name of a checkpoint is none, as far as shows without reading it."""
+    """Why what has the name of a checkpoint is none, as far as shows without reading it.
+
+    Raises:
+        UnreadableCheckpoint: nobody may look.
+    """
     try:
         mode = os.lstat(folder).st_mode
         if stat.S_ISLNK(mode):
@@ -219,7 +223,7 @@ def _obstacle(folder: Path) -> str:
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
+        raise UnreadableCheckpoint(f"{_named(folder)} cannot be read: {error.strerror}") from None
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -244,6 +248,7 @@ def _opened(folder: Path) -> Checkpoint:
 
     Raises:
         DamagedCheckpoint: it cannot be used.
+        UnreadableCheckpoint: it cannot be read here.
     """
     match = _WHOLE.fullmatch(folder.name)
     with _damage(folder):
@@ -263,6 +268,8 @@ def _damage(folder: Path) -> Iterator[None]:
     """Inside, a checkpoint is read; where that cannot be done the sentence says what to load instead."""
     try:
         yield
+    except UnreadableCheckpoint:
+        raise
     except FileError as error:
         known = [other for _, other in whole(folder.parent)]
         before = known[: known.index(folder)] if folder in known else []
@@ -333,7 +340,7 @@ def check_owner(directory: Path, owner: Owner, first: int) -> None:
     for step, folder in reversed(whole(directory)):
         try:
             other = _opened(folder).manifest.owner
-        except DamagedCheckpoint:
+        except FileError:
             continue
         if other.training != owner.training or (other.run != owner.run and step > first):
             raise FileError(f"{_named(folder)} is of another training, {other}: save to another folder")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from pipefit.checkpoints.owner import Owner
-from pipefit.errors import FileError, UsageError
+from pipefit.errors import FileError, UnreadableCheckpoint, UsageError
 from pipefit.fingerprints import Fingerprint
 from pipefit.pieces import JsonText, Refusal, adapter
 from pipefit.validation import parsed, sentence
@@ -185,6 +185,8 @@ class Manifest:
     def __post_init__(self) -> None:
         if not 0 <= self.step < _LARGEST or not -(1 << 63) <= self.seed < 1 << 63:
             raise UsageError(f"it has no step or seed that can be: {self.step}, {self.seed}")
+        if not 0 <= self.saved_seconds < 1 << 40:
+            raise UsageError(f"it was saved at a time, not at {self.saved_seconds}")
         _check_once("shard", [shard.file for shard in self.shards])
         _check_once("tensor", [tensor.key for tensor in self.tensors])
         _check_once("name", [name for name, _ in self.aliases])
@@ -243,7 +245,8 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
     """The manifest or part that `content` holds.
 
     Raises:
-        FileError: it holds none, or one of another version, or a damaged one: what, and where.
+        UnreadableCheckpoint: it holds one of another version.
+        FileError: it holds none, or a damaged one: what, and where.
     """
     try:
         content.decode()  # and thrown away: the pieces that are read are bytes
@@ -256,7 +259,7 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
     if header.get("pipefit") != _kind(kind):
         raise FileError(f"{source} is not the manifest of a checkpoint; name a folder that pipefit has saved")
     if header.get("version") != VERSION or type(header["version"]) is not int:
-        raise FileError(
+        raise UnreadableCheckpoint(
             f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the pipefit "
             "that has saved it"
         )

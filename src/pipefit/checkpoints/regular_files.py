@@ -6,6 +6,7 @@ what is read: a library that opens files by path gets the path of the open file 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from pipefit.errors import FileError
+from pipefit.errors import FileError, UnreadableCheckpoint
 from pipefit.texts import printable
+
+_NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 
 
 @contextmanager
@@ -22,7 +25,8 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
     """The file in `path`, open and unbuffered, and its size in bytes.
 
     Raises:
-        FileError: it is missing, no regular file, or cannot be opened or read.
+        UnreadableCheckpoint: it may not be read, or there is no room to read it just now.
+        FileError: it is missing, no regular file, or cannot be read.
     """
     source = printable(os.fspath(path))
     try:
@@ -35,7 +39,8 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
     except FileNotFoundError:
         raise FileError(f"{source} is missing") from None
     except OSError as error:
-        raise FileError(f"{source} cannot be read: {error.strerror}") from None
+        kind = UnreadableCheckpoint if error.errno in _NOT_ITS_FAULT else FileError
+        raise kind(f"{source} cannot be read: {error.strerror}") from None
 
 
 def open_path(file: FileIO, path: Path) -> str:
