@@ -234,7 +234,11 @@ class Checkpointing:
         """The state of this process's stages; of replicas that it runs, what is stored. Workers of a tensor group ask
         together.
         """
-        return Told.of([ranks for _, ranks in self._ranks], once=self._alone).state
+        return self.told().state
+
+    def told(self) -> Told:
+        """The same, with what layers hold that is no state."""
+        return Told.of([ranks for _, ranks in self._ranks], once=self._alone)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that this process would store, by their keys; workers of a tensor group ask together."""
@@ -261,7 +265,14 @@ class Checkpointing:
         Raises:
             UsageError: one is missing, or has another shape.
         """
-        state = state_of(tensors, self.names)
+        self.load_state(state_of(tensors, self.names))
+
+    def load_state(self, state: StageState) -> None:
+        """Load a state of whole tensors.
+
+        Raises:
+            UsageError: a tensor is missing, or has another shape.
+        """
         state.load_into(self._all)
         for runner in self.runners:
             _count(runner)

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipefit.capture.caller import recording, refuse_elsewhere, refuse_gradients, undisturbed
+from pipefit.capture.caller import on_a_copy, recording, refuse_elsewhere, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
@@ -59,6 +59,7 @@ from pipefit.runtime.site import Site
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.runtime.whole_module import WholeModule, takes_apart
 from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone
 from pipefit.texts import counted
 from pipefit.trace import Trace
@@ -69,7 +70,8 @@ class Trainer:
     """Trains `task` by `plan`: the stages of this worker, or in a single process all stages.
 
     Args:
-        task: what to train. A module that exists is trained in place; a factory is called after
+        task: what to train. A module that exists is trained in place; if one process trains stages that have no whole
+            parameters, it follows a copy after every step (`runtime.whole_module`). A factory is called after
             `torch.manual_seed(seed)`. Of several workers the first hands out what it builds.
         plan: made for this task, or for one with the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
@@ -171,6 +173,8 @@ class Trainer:
             owner=owner,
             held=None if held is None else path_of(held),
         )
+        own = task.module if self._on_a_copy else None
+        self._whole = WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
         self._began, self._step_seconds = time.perf_counter(), list[float]()
         self._steps_before = 0  # those of the checkpoint that was loaded
 
@@ -290,6 +294,7 @@ class Trainer:
         """
         self._drain()
         self._checkpoints.take_up(instance("tensors", tensors, Mapping))
+        self._follow()
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Take up this process's parameters and buffers from a safetensors file, or a folder with a sharded model.
@@ -299,6 +304,7 @@ class Trainer:
         """
         self._drain()
         self._checkpoints.load_weights(path)
+        self._follow()
 
     @property
     def steps_done(self) -> int:
@@ -376,7 +382,8 @@ class Trainer:
         check_casts(plan, task)
         with recording("training"):
             first = sample(task, plan.training.microbatch_size)
-            trained, chain = start_of(task, plan, seed, first, on_weights)
+            of = on_a_copy(replace(task, module=task.build())) if self._on_a_copy else task
+            trained, chain = start_of(of, plan, seed, first, on_weights)
         check_model(plan, task, chain)
         self._comparisons.of_chain(trained, chain, first, rank=self.rank)
         return trained, chain
@@ -385,7 +392,13 @@ class Trainer:
         """So many batches were trained before the next one, if a checkpoint was loaded."""
         if steps is not None:
             self._accumulated, self._steps_before = 0, steps - len(self._step_seconds)
+            self._follow()
         return self.steps_done
+
+    @property
+    def _on_a_copy(self) -> bool:
+        """Whether a copy of the task's module is trained, because stages take its parameters apart."""
+        return not self.distributed and isinstance(self.task.module, nn.Module) and takes_apart(self.plan)
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
@@ -411,6 +424,13 @@ class Trainer:
                 self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
             self._lending.settle()
             self._entered = Entered()
+        if self._whole is not None:
+            self._whole.lead()
+
+    def _follow(self) -> None:
+        """Give the task's module what has been loaded."""
+        if self._whole is not None:
+            self._whole.follow()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
@@ -430,6 +450,9 @@ class Trainer:
     def _run_program(self, program: Program, *, training: bool = True, **options: Any) -> None:
         """Run all devices of this process."""
         devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
+        if self._whole is not None:
+            self._whole.lead()
+            self._whole.is_behind = True
         if training:
             check_backwards(devices)
         with torch.random.fork_rng(devices, device_type="cuda"):
@@ -440,6 +463,7 @@ class Trainer:
                 self._untold.clear()
                 add_post_mortem(error, self.plan, self.runners, self._step_seconds)
                 raise
+        self._follow()
         self._kernels.keep()
         self._kernels.tell_unknown()
 
