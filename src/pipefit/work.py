@@ -10,17 +10,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipefit.dtypes import check_dtype
 from pipefit.errors import UsageError
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class Alike(NamedTuple):
-    """Operations alike: how many, and the floating-point operations and moved bytes of each."""
+    """Operations alike: how many, and the floating-point operations and moved bytes of each.
+
+    `dtype` is that of the operands of a product; empty where nothing is multiplied, or where it is not known.
+    """
 
     number: int
     flops: int
     moved_bytes: int
+    dtype: str = ""
 
 
 class Collective(NamedTuple):
@@ -70,8 +75,10 @@ class Work:
 
     def _check_operations(self) -> None:
         """Check that the operations exist, and that the work is the sum of them."""
-        if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved in self.operations):
+        if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved, _ in self.operations):
             raise UsageError("operations alike are one or more, of zero or more FLOPs and bytes moved each")
+        for dtype in {alike.dtype for alike in self.operations} - {""}:
+            check_dtype(dtype)
         sums = (
             sum(a.number * a.flops for a in self.operations),
             sum(a.number * a.moved_bytes for a in self.operations),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+from pipefit.capture import Task
 from pipefit.layer_costs import Span
+from pipefit.profiler import profile
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.texts import dtype_name
 from pipefit.work import Alike, Work
@@ -76,7 +81,7 @@ def test_work_counts_products_and_bytes_moved() -> None:
         meter.start()
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
-        product, added = Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21)), Alike(1, 0, 4 * (21 + 21))
+        product, added = Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32"), Alike(1, 0, 4 * (21 + 21))
         assert meter.work == Work(
             flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21), operations=(product, added)
         )
@@ -111,3 +116,37 @@ def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None
 def test_dtypes_have_short_names() -> None:
     """`float32` for `torch.float32`."""
     assert [dtype_name(dtype) for dtype in (torch.float32, torch.bool)] == ["float32", "bool"]
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype) -> None:
+    """A frozen bfloat16 layer with two adapters: the large products are bfloat16, and so is the model."""
+    model = nn.Sequential(Adapted(adapters), Adapted(adapters))
+    task = Task(
+        model, batch=lambda size: (torch.ones(size, 64, dtype=torch.bfloat16), None), loss=lambda out, _: out.mean()
+    )
+    found = profile(task, microbatch_size=2)
+    assert found.assumptions.precision == "bfloat16"
+    flops = Counter[str]()
+    for cost in found.at(2).costs:
+        for alike in (*cost.forward.operations, *cost.backward.operations):
+            flops[alike.dtype] += alike.number * alike.flops
+    assert flops.pop("") == 0  # what is not a product
+    of_base, of_adapters = 2 * 2 * 64 * 64, 2 * 2 * 64 * 4 * 2
+    expected = Counter({"bfloat16": 3 * of_base})  # two forward, and one backward: the first input needs no gradient
+    expected[str(adapters).removeprefix("torch.")] += 2 * 3 * of_adapters - of_adapters // 2
+    assert flops == expected
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a product of two narrow ones beside it."""
+
+    def __init__(self, adapters: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.down = nn.Linear(64, 4, bias=False, dtype=adapters)
+        self.up = nn.Linear(4, 64, bias=False, dtype=adapters)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Both, added up."""
+        return self.base(inputs) + self.up(self.down(inputs.to(self.up.weight.dtype))).to(inputs.dtype)

@@ -31,15 +31,19 @@ class Seconds(NamedTuple):
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Seconds of `work` on a device of `kind`, which computes in `dtype`."""
+    """Seconds of `work` on a device of `kind`; products whose dtype is not known are in `dtype`."""
     if work.seconds is not None:
         return work.seconds
-    rate = kind.peak_flops(dtype) * kind.part_of_flops(dtype)
     bandwidth = kind.memory_bandwidth * kind.bandwidth_reached
+    rates = {own: kind.peak_flops(own or dtype) * kind.part_of_flops(own or dtype) for own in _dtypes(work)}
     return sum(
-        number * (kind.operation_seconds + max(flops / rate, moved / bandwidth))
-        for number, flops, moved in _operations(work)
+        number * (kind.operation_seconds + max(flops / rates[own], moved / bandwidth))
+        for number, flops, moved, own in _operations(work)
     )
+
+
+def _dtypes(work: Work) -> set[str]:
+    return {alike.dtype for alike in _operations(work)}
 
 
 def _operations(work: Work) -> tuple[Alike, ...]:

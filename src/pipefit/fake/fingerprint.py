@@ -82,18 +82,21 @@ def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fi
 
 
 def precision_of(task: Task, chain: Chain) -> Precision:
-    """The task's precision; where it names none, that of most parameters.
+    """The task's precision; where it names none, that of most elements of parameters.
 
     Raises:
         UsageError: one that pipefit does not know.
     """
     if task.precision is not None:
         return task.precision
-    dtypes = [dtype_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
+    elements = Counter[str]()
+    for parameter in nn.ModuleList(layer.module for layer in chain.layers).parameters():
+        elements[dtype_name(parameter.dtype)] += parameter.numel()
+    dtypes = [dtype for dtype, _ in elements.most_common()] or ["float32"]
     known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
     if not known:
         raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
-    return cast(Precision, Counter(known).most_common(1)[0][0])
+    return cast(Precision, known[0])
 
 
 def options(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pipefit.layer_costs import Span
 from pipefit.meter.cpu import Meter, Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.writes import given_storages, written_storages
+from pipefit.texts import dtype_name
 from pipefit.trace import CATEGORIES, Category
 from pipefit.work import Alike, Work
 
@@ -51,7 +52,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._operations: Counter[tuple[int, int]] = Counter()  # how many of so many FLOPs and bytes moved
+        self._operations: Counter[tuple[int, int, str]] = Counter()  # how many of so many FLOPs and bytes moved
         self.written: set[int] = set()  # the storages that operations of the pass changed in place
         self.watched: frozenset[int] = frozenset()  # storages of which is to be known whether operations read them
         self.read: set[int] = set()  # those of them that operations of any pass were given, but to make views of them
@@ -106,7 +107,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             count = flop_registry.get(func._overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=out)
             read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
-            self._operations[flops, read + _nbytes(out)] += 1
+            self._operations[flops, read + _nbytes(out), _dtype(args) if flops else ""] += 1
         return out
 
     def _died(self, tracked: Tracked) -> None:
@@ -127,6 +128,11 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             workspace_bytes=self.workspace_bytes,
             released=tuple(number for number, _ in self._released),
         )
+
+
+def _dtype(args: tuple[Any, ...]) -> str:
+    """The dtype of the first floating-point operand; empty where there is none."""
+    return next((dtype_name(a.dtype) for a in args if isinstance(a, Tensor) and a.is_floating_point()), "")
 
 
 def _nbytes(item: Any) -> int:
