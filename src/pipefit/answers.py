@@ -54,12 +54,15 @@ class OfPrecision(TypedDict):
 
 
 class OfReplicas(TypedDict):
-    """What each device takes that has the whole model, by arithmetic; the largest microbatch is 0 where none fits."""
+    """What the fullest device takes of those that each have the whole model and compute one sample; a lower bound where
+    `is_bound`. Without samples per second it does not fit.
+    """
 
     way: str
-    devices: int
+    recompute: bool
     need_bytes: int
-    largest_microbatch: int
+    is_bound: bool
+    samples_per_second: float | None
 
 
 class FitAnswer(TypedDict):
@@ -75,6 +78,7 @@ class FitAnswer(TypedDict):
     devices: list[OnDevices]
     precisions: list[OfPrecision]
     replicated: list[OfReplicas]
+    impossible: str
     filled: dict[str, int]
 
 

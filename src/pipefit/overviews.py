@@ -73,25 +73,27 @@ class InPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """What each of so many `devices` holds if it has the whole model and samples of its own, with state divided among
-    all of them.
+    """A plan in which every device has the whole model and computes one sample of each microbatch of its own.
 
-    An estimate: the peak of one device, less the part of its state that the others hold, and with the parameters of the
-    largest block gathered where those are divided. `largest` is the largest of the microbatches looked at that fits.
+    `way` says what the devices divide of its state, and whether hosts have some of it; with `recompute`, every block is
+    recomputed by itself. `need_bytes` are the peak of the fullest device, or at least as many where it `is_bound`.
+    `samples_per_second` is None if it does not fit.
     """
 
     way: str
-    devices: int
+    recompute: bool
     need_bytes: int
-    largest: int
+    is_bound: bool
+    samples_per_second: float | None
 
     def as_json(self) -> OfReplicas:
         """Plain data."""
         return {
             "way": self.way,
-            "devices": self.devices,
+            "recompute": self.recompute,
             "need_bytes": self.need_bytes,
-            "largest_microbatch": self.largest,
+            "is_bound": self.is_bound,
+            "samples_per_second": self.samples_per_second,
         }
 
 
@@ -99,7 +101,9 @@ class Replicated:
 class Overview(Shown):
     """All of it, for the devices of a cluster. `sizes` are the microbatches that were looked at where smaller ones fit.
 
-    `filled` says what holds the bytes of the device that limits the cluster at its peak, in bytes.
+    `replicated` are the plans of all devices as replicas, if the model can have them. `impossible` says why no plan
+    fits, if that is proven. `filled` says what holds the bytes of the device that limits the cluster at its peak, in
+    bytes, and `loss_bytes` are the least that the loss alone takes of a device for one sample.
     """
 
     cluster: Cluster
@@ -108,10 +112,12 @@ class Overview(Shown):
     precisions: tuple[InPrecision, ...]
     replicated: tuple[Replicated, ...]
     filled: dict[Category, int]
+    impossible: str = ""
+    loss_bytes: int = 0
 
     def __repr__(self) -> str:
         """A line: the plans that it rests on would be thousands."""
-        answer = "fits" if self.here.fastest else "does not fit"
+        answer = "fits" if self.fits else "does not fit" if self.impossible else "has no plan that was found"
         return f"<Overview: {self.here.one.plan.profile.model} {answer} on {self.cluster}>"
 
     @property
@@ -119,6 +125,17 @@ class Overview(Shown):
         """The row of the cluster as it is, or of as many of its devices as the model has blocks."""
         count = len(self.cluster.devices)
         return max((row for row in self.reaches if row.devices <= count), key=lambda row: row.devices)
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan fits."""
+        return self.here.fastest is not None or self.fastest_replicas is not None
+
+    @property
+    def fastest_replicas(self) -> Replicated | None:
+        """The plan of replicas that trains the most samples per second, if one fits."""
+        fitting = [one for one in self.replicated if one.samples_per_second is not None]
+        return max(fitting, key=lambda one: one.samples_per_second or 0.0, default=None)
 
     @property
     def limiting(self) -> Attempt:
@@ -132,13 +149,14 @@ class Overview(Shown):
             "model": one.plan.profile.model,
             "parameters": one.parameters,
             "cluster": self.cluster.name,
-            "fits": self.here.fastest is not None,
+            "fits": self.fits,
             "schedule": one.plan.training.schedule,
             "microbatches_for_each_device": one.plan.training.microbatches / self.here.devices,
             "microbatch_sizes": list(self.sizes),
             "devices": [row.as_json() for row in self.reaches],
             "precisions": [row.as_json() for row in self.precisions],
             "replicated": [row.as_json() for row in self.replicated],
+            "impossible": self.impossible,
             "filled": {category.value: nbytes for category, nbytes in self.filled.items()},
         }
 

@@ -15,10 +15,13 @@ import pipefit
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.grids import SHARDINGS
 from pipefit.overviews import Overview
 from pipefit.planned import plan
+from pipefit.planner import plan as planned
 from pipefit.profiler import profile
 from pipefit.report.overview import describe_overview
+from pipefit.simulator import Simulation
 from pipefit.tables import plain
 from pipefit.zoo import build
 
@@ -106,19 +109,30 @@ def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPat
     assert set(found.sizes) <= {1, 4, 16}
 
 
-def test_replicas_divide_more_state_from_row_to_row() -> None:
-    """Plain data parallelism takes what one device does; each step of ZeRO takes less by the part that others hold."""
-    found = seen(96)
-    plain_one, *zero = (one for one in found.replicated if one.devices == 2)
-    model = TASK.build()
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert plain_one.need_bytes == lowest_peak(1, 1)
-    assert plain_one.need_bytes - zero[0].need_bytes == 8 * numbers // 2
-    assert zero[0].need_bytes - zero[1].need_bytes == 4 * numbers // 2
-    of_all = [one for one in found.replicated if one.way == "ZeRO-1"]
-    assert [one.devices for one in of_all] == [2, 4, 8]
-    held = [(plain_one.need_bytes - one.need_bytes) / (8 * numbers) for one in of_all]
-    assert held == pytest.approx([1 / 2, 3 / 4, 7 / 8], rel=1e-3)
+def test_replicas_need_what_plans_of_them_need() -> None:
+    """Of every way to divide state the peak of the plan by hand, or a bound of it."""
+    found, cluster = seen(96), Cluster.emulated((2, 1 << 30))
+    costs = [profile(TASK, microbatch_size=size, target="cuda") for size in (2, 1)]
+    both = replace(costs[0], measurements=tuple(one for made in costs for one in made.measurements))
+    for number, shard in enumerate(SHARDINGS):
+        way = f"ZeRO-{number}" if number else "data parallel"
+        for one in (one for one in found.replicated if one.way == way and not one.recompute):
+            made = planned(
+                both, cluster, batch_size=4, microbatch_size=2, stages=1, data=2, shard=shard, planner="uniform"
+            )
+            grid = replace(made.stages[0].grid, buckets=7 if number > 1 else 1)
+            peak = max(Simulation(replace(made, stages=(replace(made.stages[0], grid=grid),))).peak_bytes)
+            assert one.need_bytes <= peak if one.is_bound else one.need_bytes == peak
+            assert (one.samples_per_second is not None) == (peak <= 96 * KIB)
+    assert {one.way for one in found.replicated} >= {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
+
+
+def test_does_not_fit_is_said_with_its_proof_alone() -> None:
+    """A kibibyte holds no layer; where nothing is proven, what was tried is said."""
+    assert str(seen(1)).startswith("Does not fit: mlp of") and "It cannot fit: " in str(seen(1))
+    found = replace(seen(1), impossible="")
+    text = " ".join(plain(describe_overview(found, "zoo:mlp"), 80).split())
+    assert text.startswith("No plan found: mlp of") and "Tried, without a plan that fits one sample: pipelines" in text
 
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:

@@ -212,9 +212,10 @@ def _overview(
     words += ["--precision", precision] if precision else []
     if not as_json:
         write(told(describe_overview(found, shlex.join(words)), built_with(model, settings)), width=80)
-    if found.here.fastest is None:
+    if not found.fits:
+        why = found.impossible or f"no plan was found that does; with everything kept, {found.here.one.miss}"
         with with_found(lambda: {"result": found.as_json()}):
-            raise InfeasibleError(f"not one sample fits on {cluster.name}: {found.here.one.miss}")
+            raise InfeasibleError(f"not one sample fits on {cluster.name}: {why}")
     if as_json:
         print(json.dumps(found.as_json()))
 

@@ -14,7 +14,7 @@ from pipefit.errors import UsageError
 from pipefit.fits import Attempt
 from pipefit.planner import PLANNERS, Question, solved
 from pipefit.planner.joint import exact_in_time
-from pipefit.planner.lean import at_hosts
+from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.plans import Plan
 from pipefit.schedule.recompute_settings import Recompute
 from pipefit.schedule.room import shortage
@@ -39,7 +39,9 @@ def soon_fitting(value: int, question: Question) -> Attempt | None:
 
 
 def _soon(question: Question) -> Iterator[Plan]:
-    """The leanest plans that keep everything, and that run all forwards again; and such with state at hosts."""
+    """The leanest plans that keep everything, and that recompute all blocks; such whose hosts update layers, and such
+    whose hosts have parameters and gradients between passes too.
+    """
     asked = question.options.recompute
     ways: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
     if exact_in_time(question):
@@ -50,3 +52,5 @@ def _soon(question: Question) -> Iterator[Plan]:
     for part in _PARTS:
         with suppress(UsageError):
             yield solved(question, partial(at_hosts, part=part), name="lean")
+    with suppress(UsageError):
+        yield solved(question, partial(at_hosts, part=1.0, moves=ALL_AWAY), name="lean")

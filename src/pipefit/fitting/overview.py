@@ -1,6 +1,6 @@
 """Does a model fit, on one screen: on 1, 2, 4 and 8 devices, kept, recomputed and moved, in every precision.
 
-Every number but those of `Replicated` is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
+Every number is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
 Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds. Costs a profile for
 each size of microbatch and each precision, a fraction of a second for each plan that keeps everything, and a short
 search for each that does not. For one number exactly, such as the largest microbatch, `pipefit.fitting.certified` is
@@ -10,9 +10,9 @@ the place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TypedDict
 
 from pipefit.capture import Task
@@ -23,14 +23,16 @@ from pipefit.fake.fingerprint import precision_of
 from pipefit.fake.sizes import Chains
 from pipefit.files import load_cluster
 from pipefit.fits import Attempt
-from pipefit.fitting.attempts import attempt
+from pipefit.fitting.attempts import attempt, soon_fitting
 from pipefit.fitting.growth import with_devices
-from pipefit.layer_costs import LayerCost
 from pipefit.overviews import HOWS, How, InPrecision, Overview, Reach, Replicated, samples_per_second
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.planner.bounds import step_bound
+from pipefit.planner.common_plans import common_plans
 from pipefit.planner.joint import exact_in_time
-from pipefit.planner.spaces import check_first
+from pipefit.planner.question import changed_by_replicas
+from pipefit.planner.simulations import Simulations
+from pipefit.planner.spaces import check_first, with_slices
 from pipefit.plans import Plan
 from pipefit.profiler import Progress
 from pipefit.profiler.on_demand import OnDemand, profiled_beside
@@ -38,7 +40,8 @@ from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.simulator import simulate
 from pipefit.texts import counted
 from pipefit.trace import Category
-from pipefit.training import Precision, Training
+from pipefit.training import ENDLESS, Precision, Training
+from pipefit.units import format_bytes
 from pipefit.validation import check_arguments, instance
 
 _COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
@@ -127,9 +130,12 @@ def _looked_at(
         sizes=look.seen,
         reaches=reaches,
         precisions=(look.in_precision(own), *others()),
-        replicated=tuple(one for count in look.replicas for one in look.replicated(count)),
+        replicated=tuple(look.replicated()),
         filled={},
+        loss_bytes=look.profiles(1).at(1).loss.least_bytes,
     )
+    if not found.fits:
+        found = replace(found, impossible=impossible(look.profiles(1), cluster))
     return replace(found, filled=_filled(found.limiting))
 
 
@@ -191,9 +197,13 @@ class _Look:
         if how == "kept":
             name = "exact" if exact_in_time(question) else "uniform"
             return solved(question, PLANNERS[name], name=name)
-        question = replace(question, means=_MEANS[how])
-        name = "uniform" if step_bound(question) == float("inf") else "joint"  # no search makes it fit
-        return solved(question, PLANNERS[name], name=name)
+        first = replace(question, means=_MEANS[how])
+        name = "uniform" if step_bound(first) == float("inf") else "joint"  # no search makes it fit
+        plan = solved(first, PLANNERS[name], name=name)
+        if how == "moved" and question.training.microbatch_size == 1 and not attempt(1, plan).fits:
+            soon = soon_fitting(1, question)
+            return plan if soon is None else soon.plan
+        return plan
 
     def reach(self, devices: int) -> Reach:
         """What so many devices hold; what more may be done for begins at the largest that fits without it."""
@@ -234,27 +244,56 @@ class _Look:
         """The place of the largest size up to this one, 0 if there is none."""
         return max(sum(known <= size for known in self.sizes) - 1, 0)
 
-    @property
-    def replicas(self) -> list[int]:
-        """The numbers of replicas that are looked at: several, and as many as the cluster has devices."""
-        return sorted({*_COUNTS, len(self.cluster.devices)} - {1})
-
-    def replicated(self, devices: int) -> Iterator[Replicated]:
-        """Every device with the whole model, and its state divided among all of them, less or more."""
-        tried = [one for (count, _, how), one in sorted(self.known.items()) if count == 1 and how == "kept"]
-        measured = tried[0].plan.measurement
-        parts = _state(measured)
-        gathered = max(sum(cost.parameter_bytes for cost in block) for block in _blocks(tried[0].plan))
-        away = 1 - 1 / devices
-        freed = (0.0, away * parts[2], away * sum(parts[1:]), away * sum(parts) - gathered)
-        for number, nbytes in enumerate(freed):
-            fits = [one.value for one in tried if one.need_bytes - nbytes <= one.budget_bytes]
+    def replicated(self) -> Iterator[Replicated]:
+        """All devices with the whole model each, a sample of their own, and more and more of the state divided; and if
+        nothing fits, with state at hosts.
+        """
+        question = self._of_replicas()
+        if question is None:
+            return
+        budget, simulations, fits = min(self.cluster.budgets), Simulations(question), False
+        for one in sorted(common_plans(question), key=lambda one: bool(one.moves)):
+            if fits and one.moves:
+                return
+            self.say(0, 0, f"{counted(len(self.cluster.devices), 'device')}, {one.way}")
+            need, rate = simulations.least_bytes(one.split, one.recompute), None
+            is_bound = not one.moves and need > budget
+            if not is_bound:
+                with suppress(UsageError):
+                    made = simulations.of(one.split, one.decisions)
+                    need = max(made.peak_bytes)
+                    rate = question.training.batch_size / made.step_seconds[-1] if made.fits else None
+            fits = fits or rate is not None
             yield Replicated(
-                way=f"ZeRO-{number}" if number else "data parallel",
-                devices=devices,
-                need_bytes=int(tried[0].need_bytes - max(0.0, nbytes)),
-                largest=max(fits, default=0),
+                way=one.way,
+                recompute=one.recompute == "always",
+                need_bytes=int(need),
+                is_bound=is_bound,
+                samples_per_second=rate,
             )
+
+    def _of_replicas(self) -> Question | None:
+        """The question of as many replicas of one stage as there are devices; None if there can be none."""
+        devices = len(self.cluster.devices)
+        if devices == 1 or (self.schedule in ENDLESS):
+            return None
+        with suppress(UsageError):
+            if changed_by_replicas(self.profiles(devices), Options(), opens_sizes=True):
+                return None
+            profile = with_slices(self.profiles, devices, Options(data=devices), opens_sizes=True)(devices)
+            count = self.microbatches or 4
+            return Question(
+                profile=profile,
+                cluster=self.cluster,
+                training=Training(
+                    batch_size=count * devices,
+                    microbatches=count,
+                    schedule=self.schedule,
+                    precision=profile.assumptions.precision,
+                ),
+                options=Options(stages=1, data=devices, tensor=1, allow_infeasible=True),
+            )
+        return None
 
     def in_precision(self, precision: Precision) -> InPrecision:
         """What one sample with all of it kept takes, of profiles in this precision."""
@@ -267,6 +306,29 @@ class _Look:
         )
 
 
+def impossible(profile: ModelProfile, cluster: Cluster) -> str:
+    """Why no plan fits, whatever it divides, moves or recomputes; empty if that is not proven.
+
+    Parameters and optimizer state are somewhere between steps; and a device that computes a layer, or one of as many
+    ranks as there are devices, has its part of the layer's bytes.
+    """
+    measured = profile.at(1)
+    parameters, _, state = _state(measured)
+    room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
+    if parameters + state > room:
+        return (
+            f"parameters and optimizer state take {format_bytes(parameters + state)}, and devices, hosts and disks "
+            f"have {format_bytes(room)} together"
+        )
+    names = [*(f"layer {name}" for name in profile.layers), "the loss"]
+    largest = max(zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes)
+    least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
+    if least // devices > budget:
+        divided = f", {format_bytes(least // devices)} if {devices} ranks divide it," if devices > 1 else ""
+        return f"{largest[0]} takes at least {format_bytes(least)} for one sample{divided} of {format_bytes(budget)}"
+    return ""
+
+
 def _state(measured: Measurement) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state of the whole model."""
     costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each is there once
@@ -275,12 +337,6 @@ def _state(measured: Measurement) -> tuple[int, int, int]:
         sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
         sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
     )
-
-
-def _blocks(plan: Plan) -> Iterator[tuple[LayerCost, ...]]:
-    """The costs of the layers of every block."""
-    for start, stop in pairwise(plan.profile.edges):
-        yield plan.measurement.costs[start:stop]
 
 
 def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:

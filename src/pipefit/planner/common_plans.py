@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from pipefit.decisions import Decision, Run, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
+from pipefit.grids import SHARDINGS, Sharding
 from pipefit.layer_costs import LayerCost
 from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
@@ -53,6 +53,7 @@ Layers = tuple[int, int]  # the first, and the one behind the last
 UPDATED: Moves = ((What.UPDATE, "optimizer"),)
 AWAY: Moves = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
 _WAYS: tuple[tuple[Sharding, Moves], ...] = (
+    ("none", ()),
     ("optimizer", ()),
     ("gradients", ()),
     ("parameters", ()),
@@ -71,13 +72,21 @@ class CommonPlan(NamedTuple):
     decisions: tuple[Decision, ...]
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
     """A split, and what is done about memory on all its stages."""
 
     split: Split
     recompute: Recompute
     moves: Moves
     decisions: tuple[Decision, ...]
+
+    @property
+    def way(self) -> str:
+        """What its replicas divide, and what hosts do, in words."""
+        shard = self.split.grid(0).shard
+        zero = "data parallel" if shard == "none" else f"ZeRO-{SHARDINGS.index(shard)}"
+        at_hosts = {UPDATED: ", updated by hosts", AWAY: ", state at hosts"}.get(self.moves, "")
+        return zero + at_hosts
 
 
 def common_plan(question: Question, at_most: float) -> CommonPlan | None:
@@ -86,7 +95,7 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
         return None
     best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
     least = cache(lambda split: bounds.of(split).step_seconds[-1])
-    for split, recompute, moves, decisions in _candidates(question):
+    for split, recompute, moves, decisions in common_plans(question):
         known = at_most < float("inf")
         if simulations.work + bounds.work > (_WORK if known else _WORK_TO_FIT):
             break
@@ -112,7 +121,7 @@ def _without_updates(question: Question) -> Question:
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
 
 
-def _candidates(question: Question) -> Iterator[_Candidate]:
+def common_plans(question: Question) -> Iterator[Candidate]:
     """All of them, those of the most replicas and of what is kept first."""
     means, asked = question.means, question.options.recompute
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
@@ -126,7 +135,7 @@ def _candidates(question: Question) -> Iterator[_Candidate]:
             plan = plan_of(question, divided)
             runs = (_decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False))
             for decisions in dict.fromkeys(runs) if moves else [next(runs)]:
-                yield _Candidate(divided, recompute, moves, decisions)
+                yield Candidate(divided, recompute, moves, decisions)
 
 
 def _is_allowed(means: Means, moves: Moves) -> bool:

@@ -47,8 +47,8 @@ from pipefit.texts import counted
 
 _WORK = 250_000  # actions that were read, after which no other plan is
 
-_ALL_AWAY: Moves = (*AWAY, (What.OFFLOAD, "gradients"))
-_OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", _ALL_AWAY))
+ALL_AWAY: Moves = (*AWAY, (What.OFFLOAD, "gradients"))
+_OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", ALL_AWAY))
 _OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
     ("parameters", ()),
     ("gradients", UPDATED),
@@ -101,9 +101,9 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
     return min(found, key=lambda one: one[1].value)
 
 
-def at_hosts(question: Question, part: float) -> Found:
-    """The plan whose hosts update this part of every stage's blocks, and whose blocks all run again, with one device a
-    stage.
+def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
+    """The plan whose hosts update this part of every stage's blocks, or have more of their state by other `moves`, and
+    whose blocks are all recomputed, with one device a stage.
 
     It is cut where stages without that optimizer state have the lowest peak. Hardly any plan fits where none of these
     does, and it costs one simulation; steps are as long as they get.
@@ -114,11 +114,13 @@ def at_hosts(question: Question, part: float) -> Found:
     means = question.means
     if not (means.host and means.state) or means.recompute == "never":
         raise UsageError("hosts may not update layers, or nothing may run again")
+    if moves == ALL_AWAY and not means.spill:
+        raise UsageError("parameters and gradients may not move to hosts")
     split = exact(_without_state(question, part)).split
     plan, found = plan_of(question, split), list[Decision]()
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=False)
-        found += moved(number, runs[: ceil(part * len(runs))], UPDATED, ahead=0)
+        found += moved(number, runs[: ceil(part * len(runs))], moves, ahead=0)
         found += ran_again(number, runs)
     simulation = assembled(plan_of(question, split, decisions=tuple(found)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)

@@ -8,7 +8,7 @@ unit of work is a new action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
@@ -52,16 +52,23 @@ class Simulations:
 
         Costs nothing beside a simulation.
         """
-        budgets, stages = self.question.cluster.budgets, len(split.devices)
+        budgets = self.question.cluster.budgets
+        needs = enumerate(self._least_bytes(split, recompute))
+        return all(need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs)
+
+    def least_bytes(self, split: Split, recompute: Recompute = "never") -> float:
+        """The least that the fullest device of such stages needs."""
+        return max(self._least_bytes(split, recompute))
+
+    def _least_bytes(self, split: Split, recompute: Recompute) -> Iterator[float]:
+        """Lower bounds of the peaks of stages."""
+        stages = len(split.devices)
         for number, (start, stop) in enumerate(pairwise(split.edges)):
             grid = split.grid(number)
             degree = Degree.of(grid)
             if degree not in self._tables:
                 self._tables[degree] = DegreeTables(self.question, degree)
-            least = self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
-            if least > min(budgets[device] for device in grid.devices):
-                return False
-        return True
+            yield self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
 
     def least(self, split: Split) -> float:
         """What the passes of the slowest stage of a split take, on the fastest kind of device."""

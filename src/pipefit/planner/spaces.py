@@ -163,7 +163,7 @@ def space_of(
     opens = redone or (isinstance(how, Numbers) and how.microbatches is None and how.microbatch_size is None)
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
-        profiles = _with_slices(profile, len(cluster.devices), options, opens_sizes=opens)
+        profiles = with_slices(profile, len(cluster.devices), options, opens_sizes=opens)
     profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made.assumptions.precision, cluster) if isinstance(how, Numbers) else how
@@ -198,7 +198,7 @@ def check_first(how: Training | Numbers, cluster: Cluster, options: Options, siz
     check_divided(training, options.shard)
 
 
-def _with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
+def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
     """Profiles that have the slices of their microbatches too, for up to so many replicas, or for as many as are asked
     for; none where replicas would change the numbers.
 

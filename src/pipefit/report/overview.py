@@ -11,6 +11,8 @@ from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_number
 
+_LARGE_LOSS = 4  # a loss that takes more than this part of a budget is named where nothing fits
+
 
 def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
     """The answer, a row for each number of devices and for each precision, what limits, and what to ask next.
@@ -22,7 +24,7 @@ def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
         _devices(overview),
         _explained(overview),
         _precisions(overview),
-        _replicated(overview),
+        *_replicated(overview),
         "\n".join([_limits(overview), *_next(overview, asked)]),
     ]
 
@@ -32,7 +34,10 @@ def _head(overview: Overview) -> str:
     row, plan = overview.here, overview.here.one.plan
     where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
     least = row.one if row.one.fits else row.fastest  # larger microbatches fill what there is
-    answer = "Does not fit" if least is None else "Fits, tightly" if _is_tight(least) else "Fits"
+    if least is not None:
+        answer = "Fits, tightly" if _is_tight(least) else "Fits"
+    else:
+        answer = "Fits" if overview.fits else "Does not fit" if overview.impossible else "No plan found"
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
     fixed = _is_fixed(overview)
@@ -112,21 +117,29 @@ def _precisions(overview: Overview) -> Table:
     return Table(columns, tuple(map(row, overview.precisions)), title=title)
 
 
-def _replicated(overview: Overview) -> Table:
-    """A row for each way to give every device the whole model, with a column for each number of devices."""
-    found: dict[str, dict[int, Replicated]] = {}
+def _replicated(overview: Overview) -> Iterator[Block]:
+    """A row for each part of the state that replicas divide, with and without recomputation."""
+    found: dict[str, dict[bool, Replicated]] = {}
     for one in overview.replicated:
-        found.setdefault(one.way, {})[one.devices] = one
-    counts = sorted({one.devices for one in overview.replicated})
-    rows = tuple((way, *(_replica(own[count], overview.sizes[-1]) for count in counts)) for way, own in found.items())
-    title = "the whole model on each, by arithmetic: 1 sample (largest microbatch kept)"
-    return Table(("way", *(counted(count, "device") for count in counts)), rows, title=title)
+        found.setdefault(one.way, {})[one.recompute] = one
+    if not found:
+        return
+    rows = tuple((way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in found.items())
+    title = f"{counted(len(overview.cluster.devices), 'replica')} of the whole model, one sample each"
+    yield Table(("way", "kept", "every block recomputed", "samples/s"), rows, title=title)
 
 
-def _replica(one: Replicated, largest: int) -> str:
-    """What one sample needs, and the largest microbatch; with a plus where none larger was looked at."""
-    size = f"{one.largest}{'+' * (one.largest == largest)}" if one.largest else "-"
-    return f"{format_bytes(one.need_bytes)} ({size})"
+def _replica(one: Replicated | None) -> str:
+    """What the fullest device needs."""
+    if one is None:
+        return "-"
+    return f"{'at least ' if one.is_bound else ''}{format_bytes(one.need_bytes)}"
+
+
+def _rate(own: dict[bool, Replicated]) -> str:
+    """The samples per second of the fastest of these plans that fits."""
+    rates = [one.samples_per_second for one in own.values() if one.samples_per_second is not None]
+    return format_number(max(rates)) if rates else "-"
 
 
 def _limits(overview: Overview) -> str:
@@ -152,6 +165,18 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
         command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
         yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
         return
+    replicas = overview.fastest_replicas
+    if replicas is not None:
+        devices, budget = len(overview.cluster.devices), min(overview.cluster.budgets)
+        how = f"{replicas.way}, every block recomputed" if replicas.recompute else replicas.way
+        yield (
+            f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each device's "
+            f"{format_bytes(budget)} are left, {format_number(replicas.samples_per_second or 0)} samples per second."
+        )
+        size = 4 * devices
+        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
+        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
+        return
     yield from _ways_out(overview, here, asked)
 
 
@@ -161,7 +186,21 @@ def _seconds(best: Attempt) -> str:
 
 def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
     """What would fit, where the cluster does not hold one sample."""
-    yield f"Not one sample fits: {here.one.miss}."
+    if overview.impossible:
+        yield f"It cannot fit: {overview.impossible}."
+    else:
+        replicas = ", and replicas that divide their state (ZeRO-1 to 3), the same three ways"
+        yield (
+            "Tried, without a plan that fits one sample: pipelines of one device a stage, kept, recomputed by block "
+            f"and moved to hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks "
+            "(--tensor of pipefit plan)."
+        )
+        yield f"With everything kept, {here.one.miss}."
+    if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
+        yield (
+            f"The loss alone takes {format_bytes(overview.loss_bytes)} of one device for one sample: compute it in "
+            "chunks of positions (a chunked cross entropy), so that not all logits are there at once."
+        )
     more = next((row for row in overview.reaches if row.fastest is not None), None)
     if more is not None:
         yield f"{counted(more.devices, 'device')} of this kind would do{_growing(asked, 'devices')}"
