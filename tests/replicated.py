@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
+from pipefit.training import Precision
 
 WIDTH = 8
 
@@ -81,8 +82,8 @@ def _built(name: str) -> nn.Sequential:
     return nn.Sequential(*MODELS[name]()).double()
 
 
-def precise(precision: Literal["master-float16", "master-bfloat16"]) -> Task:
-    """A task in half precision with master weights."""
+def precise(precision: Precision) -> Task:
+    """A task in some precision."""
     return Task(
         lambda: nn.Sequential(
             *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))

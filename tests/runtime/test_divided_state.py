@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch import nn
 from divided import divided, grid_plan
 from fully_sharded import fully_sharded
 from pipefit.actions import Action
+from pipefit.capture.storages import without_memory
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.files import load_cluster
@@ -27,6 +28,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.buffers import move
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
@@ -306,6 +308,30 @@ def test_layers_that_share_what_is_not_trained_are_gathered_together() -> None:
         assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
     assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
     assert simulate(plan).peak_bytes == certify(task, plan).peak_bytes == trainer.trace.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed-bfloat16"])
+def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that get no memory as they come to a device: the numbers and peaks are those of others."""
+    task = precise(precision)
+    found = profile(task, microbatch_size=(4, 2))
+    plan = sliced_plan(found, [0, len(found.layers)], [2], microbatches=1, shard=("parameters",), buckets=(3,))
+    usual, moved = Trainer(task, plan), list[int]()
+
+    def moving(modules: Sequence[nn.Module], device: torch.device, *, absent: frozenset[int]) -> None:
+        """As to another device."""
+        for parameter in (one for module in modules for one in module.parameters() if id(one) in absent):
+            parameter.data = without_memory(torch.empty_like(parameter.data))
+            moved.append(id(parameter))
+        move(modules, device)
+
+    monkeypatch.setattr("pipefit.runtime.assembly.move", moving)
+    apart = Trainer(task, plan)
+    assert moved
+    for one in batches(task, plan, 2):
+        assert usual.step(one) == apart.step(one)
+    assert equal(usual.state_dict(optimizer=True), apart.state_dict(optimizer=True), relative=0)
+    assert usual.trace.peak_bytes == apart.trace.peak_bytes == simulate(plan).peak_bytes
 
 
 def test_a_planner_says_what_cannot_be_divided(profiles: dict[str, ModelProfile]) -> None:

@@ -46,6 +46,24 @@ def test_only_the_first_worker_holds_the_whole_model(build: type, tmp_path: Path
     assert max(grown[1:]) < grown[0] - whole / 2  # what tracing takes is the same in all
 
 
+def test_replicas_that_divide_parameters_hold_their_own(tmp_path: Path) -> None:
+    """Four replicas of all eight layers: the same, as each owns two of them."""
+    task = partial(first_weights.watched, first_weights.by_hand, str(tmp_path))
+    profile = pipefit.profile(task(), microbatch_size=(4, 1))
+    grid = Grid(devices=tuple(range(4)), data=4, shard="parameters", buckets=4)
+    plan = Plan(
+        profile=profile,
+        cluster=Cluster.emulated((4, 1 << 30)),
+        training=Training(batch_size=4, microbatches=1),
+        stages=(Stage(start=0, stop=8, grid=grid),),
+    )
+    pipefit.train(task, plan, steps=1, numbers=False)
+    grown = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    whole = 8 * first_weights.WIDE**2 * 4
+    assert grown[0] > whole
+    assert max(grown[1:]) < grown[0] - whole / 2
+
+
 @pytest.mark.parametrize("name", first_weights.BUILDERS)
 def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
     """Parameters and buffers after a step that changes none, and the loss, which depends on all other tensors too."""

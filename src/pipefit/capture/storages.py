@@ -14,6 +14,20 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """`tensor`, whose storage has lost its memory."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def needed_bytes(tensor: Tensor) -> int:
+    """Bytes that the storage of `tensor` has at least: those up to its last number."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.element_size()
+
+
 def flat(tensor: Tensor) -> Tensor:
     """The whole storage of `tensor`, as one tensor of one dimension."""
     length = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -135,7 +135,7 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     for stage, storages in described.items():
         layers = range(storages.start, storages.stop)
         usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
-        _put(usual, site.task, device)
+        _put(usual, site.task, device, _absent(usual, storages.start, share))
         if storages.stop == len(plan.profile.layers) and not is_faking():
             _put_loss(site.task, device)
         runners[stage] = StageRunner(
@@ -170,10 +170,20 @@ def _put_loss(task: Task, device: torch.device) -> None:
         move([task.loss], device)
 
 
-def _put(usual: Specialized, task: Task, device: torch.device) -> None:
-    """Move the layers of a stage to `device`, where the optimizer is tried on the shards of a rank."""
+def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[int]:
+    """The ids of the parameters of a stage from layer `start` on that the device does not keep between steps."""
+    if share is None or not share.divides_parameters:
+        return frozenset()
+    of_layers = enumerate(own_parameters(usual.layers), start=start)
+    return frozenset(id(parameter) for layer, own in of_layers if not share.owns(layer) for parameter in own)
+
+
+def _put(usual: Specialized, task: Task, device: torch.device, absent: frozenset[int]) -> None:
+    """Move the layers of a stage to `device`, where the optimizer is tried on the shards of a rank; `absent` parameters
+    have no memory there.
+    """
     layers, _, shards = usual
     criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
-    move([*(layer.module for layer in layers), *criterion], device)
+    move([*(layer.module for layer in layers), *criterion], device, absent=absent)
     if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
         check_elementwise(task, layers, shards.own, device)

@@ -6,13 +6,13 @@ a stage takes as many bytes as its plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.capture.storages import flat, placed, storage_key
+from pipefit.capture.storages import flat, placed, storage_key, without_memory
 
 Place = tuple[nn.Module, str, Tensor]  # the module that holds a buffer, its name there, and the buffer
 
@@ -42,15 +42,20 @@ def in_other_storages(
     return list(made.values()), [placed(buffer, made[storage_key(buffer)]) for buffer in buffers]
 
 
-def move(modules: Sequence[nn.Module], device: torch.device) -> None:
+def move(modules: Sequence[nn.Module], device: torch.device, *, absent: Container[int] = ()) -> None:
     """Move `modules` to `device`. `Module.to` would give each place of a shared buffer a copy of its own.
 
     Those that are there stay untouched: of fake parameters `Module.to` would drop the hooks on their gradients.
+    Parameters whose ids are among the `absent` keep no memory there: they need not fit, all together.
     """
     places = [place for place in buffer_places(modules) if place[2].device != device]
     _, moved = in_other_storages([buffer for _, _, buffer in places], lambda storage: storage.to(device))
     for (part, name, _), buffer in zip(places, moved, strict=True):
         part._buffers[name] = buffer
+    for parameter in (one for module in modules for one in module.parameters()):
+        if id(parameter) in absent and parameter.device != device:
+            like = parameter.shape, parameter.stride()
+            parameter.data = without_memory(torch.empty_strided(*like, dtype=parameter.dtype, device=device))
     for module in modules:
         if any(parameter.device != device for parameter in module.parameters()):
             module.to(device)

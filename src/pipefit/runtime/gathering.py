@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.actions import Action, Kind
 from pipefit.capture.chain import ChainLayer
-from pipefit.capture.storages import storage_key
+from pipefit.capture.storages import needed_bytes, storage_key
 from pipefit.cost.shares import Gathered, Share
 from pipefit.cost.states import Layers
 from pipefit.errors import UsageError
@@ -53,7 +53,9 @@ class GatheredParameters:
             others = [] if self._owns(layer) else parameters
             gathered = [parameter for parameter in others if not copies.is_cast_only(parameter)]
             refusal = "the plan divides the parameters of this stage"
-            self._storages[layer] = storages_of([*gathered, *copied], refusal)
+            needed = {storage_key(tensor): needed_bytes(tensor) for tensor in (*gathered, *copied)}
+            found = storages_of([*gathered, *copied], refusal)
+            self._storages[layer] = [(one, nbytes or needed[one._cdata]) for one, nbytes in found]
             absent = [parameter for parameter in others if copies.is_cast_only(parameter)]
             for storage, _ in storages_of(absent, refusal):
                 storage.resize_(0)

@@ -1,9 +1,10 @@
 """The layers that a training starts from, with the weights of plain training under the same seed.
 
 Of several workers the first builds the model as its owner wrote it. The others build it over fake tensors, which have
-no bytes, and the first sends each the parameters, buffers and constants of its own stages, over gloo. So a host holds
-the model once and the workers' parts of it, however many workers there are, and the random numbers are those of one
-plain initialisation. What the first worker does not train is freed before its first step.
+no bytes, and the first sends each the parameters, buffers and constants of its own stages, over gloo; where replicas
+divide parameters, those of the layers that it owns. So a host holds the model once and the workers' parts of it,
+however many workers there are, and the random numbers are those of one plain initialisation. What the first worker does
+not train is freed before its first step.
 
 A worker builds the whole model itself where it cannot do without the bytes: the task has a module, and no function that
 builds one; the function returns a module that exists already; parameters share memory; a layer holds a tensor that
@@ -13,7 +14,7 @@ copies of it do not reach, as one that a function of C holds; or the plan has te
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -40,6 +41,7 @@ from pipefit.fake.chain import built_without_bytes, faked
 from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
 from pipefit.runtime.lost import lost
+from pipefit.runtime.representatives import kept_layers
 from pipefit.runtime.token import check_members
 
 _PIECE_BYTES = 64 << 20  # between two signs of life
@@ -71,13 +73,14 @@ def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWei
     rank = dist.get_rank()
     bare = None if rank == 0 else _without_bytes(task, plan, seed, first)
     start = bare or _whole(task, plan, seed, first)
+    kept = kept_layers(plan)
     with _between_workers(plan) as group:
         on_weights(rank > 0)
-        forms = None if bare is None else list(map(_form, _tensors(bare.chain, plan, rank)))
-        is_same = _compared(forms, start.chain, plan, group)
+        forms = None if bare is None else list(map(_form, _tensors(bare.chain, plan, rank, kept)))
+        is_same = _compared(forms, start.chain, plan, group, kept)
         for worker, same in enumerate(is_same):
             if same and rank in (0, worker):
-                for tensor in _tensors(start.chain, plan, worker):
+                for tensor in _tensors(start.chain, plan, worker, kept):
                     (_send if rank == 0 else _receive)(tensor, worker, group, on_weights)
         on_weights(True)
         dist.barrier(group=group)
@@ -161,17 +164,25 @@ def _holds_fakes(module: nn.Module) -> bool:
 # -------------------------------------------------------------------- what is sent
 
 
+def _numbers(plan: Plan, worker: int) -> Iterator[int]:
+    """The layers of a worker's stages, by their numbers."""
+    for number in plan.stages_of(plan.workers[worker]):
+        yield from range(plan.stages[number].start, plan.stages[number].stop)
+
+
 def _own(chain: Chain, plan: Plan, worker: int) -> list[ChainLayer]:
     """The layers of a worker's stages."""
-    stages = [plan.stages[stage] for stage in plan.stages_of(plan.workers[worker])]
-    return [layer for stage in stages for layer in chain.layers[stage.start : stage.stop]]
+    return [chain.layers[number] for number in _numbers(plan, worker)]
 
 
-def _tensors(chain: Chain, plan: Plan, worker: int) -> list[Tensor]:
-    """Parameters, and the storages of all other tensors, of a worker's layers, each once and in one order."""
+def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container[int]]) -> list[Tensor]:
+    """Parameters of the layers of which a worker's device keeps them, and the storages of all other tensors of its
+    layers, each once and in one order.
+    """
     found: dict[tuple[bool, int], Tensor] = {}
-    for layer in _own(chain, plan, worker):
-        for parameter in layer.module.parameters():
+    for number in _numbers(plan, worker):
+        layer = chain.layers[number]
+        for parameter in layer.module.parameters() if number in kept[plan.workers[worker]] else ():
             found.setdefault((True, id(parameter)), parameter.detach())
         for tensor in _strided((*layer.module.buffers(), *constants(layer.module))):
             found.setdefault((False, storage_key(tensor)), flat(tensor.detach()))
@@ -186,13 +197,15 @@ def _form(tensor: Tensor) -> Form:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _compared(forms: list[Form] | None, chain: Chain, plan: Plan, group: dist.ProcessGroup) -> list[bool]:
+def _compared(
+    forms: list[Form] | None, chain: Chain, plan: Plan, group: dist.ProcessGroup, kept: Mapping[int, Container[int]]
+) -> list[bool]:
     """For every worker, whether it waits for tensors, of these `forms`, and worker 0 has the same in its `chain`."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, forms, group=group)
     same: list[Any] = [None]
     if dist.get_rank() == 0:
-        same = [[bool(f) and f == list(map(_form, _tensors(chain, plan, n))) for n, f in enumerate(told)]]
+        same = [[f is not None and f == list(map(_form, _tensors(chain, plan, n, kept))) for n, f in enumerate(told)]]
     dist.broadcast_object_list(same, src=0, group=group)
     found: list[bool] = same[0]
     return found

@@ -45,6 +45,17 @@ def owned_layers(plan: Plan) -> dict[int, frozenset[int]]:
     return found
 
 
+def kept_layers(plan: Plan) -> dict[int, frozenset[int]]:
+    """For every device the layers of its stages of which it keeps the parameters between steps."""
+    owned = owned_layers(plan)
+    found = dict.fromkeys(plan.workers, frozenset[int]())
+    for stage in plan.stages:
+        layers = frozenset(range(stage.start, stage.stop))
+        for device in stage.devices:
+            found[device] |= layers & owned[device] if stage.grid.shard == "parameters" else layers
+    return found
+
+
 def _place(plan: Plan, device: int) -> Hashable:
     """What the stages of a device are to it."""
     stages = plan.stages_of(device)

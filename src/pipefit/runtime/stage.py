@@ -81,7 +81,8 @@ class StageRunner:
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         dtype = getattr(torch, storages.measurement.loss_dtype)
         self.losses = torch.zeros(microbatches, dtype=dtype, device=device) if self.last else None
-        self.copies = WeightCopies(self.layers, storages.costs, self.start)
+        divided = share is not None and share.divides_parameters
+        self.copies = WeightCopies(self.layers, storages.costs, self.start, divided=divided)
         self.weights = None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
         self.gathered = GatheredParameters(share, own, self.copies, self.start)
         if states is not None:

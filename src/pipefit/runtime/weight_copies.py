@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.chain import ChainLayer, autocasting
+from pipefit.capture.storages import without_memory
 from pipefit.capture.structure import Values
 from pipefit.layer_costs import LayerCost
 from pipefit.sharding.turns import at_each_turn
@@ -57,10 +58,13 @@ Copied = Sequence[tuple[Tensor, WeightCopy]]  # weights, as a layer has them, wi
 class WeightCopies:
     """The copies of the weights of a stage's layers, the first of which has the number `start`; `costs` say of which.
 
-    That of a weight which several layers share belongs to the first of them that computes with it.
+    That of a weight which several layers share belongs to the first of them that computes with it. Where parameters are
+    `divided`, copies have no memory until they are gathered: all of them need not fit.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer], costs: Sequence[LayerCost], start: int) -> None:
+    def __init__(
+        self, layers: Sequence[ChainLayer], costs: Sequence[LayerCost], start: int, *, divided: bool = False
+    ) -> None:
         self.start = start
         self.copies: dict[int, WeightCopy] = {}  # by the id of the parameter, which the layers keep
         self._weights: dict[int, list[nn.Parameter]] = {}  # that have copies, by layer
@@ -71,7 +75,10 @@ class WeightCopies:
             if weights and dtype is not None:
                 self._weights[number] = weights
                 self._own[number] = [weight for weight in weights if id(weight) not in self.copies]
-                self.copies |= {id(weight): WeightCopy.of(weight, dtype) for weight in self._own[number]}
+                for weight in self._own[number]:
+                    copy = self.copies[id(weight)] = WeightCopy.of(weight, dtype)
+                    if divided:
+                        without_memory(copy.tensor)
 
     @property
     def tensors(self) -> list[Tensor]:
