@@ -170,7 +170,7 @@ def with_memory(plan: Plan, nbytes: int) -> Plan:
 
 def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfile) -> None:
     """30 MiB that were freed are given back for 40 more in a device of 50; in one of 39 the memory runs out, and the
-    figures are those of a device with enough.
+    figures are those of a device that has just enough, whose allocator gives them back too.
     """
     plan = plan_of(wide(), [6], size=700, profiled=found)
     events = [(1, 30 * MIB), (1, 0), (2, 40 * MIB), (2, 0)]
@@ -182,7 +182,26 @@ def test_a_device_of_less_memory_empties_its_cache_or_runs_out(found: ModelProfi
 
     assert told(70 * MIB) == (70, 0, True)
     assert told(50 * MIB) == (40, 1, True)
-    assert told(39 * MIB) == (70, 0, False)
+    assert told(39 * MIB) == (40, 1, False)
+
+
+@pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])
+def test_a_device_with_too_little_lacks_no_more_than_it_must(settings: AllocatorSettings, found: ModelProfile) -> None:
+    """Of random lives: a device with as much as the figures say has room for them, and one with 20 MiB less has not."""
+    plan, draw = plan_of(wide(), [6], size=700, profiled=found), Random(7)
+    for _ in range(5):
+        events, living = list[tuple[int, int]](), list[int]()
+        for name in range(40):
+            events.append((name, draw.choice([3, 30, 60, 200]) * MIB + draw.randrange(MIB)))
+            living.append(name)
+            while len(living) > draw.randint(1, 6):
+                events.append((living.pop(draw.randrange(len(living))), 0))
+        held = with_memory(plan, 100 * MIB)
+        told = allocator_peaks(held, lower(held), 0, events, settings, 0)
+        assert not told.fits and told.process_bytes > 100 * MIB
+        for nbytes, fits in ((told.process_bytes, True), (told.process_bytes - 20 * MIB - 1, False)):
+            again = with_memory(plan, nbytes)
+            assert allocator_peaks(again, lower(again), 0, events, settings, 0).fits is fits
 
 
 def test_what_a_process_takes_besides_is_not_there(found: ModelProfile) -> None:

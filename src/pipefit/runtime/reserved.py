@@ -151,15 +151,14 @@ def allocator_peaks(
     """What the allocator of a device of the plan holds at most; `requested` bytes are those that its meter has counted.
 
     The device has the memory that the cluster says, less its context and communicators. Where that does not suffice,
-    the figures are those of one with enough.
+    the figures are those of one with as much more as it takes, to a segment.
     """
     own, count = overheads(plan, device), communicators(plan, program, device)
     memory = plan.cluster.devices[device].memory_bytes
     taken = own.context_bytes + count * own.communicator_bytes
     capped = CachingAllocator(settings, memory, taken=taken)
     fits = _run(events, capped)
-    endless = CachingAllocator(replace(settings, memory_fraction=1.0))
-    found = capped if fits or not _run(events, endless) else endless
+    found = capped if fits else _with_enough(events, settings, memory, taken) or capped
     return AllocatorPeaks(
         settings=str(settings),
         requested_bytes=requested,
@@ -173,6 +172,29 @@ def allocator_peaks(
         communicators=count if own.communicator_bytes else 0,
         communicator_bytes=own.communicator_bytes,
     )
+
+
+def _with_enough(
+    events: Sequence[Event], settings: AllocatorSettings, memory: int, taken: int
+) -> CachingAllocator | None:
+    """The allocator of a device that has just enough memory where `memory` does not suffice; None if no device has.
+
+    An allocator that runs out of memory gives back segments without a tensor, and goes on: one that has all the memory
+    there is reserves more than it needs.
+    """
+    whole = replace(settings, memory_fraction=1.0)
+    found = CachingAllocator(whole, taken=taken)
+    if not _run(events, found):
+        return None
+    low, high = int(memory * settings.memory_fraction), taken + found.peak.reserved_bytes
+    while high - low > settings.large_segment_bytes:
+        middle = (low + high) // 2
+        tried = CachingAllocator(whole, middle, taken=taken)
+        if _run(events, tried):
+            found, high = tried, taken + tried.peak.reserved_bytes
+        else:
+            low = middle
+    return found
 
 
 def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:
