@@ -132,7 +132,7 @@ def _looked_at(
         precisions=(look.in_precision(own), *others()),
         replicated=tuple(look.replicated()),
         filled={},
-        loss_bytes=look.profiles(1).at(1).loss.least_bytes,
+        loss_bytes=_loss_bytes(look.profiles(1)),
     )
     if not found.fits:
         found = replace(found, impossible=impossible(look.profiles(1), cluster))
@@ -324,9 +324,19 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
     largest = max(zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes)
     least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
     if least // devices > budget:
-        divided = f", {format_bytes(least // devices)} if {devices} ranks divide it," if devices > 1 else ""
-        return f"{largest[0]} takes at least {format_bytes(least)} for one sample{divided} of {format_bytes(budget)}"
+        divided = f", {format_bytes(least // devices)} if {devices} ranks divide it" if devices > 1 else ""
+        return (
+            f"{largest[0]} takes at least {format_bytes(least)} for one sample{divided}, and a device has "
+            f"{format_bytes(budget)}"
+        )
     return ""
+
+
+def _loss_bytes(profile: ModelProfile) -> int:
+    """The least that the loss takes of a device for one sample: that, or layers without parameters before it."""
+    measured, start = profile.at(1), profile.edges[-2]
+    costs = (cost for cost in (*measured.costs[start:], measured.loss) if not cost.parameters)
+    return max(cost.least_bytes for cost in costs)
 
 
 def _state(measured: Measurement) -> tuple[int, int, int]:
