@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from pipefit.capture.constants import held_tensors
 from pipefit.capture.copying import copied
 from pipefit.capture.storages import extent, storage_key
 from pipefit.errors import UsageError, in_one_line
@@ -41,14 +40,14 @@ def refuse_module(module: nn.Module, name: str) -> None:
 
 
 def _refuse_shared_memory(module: nn.Module, name: str) -> None:
-    """Check that no two tensors of `module` lie in the same memory if one is trained: layers of two stages have memory
-    of their own. One tensor may have several names.
+    """Check that no two parameters or buffers of `module` lie in the same memory if one is trained: layers of two
+    stages have memory of their own. One tensor may have several names.
 
     Raises:
         UsageError: two do; names them.
     """
     tensors = dict[int, tuple[str, Tensor]]()
-    for place, tensor in held_tensors(module).items():
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
         tensors.setdefault(id(tensor), (place, tensor))
     dense = [(place, tensor) for place, tensor in tensors.values() if tensor.layout is torch.strided]
     run, storage, reached = list[tuple[str, Tensor]](), 0, 0
