@@ -87,6 +87,17 @@ def test_the_neighbours_are_profiled_once() -> None:
     assert [made.count(attempt.value) for attempt in (fit.best, fit.beyond)] == [1, 1]
 
 
+def test_progress_says_what_is_tried_and_what_fits() -> None:
+    """Each value is traced and then planned; from the first that fits on, the best so far is named."""
+    said = list[str]()
+    find(
+        setting("layers", deep, PAIR, range(1, 9)), certify=False, progress=lambda done, total, what: said.append(what)
+    )
+    assert said[:2] == ["tracing layers=1", "planning layers=1"]
+    assert "tracing layers=2; layers=1 fits" in said
+    assert all("fits" in line for line in said[said.index("tracing layers=2; layers=1 fits") :])
+
+
 def test_the_largest_setting_is_that_of_trying_all() -> None:
     """The widths below the answer have plans that fit, the next one has none; odd ones are passed over."""
     growth = setting("width", wide, PAIR, range(1, 1000))

@@ -15,8 +15,11 @@ from pipefit.grids import Sharding
 from pipefit.planner import Options, Question
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
+from pipefit.planner.question import Split
+from pipefit.planner.simulations import Simulations
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled
 from pipefit.training import Training
 from slice_sizes import sized, written
 
@@ -135,3 +138,19 @@ def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: i
         found = Simulation(replace(made, stages=stages))
         if all(map(int.__le__, found.peak_bytes, asked.cluster.budgets)):
             assert best.seconds <= found.step_seconds[-1] * (1 + 1e-9)
+
+
+def test_less_effort_simulates_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The searches around the fastest splits have the part of their budgets that the question's effort says."""
+    asked, counts, of = question(1), list[int](), Simulations.of
+    for effort in (1.0, 1e-3):
+        made = list[Split]()
+
+        def counted(one: Simulations, split: Split, *args: object, made: list[Split] = made) -> Assembled:
+            made.append(split)
+            return of(one, split, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Simulations, "of", counted)
+        assert mixed(replace(asked, options=replace(asked.options, effort=effort))) is not None
+        counts.append(len(made))
+    assert 0 < counts[1] < counts[0] / 2

@@ -32,7 +32,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     Args:
         growth: what grows, and through which values.
         certify: also run both dry: their peaks then do not depend on what planner and profile assume.
-        progress: called with (attempts done, attempts known of, what is next).
+        progress: called with (values tried, 0, what is done now, with what is known to fit).
 
     Raises:
         InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
@@ -155,12 +155,15 @@ class _Search:
 
     def _profiles(self, value: int, what: str) -> OnDemand | None:
         """The profiles of a value; None where it is refused."""
-        self._say(what, value)
+        self._say("tracing", value)
         try:
-            return self._known_profiles(value)
+            found = self._known_profiles(value)
         except UsageError as refusal:
             self.refused[value] = str(refusal)
             return None
+        found.report_to(lambda done, total, step: self._say(what, value, step))
+        self._say(what, value)
+        return found
 
     def _known_profiles(self, value: int) -> OnDemand:
         """The profiles of a value, which are kept for the two last ones: the neighbours are tried more than once.
@@ -172,10 +175,13 @@ class _Search:
         self.made = dict([*self.made.items(), (value, found)][-2:])
         return found
 
-    def _say(self, what: str, value: int) -> None:
+    def _say(self, what: str, value: int, step: str = "") -> None:
+        """Report what is done with a value, which step of that, and the best value that is known to fit."""
         if self.progress is not None:
-            done = len(self.tried)
-            self.progress(done, done + 1, f"{what} {self.growth.named(value)}")
+            fitting = [one.value for one in self.tried if one.fits]
+            best = max(fitting, default=None) if self.growth.sense == "largest" else min(fitting, default=None)
+            text = f"{what} {self.growth.named(value)}" + (f", {step}" if step else "")
+            self.progress(len(self.tried), 0, text + (f"; {self.growth.named(best)} fits" if best is not None else ""))
 
 
 def _negated(statement: bool | None) -> bool | None:

@@ -97,7 +97,7 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
     least = cache(lambda split: bounds.of(split).step_seconds[-1])
     for split, recompute, moves, decisions in common_plans(question):
         known = at_most < float("inf")
-        if simulations.work + bounds.work > (_WORK if known else _WORK_TO_FIT):
+        if simulations.work + bounds.work > (simulations.share_of(_WORK) if known else _WORK_TO_FIT):
             break
         with suppress(UsageError):  # what cannot be divided or carried out, and hosts that cannot update
             if not moves and not simulations.may_fit(split, recompute):

@@ -149,7 +149,8 @@ def _simulated(
     of them if they take much longer than `at_most` seconds.
     """
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
-    question, until, reader = simulations.question, simulations.work + _WORK, Reader(simulations.question)
+    question, reader = simulations.question, Reader(simulations.question)
+    until = simulations.work + simulations.share_of(_WORK)
     for found in estimated:
         ended = simulations.work + reader.actions > until
         ended = ended or _is_enough(simulations, best, at_most)
@@ -166,4 +167,4 @@ def _simulated(
 
 def _is_enough(simulations: Simulations, best: Mixed | None, at_most: float) -> bool:
     """Whether the best plan that a little work has found is far slower than one that is known."""
-    return best is not None and best.seconds > at_most * (1 + _FAR) and simulations.work > _LITTLE
+    return best is not None and best.seconds > at_most * (1 + _FAR) and simulations.work > simulations.share_of(_LITTLE)

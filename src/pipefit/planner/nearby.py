@@ -111,7 +111,7 @@ class _Search:
 
     def __init__(self, simulations: Simulations, at_most: float) -> None:
         self._simulations, self._at_most = simulations, at_most
-        self._until = simulations.work + _WORK
+        self._until = simulations.work + simulations.share_of(_WORK)
         self._tried = dict[Split, float]()  # seconds
 
     def next_to(self, best: Timed | None) -> Iterator[Split]:
@@ -121,7 +121,7 @@ class _Search:
         alone = sum(len(split.grids) == 1 for split in others)
         if best is not None:
             yield best.split
-        self._until = max(self._until, self._simulations.work + _WORK // 2)
+        self._until = max(self._until, self._simulations.work + self._simulations.share_of(_WORK // 2))
         yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:

@@ -33,6 +33,10 @@ class Simulations:
         self.question, self.work = question, 0
         self._tables: dict[Degree, DegreeTables] = {}
 
+    def share_of(self, work: int) -> int:
+        """The part of a budget of work that the question's effort allows."""
+        return round(work * self.question.options.effort)
+
     def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
         """The simulation of a split with these decisions, or those that the question asks for.
 

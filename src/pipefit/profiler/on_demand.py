@@ -78,6 +78,10 @@ class OnDemand:
             self._say("searching")
         return self._known[wanted]
 
+    def report_to(self, progress: Progress | None) -> None:
+        """Tell `progress` from now on what is done."""
+        self._progress = progress
+
     def _say(self, what: str) -> None:
         """What is done now, which takes nobody knows how long."""
         if self._progress is not None:
