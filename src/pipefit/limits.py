@@ -17,7 +17,9 @@ if sys.platform != "win32":
     import resource  # now: where a limit is met there may be no way to load it
 
 _STACK_BYTES = 1 << 16
-_NO_ROOM = re.compile(r"failed to map segment|cannot allocate memory|cannot create shared object", re.IGNORECASE)
+_NO_ROOM = re.compile(
+    r".*(failed to map segment|cannot allocate memory|cannot create shared object|memory protections).*", re.IGNORECASE
+)
 
 
 def met(error: BaseException) -> str:
@@ -80,9 +82,10 @@ def room_for_threads(count: int) -> bool:
     return room
 
 
-def no_room_for(library: BaseException) -> bool:
-    """Whether an import failed for want of memory for a library."""
-    return isinstance(library, ImportError) and bool(_NO_ROOM.search(str(library)))
+def no_room_for(library: BaseException) -> str:
+    """What an import says that failed for want of memory for a library, in one of its lines; empty if it did not."""
+    said = _NO_ROOM.search(str(library)) if isinstance(library, ImportError) else None
+    return "" if said is None else said[0].strip()
 
 
 def _soft(name: str) -> int | None:

@@ -228,7 +228,7 @@ class _Failure:
     def unexpected(self, error: BaseException) -> int:
         """A sentence instead of a traceback, for what nobody foresaw; a limit of the system is named."""
         if limit := met(error):
-            sentence = f"{limit}, and this takes more ({in_one_line(error)})"
+            sentence = f"{limit}, and this takes more ({no_room_for(error) or in_one_line(error)})"
             return self.told(sentence, OutOfMemory.exit_code if no_memory(error) or no_room_for(error) else 1)
         what = in_one_line(error)
         return self.told(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1)
