@@ -43,10 +43,10 @@ def watched_after() -> list[nn.Module]:
     return [layer, nn.Linear(8, 4)]
 
 
-def overlapping() -> list[nn.Module]:
-    """Two weights that are one memory."""
-    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
-    last.weight = nn.Parameter(first.weight.data.T)
+def side_by_side() -> list[nn.Module]:
+    """Two weights in one piece of memory."""
+    (first, last), room = (nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
+    first.weight, last.weight = nn.Parameter(room[:8]), nn.Parameter(room[8:])
     return [first, last, nn.Linear(8, 4)]
 
 
@@ -56,7 +56,7 @@ def overlapping() -> list[nn.Module]:
         (lambda: [Aside(), nn.Linear(8, 4)], [1, 1], "parameter weight of layer 0 was used past the attribute that"),
         (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
         (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
-        (overlapping, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
+        (side_by_side, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
     ],
 )
 def test_weights_that_have_no_versions_are_refused(
