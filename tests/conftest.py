@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pipefit.cli import progress
+from pipefit.runtime import comparison
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -40,6 +41,15 @@ def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, stderr has what a test is about, and no line that says what is being done."""
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+
+
+@pytest.fixture(autouse=True)
+def plans_are_not_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trainer in this process compares its plan with plain training, which tests do themselves, unless the test is
+    marked `compares_plans`: there are thousands of them.
+    """
+    if request.node.get_closest_marker("compares_plans") is None:
+        monkeypatch.setattr(comparison, "compare_plan_at_start", lambda *_: "")
 
 
 @pytest.hookimpl(wrapper=True)

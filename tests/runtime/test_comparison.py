@@ -161,22 +161,6 @@ def test_a_comparison_changes_nothing_of_the_training() -> None:
     assert runs[0] == runs[1]
 
 
-def test_the_modules_of_a_chain_by_hand_are_not_run_before_training() -> None:
-    """They have nothing that a trace could lose."""
-    calls: list[int] = []
-
-    class Noting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append(len(x))
-            return super().forward(x)
-
-    task = task_of(lambda: nn.Sequential(Noting(6, 6), nn.Linear(6, 3)))
-    plan = planned(task)
-    calls.clear()
-    Trainer(task, plan)
-    assert calls == []
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

@@ -53,12 +53,12 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
     module = task.module
     assert isinstance(module, nn.Module)
     with put_back(), recording("comparing numbers"), casting_for(target):
-        with _put_back(module):
+        with tensors_put_back(module):
             plain = _plain_run(task, module, chain, batches)
-        with _put_back(module):
+        with tensors_put_back(module):
             ours = _chain_run(module, chain, batches, in_flight=True)
         if ours is None:
-            with _put_back(module):
+            with tensors_put_back(module):
                 ours = _chain_run(module, chain, batches, in_flight=False)
         assert ours is not None
         return compared(
@@ -85,10 +85,10 @@ def evaluated(
     """
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"), casting_for(target), _put_back(module), torch.no_grad():
-        (own,), loss_of = _copies([module], task.loss)
-        with _plainly(task, "evaluation"):
-            forward = _forward(task, own if training else own.eval(), loss_of, traced=traced)
+    with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():
+        (own,), loss_of = copies_of([module], task.loss)
+        with plainly(task, "evaluation"):
+            forward = plain_forward(task, own if training else own.eval(), loss_of, traced=traced)
             return [loss.item() for loss in _losses(forward, batches)]
 
 
@@ -98,8 +98,8 @@ def values_before(
     """The values that come into some layers of a chain of modules for `batch`, in evaluation and without gradients."""
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"), casting_for(target), _put_back(module), torch.no_grad():
-        own, _ = _copies([layer.module for layer in chain.layers], None)
+    with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():
+        own, _ = copies_of([layer.module for layer in chain.layers], None)
         seed_all(0)
         values = chain.flatten(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch[0]))
         found = []
@@ -119,13 +119,13 @@ class NotComparable(UsageError):
 
 def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:
     """A copy of the module, trained as a plain loop does, without an update."""
-    (own,), loss_of = _copies([module], task.loss)
-    with _plainly(task, "training"):
-        losses = _losses(_forward(task, own, loss_of, traced=chain.traced), batches)
+    (own,), loss_of = copies_of([module], task.loss)
+    with plainly(task, "training"):
+        losses = _losses(plain_forward(task, own, loss_of, traced=chain.traced), batches)
     return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 
 
-def _forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Callable[[Any, Any], Tensor]:
+def plain_forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Callable[[Any, Any], Tensor]:
     """The loss of a plain module for inputs and targets."""
 
     def forward(inputs: Any, targets: Any) -> Tensor:
@@ -140,7 +140,7 @@ def _forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Calla
 
 
 @contextmanager
-def _plainly(task: Task, doing: str) -> Iterator[None]:
+def plainly(task: Task, doing: str) -> Iterator[None]:
     """Inside, a plain module runs.
 
     Raises:
@@ -162,7 +162,7 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in
     Its tensors have the names that they have in the module. None if autograd sees that a later forward has changed
     what a backward needs: training says so where it happens, and a plan may recompute.
     """
-    own, loss_of = _copies([layer.module for layer in chain.layers], chain.criterion)
+    own, loss_of = copies_of([layer.module for layer in chain.layers], chain.criterion)
     layers = tuple(replace(layer, module=copy) for layer, copy in zip(chain.layers, own, strict=True))
     copy = replace(chain, layers=layers, criterion=loss_of)
 
@@ -248,7 +248,7 @@ def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module
 
 
 @contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
+def tensors_put_back(module: nn.Module) -> Iterator[None]:
     """Inside, parameters have no gradients; afterwards they have their own again, and buffers their values.
 
     A run does not touch the module, unless a function in it holds the original.
@@ -296,7 +296,7 @@ class _Clones:
         return made
 
 
-def _copies(modules: Sequence[nn.Module], loss: Any) -> tuple[list[nn.Module], Any]:
+def copies_of(modules: Sequence[nn.Module], loss: Any) -> tuple[list[nn.Module], Any]:
     """Copies of modules, and of the loss where it is one, which share what the originals share."""
     whole = nn.ModuleList([*modules, *([loss] if isinstance(loss, nn.Module) else [])])
     own = list(copied(whole, _Clones(whole.parameters())).children())

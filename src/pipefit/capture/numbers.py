@@ -76,6 +76,11 @@ class Numbers:
             f"{counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
         )
 
+    @property
+    def agrees(self) -> bool:
+        """Whether numbers could be compared, and nothing differs."""
+        return not self.differences and all(map(isfinite, self.losses))
+
     def check(self) -> None:
         """Check that nothing differs.
 

@@ -28,7 +28,8 @@ def command(
         Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
     ] = None,
     numbers: Annotated[
-        bool, typer.Option("--numbers", help="Also compare the chain's losses and gradients with the model's own.")
+        bool,
+        typer.Option("--numbers", help="Also compare the chain, and two steps of the plan, with plain training."),
     ] = False,
     alloc_conf: Annotated[
         str | None,
@@ -43,8 +44,8 @@ def command(
     The real runtime runs over fake tensors, so this needs neither the hardware nor the data. Exits with 4 if a device
     would run out of memory. For target cuda it also tells what torch's caching allocator would allocate and reserve,
     and what the process would take besides, by which a GPU runs out of memory. With --numbers two real microbatches
-    go through the model itself and through its chain, on the CPU; exits with 2 if their losses, gradients or buffers
-    differ.
+    go through the model itself and through its chain, on the CPU, and two steps of the plan are held to plain training;
+    exits with 2 if losses, gradients, buffers, parameters or the optimizer's tensors differ.
     """
     from pipefit.cli.documents import load_runnable
     from pipefit.cli.model import check_order, resolve

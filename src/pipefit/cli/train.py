@@ -49,7 +49,10 @@ def command(
     ] = None,
     numbers: Annotated[
         bool,
-        typer.Option("--numbers/--no-numbers", help="Compare the numbers of a traced model's chain first, if cheap."),
+        typer.Option(
+            "--numbers/--no-numbers",
+            help="First compare two steps of the plan with plain training, if cheap.",
+        ),
     ] = True,
     share_device: Annotated[
         bool, typer.Option("--share-device", help="Run all of the plan's GPUs on the first one of this machine.")

@@ -1,5 +1,7 @@
 """Holds a model's chain to the model itself before it is trained: for a certificate, and as a trainer starts.
 
+Training by the plan is held to plain training of the model (`runtime.plan_comparison`), also where layers are modules.
+
 Where tensor-parallel ranks divide layers, these are held to whole ones, block by block (`sharding.comparison`).
 
 Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
@@ -32,9 +34,11 @@ from pipefit.cost.time import seconds
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
+from pipefit.runtime import plan_comparison
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.loss_check import tolerance, what_microbatches_change
 from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.plan_comparison import compare_plan, enough_microbatches, passes
 from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
 from pipefit.sharding.comparison import compare_blocks
@@ -82,7 +86,29 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     found = compare(whole, chain.measured(plan.measurement), batches, target=target)
     said = [_slices_apart(whole, plan, chain, batches[0], data) for data in _degrees(plan)]
     said.append(what_microbatches_change(whole, plan, chain, batches))
-    return replace(found, besides=(*_certified(whole, plan), *(f"; but {one}" for one in said if one)))
+    trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if found.agrees else ""
+    return replace(found, besides=(*_certified(whole, plan), trained, *(f"; but {one}" for one in said if one)))
+
+
+def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+    """What is said of training by the plan.
+
+    Raises:
+        UsageError: it trains other numbers than plain training.
+    """
+    count = enough_microbatches(plan)
+    needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
+    if needed > free:
+        return (
+            f"; training by the plan was not compared: it takes {format_bytes(needed)} of the host, which has "
+            f"{format_bytes(free)} to spare"
+        )
+    try:
+        compared = compare_plan(whole, plan, chain, batches, count)
+    except NotComparable as reason:
+        return f"; training by the plan was not compared: {reason}"
+    compared.check()
+    return f"; {compared}"
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
@@ -140,6 +166,36 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
     )
 
 
+def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+    """Compare training by `plan` with plain training, for as many microbatches as are cheap. Nothing, or why it was
+    not compared.
+
+    Raises:
+        UsageError: it trains other numbers; says which.
+    """
+    free, each = free_bytes(), host_seconds(plan.measurement) / (_MICROBATCHES * _RUNS)
+    counts = range(enough_microbatches(plan), 0, -1)
+    reason = ""
+    for count in counts:
+        needed, taken = plan_comparison.host_bytes(plan, count), passes(count) * each
+        reason = f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
+        if needed > free:
+            reason = f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare"
+        if not reason:
+            break
+    if not reason:
+        try:
+            compare_plan(whole, plan, chain.measured(plan.measurement), batches, count).check()
+        except NotComparable as error:
+            reason = str(error)
+        else:
+            return ""
+    return (
+        f"training of {whole.name} by the plan was not compared with plain training: {reason}; pipefit certify "
+        "--numbers compares it, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+    )
+
+
 @dataclass(slots=True)
 class Comparisons:
     """What a trainer compares as it starts, and says of what it left out: `not_compared`, also as a warning."""
@@ -152,13 +208,16 @@ class Comparisons:
         """The module with its chain, and the loss of microbatches with that of more samples, by the first of several
         workers; see `compare_at_start` and `what_microbatches_change`.
         """
-        if not self.wanted or not (chain.traced or self.plan.is_sliced):
+        if not self.wanted:
             return
         second = sample(whole, self.plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
-        if rank == 0:
+        if rank != 0:
+            return
+        if chain.traced or self.plan.is_sliced:
             self._tell(compare_at_start(whole, self.plan, chain, (first, second)))
-        if rank == 0 and not _obstacle(self.plan.measurement):
-            _warn(what_microbatches_change(whole, self.plan, chain, (first, second)))
+            if not _obstacle(self.plan.measurement):
+                _warn(what_microbatches_change(whole, self.plan, chain, (first, second)))
+        self._tell(compare_plan_at_start(whole, self.plan, chain, (first, second)))
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
         """What ranks divide with what is whole; see `compare_divided`."""

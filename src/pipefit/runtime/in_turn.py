@@ -6,6 +6,7 @@ Devices of a tensor group wait for each other in the middle of their actions too
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,13 @@ def run_in_turn(
     targets: Sequence[Microbatch],
     *,
     groups: TensorGroups | None = None,
+    around: Callable[[], AbstractContextManager[object]] | None = None,
     **options: Any,
 ) -> None:
     """One step of all devices in this process: each runs until it would wait for another.
 
-    `groups` are tensor groups, whose ranks wait for each other if all are here; `options` are passed on to `step`.
+    `groups` are tensor groups, whose ranks wait for each other if all are here. `around` makes a context for all that
+    runs, here and on each of their threads; `options` are passed on to `step`.
     """
     together = groups if isinstance(groups, Together) else None
     threads: list[Turn] = []
@@ -32,14 +35,15 @@ def run_in_turn(
     for runner in runners:
         step = runner.step(inputs, targets, **options)
         if together is not None and runner.number in together.devices:
-            threads.append(Turn(partial(_run, step)))
+            threads.append(Turn(partial(_run, step, around or nullcontext)))
             running[runner.number] = threads[-1].advance
         else:
             running[runner.number] = partial(_has_ended, step)
     try:
         while running:
             before = _progress(runners, together)
-            running = {number: advance for number, advance in running.items() if not advance()}
+            with (around or nullcontext)():
+                running = {number: advance for number, advance in running.items() if not advance()}
             assert before != _progress(runners, together) or not running, (
                 "message_order refuses programs that would hang"
             )
@@ -58,10 +62,11 @@ def _has_ended(step: Iterator[None]) -> bool:
     return next(step, StopIteration) is StopIteration
 
 
-def _run(step: Iterator[None]) -> None:
+def _run(step: Iterator[None], around: Callable[[], AbstractContextManager[object]]) -> None:
     """All that a device does in a step, on a thread with turns."""
-    for _ in step:
-        pause()
+    with around():
+        for _ in step:
+            pause()
 
 
 def _progress(runners: Sequence[DeviceRunner], together: Together | None) -> tuple[int, ...]:

@@ -113,6 +113,11 @@ class Lending:
             lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
         return replace(lending, mapped=_exchanged(lending.memory, device, _shared(plan, arenas)))
 
+    @staticmethod
+    def at_once(device: torch.device) -> Copier:
+        """What copies in no time of any link."""
+        return AtOnce()
+
     def lent_by(self, device: int) -> int:
         """Bytes that a device lends in all."""
         return lent_bytes(self.arenas, Member.device(device))

@@ -76,7 +76,8 @@ def train(
         timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
             as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
         start_seconds: the longest that a worker may take to start, and to build its layers.
-        numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
+        numbers: whether worker 0 compares a traced model with its chain, and the plan with plain training, before it is
+            trained, as a `Trainer` does.
         share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
         on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all devices.

@@ -17,7 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +36,13 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.readable import path_of
 from pipefit.runtime.assembly import assemble
-from pipefit.runtime.batches import Cut, cut_batch
+from pipefit.runtime.batches import Cut
 from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.comparison import Comparisons
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
+from pipefit.runtime.execution import Execution
 from pipefit.runtime.hardware import Hardware, check_backwards
-from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import connected, groups_of, joins_workers
 from pipefit.runtime.lending import lending_trace
@@ -53,14 +53,13 @@ from pipefit.runtime.programs import Programs
 from pipefit.runtime.remains import add_post_mortem
 from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
-from pipefit.runtime.results import Result, tell
+from pipefit.runtime.results import Result
 from pipefit.runtime.saver import OnSave, Saved
 from pipefit.runtime.site import Site
-from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.whole_module import WholeModule, takes_apart
-from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone
+from pipefit.schedule import Entered, loss_delay, step_programs
 from pipefit.texts import counted
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, instance, number, seed_number, whole
@@ -78,9 +77,10 @@ class Trainer:
         timeout_seconds: how long a worker waits for another before it gives up; on GPUs NCCL's own ten minutes hold.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
-        numbers: whether a traced model is compared with its chain at the start, and layers that ranks divide with whole
-            ones, if the host has the memory to spare and it takes no longer than seconds (`runtime.comparison`). Of
-            several workers the first does, and the first with shards; `not_compared` says there why it did not.
+        numbers: whether a traced model is compared with its chain at the start, two steps of the plan with plain
+            training, and layers that ranks divide with whole ones, if the host has the memory to spare and it takes
+            no longer than seconds (`runtime.comparison`). Of several workers the first does, and the first with
+            shards; `not_compared` says there why it did not.
         share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
         on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
@@ -96,7 +96,7 @@ class Trainer:
     Raises:
         FileError: the plan was made for another model.
         UsageError: the number of workers is not the number of devices in use, or there is no such GPU; or the model
-            computes other numbers as a chain than as a module.
+            computes other numbers as a chain than as a module, or trains by the plan otherwise than plainly.
     """
 
     def __init__(
@@ -155,11 +155,9 @@ class Trainer:
             device, allowed = hardware.device(one), hardware.cap_bytes(program, one) if cap else None
             meter = hardware.meter(one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
-        self._specializations = {
-            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in self.runners
-        }
+        self._execution = Execution(task, plan, chain, self.runners, groups=self._groups, distributed=self.distributed)
         self._frozen = frozen_in([layer for stage in self.stages for layer in stage.layers])
-        self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
+        self.chain = self._execution.chain  # so that layers of other workers' stages are freed
         count = len(plan.workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
             plan,
@@ -209,7 +207,7 @@ class Trainer:
             update = self._accumulated + 1 == self.accumulate
             program = self._programs.training(len(given.sizes), self._entered, update=update, last=given.sizes[-1])
             if self._accumulated == 0 and not self._entered.steps:
-                self._drop_gradients()
+                self._execution.drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
             if not self.late:
                 result.join()  # so that the step's time is that of all devices
@@ -405,17 +403,10 @@ class Trainer:
 
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
         """`batch` in microbatches."""
-        given, wanted = batch
-        cut = cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+        cut = self._execution.cut(batch)
         if self._comparisons.wanted:
             check_left_out(self.plan, cut)
         return cut
-
-    def _drop_gradients(self) -> None:
-        """Drop gradients from before the step, such as the caller's own, which must not enter its update."""
-        for stage in self.stages:
-            for layer in stage.layers:
-                layer.module.zero_grad(set_to_none=True)
 
     def _drain(self) -> None:
         """End what is in flight, if anything is."""
@@ -434,35 +425,29 @@ class Trainer:
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
-        samples = sum(cut.sizes)
-        shares = [size / samples for size in cut.sizes]
-        alone = updates_alone(self.plan)
-        self._run_program(
-            program,
-            inputs=cut.inputs,
-            targets=cut.targets,
-            weights=[1.0 if alone else share / batches for share in shares],
-            specializations={n: known.of_all(cut.sizes, training) for n, known in self._specializations.items()},
-            training=training,
-        )
-        return tell(self.plan, self.runners, shares, distributed=self.distributed)
+        with self._running(training=training):
+            return self._execution.run(cut, program, batches, training=training)
 
-    def _run_program(self, program: Program, *, training: bool = True, **options: Any) -> None:
+    def _run_program(self, program: Program, **options: Any) -> None:
         """Run all devices of this process."""
-        devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
+        with self._running():
+            self._execution.run_program(program, **options)
+
+    @contextmanager
+    def _running(self, *, training: bool = True) -> Iterator[None]:
+        """Inside, the devices of this process run; a step that fails leaves nothing in flight."""
         if self._whole is not None:
             self._whole.lead()
             self._whole.is_behind = True
         if training:
-            check_backwards(devices)
-        with torch.random.fork_rng(devices, device_type="cuda"):
-            try:
-                run_in_turn(self.runners, program=program, groups=self._groups, training=training, **options)
-            except BaseException as error:
-                self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
-                self._untold.clear()
-                add_post_mortem(error, self.plan, self.runners, self._step_seconds)
-                raise
+            check_backwards([stage.device for stage in self.stages if stage.device.type == "cuda"])
+        try:
+            yield
+        except BaseException as error:
+            self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
+            self._untold.clear()
+            add_post_mortem(error, self.plan, self.runners, self._step_seconds)
+            raise
         self._follow()
         self._kernels.keep()
         self._kernels.tell_unknown()
