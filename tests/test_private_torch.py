@@ -34,8 +34,8 @@ FAKES = {
 TRACING = {
     f"capture/{name}.py"
     for name in ("aliases", "binding", "comparison", "constants", "copying", "cuda_autocast", "cuda_casts",
-                 "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer", "known_draws",
-                "plain_training", "records",
+                 "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer",
+                 "known_draws", "plain_training", "records",
                  "refusals", "refused_calls", "sample", "sizes", "stand_ins", "structure", "task", "traced",
                  "whole_calls", "whole_modules")
 }  # fmt: skip

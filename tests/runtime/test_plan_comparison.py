@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipefit.schedule.whole_stages import Recompute, whole_stages
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,6 +43,7 @@ from pipefit.runtime import (
     updates,
 )
 from pipefit.runtime.plan_comparison import PlanNumbers, compare_plan
+from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
 from pipefit.sharding import lockstep, shards
 from pipefit.training import Training
 
@@ -111,7 +111,7 @@ def planned(task: Task, *grids: Grid, recompute: Recompute = "never", offload: b
         cluster=Cluster.emulated((sum(len(grid.devices) for grid in grids), 1 << 30)),
         training=Training(batch_size=4 * MICROBATCHES, microbatches=MICROBATCHES, **options),
         stages=stages,
-        decisions=whole_stages(stages, recompute, "1f1b", MICROBATCHES),
+        decisions=recompute_decisions(stages, found.edges, recompute, "1f1b", MICROBATCHES),
     )
     if not offload:
         return plan
