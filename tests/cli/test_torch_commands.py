@@ -147,6 +147,16 @@ def test_a_chain_of_other_numbers_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert main(["train", paths[1], model, "--steps", "1", "--no-numbers"]) == 0
 
 
+def test_a_model_of_several_dtypes_is_certified_and_trained_as_it_is(tmp_path: Path) -> None:
+    """A frozen bfloat16 model with float32 adapters is not cast to either."""
+    paths = [str(tmp_path / name) for name in ("profile.json", "plan.json")]
+    assert main(["profile", "adapted:adapted", "--microbatch-size", "2", "-o", paths[0]]) == 0
+    assert main(["plan", paths[0], "--cluster", "emulated:1x1MiB", "--batch-size", "4", "-o", paths[1]]) == 0
+    assert load(paths[1], Plan).training.precision == "bfloat16"
+    assert main(["certify", paths[1], "adapted:adapted"]) == 0
+    assert main(["train", paths[1], "adapted:adapted", "--steps", "1"]) == 0
+
+
 def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan and a model that do not belong together exit with 6, before anything runs."""
     save(load(folder / "plan.json", Plan), folder / "again.json")

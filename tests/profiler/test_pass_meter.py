@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from pipefit.capture import Task
+from adapted import adapted
 from pipefit.layer_costs import Span
 from pipefit.profiler import profile
 from pipefit.profiler.pass_meter import PassMeter
@@ -121,11 +120,7 @@ def test_dtypes_have_short_names() -> None:
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
 def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype) -> None:
     """A frozen bfloat16 layer with two adapters: the large products are bfloat16, and so is the model."""
-    model = nn.Sequential(Adapted(adapters), Adapted(adapters))
-    task = Task(
-        model, batch=lambda size: (torch.ones(size, 64, dtype=torch.bfloat16), None), loss=lambda out, _: out.mean()
-    )
-    found = profile(task, microbatch_size=2)
+    found = profile(adapted(adapters), microbatch_size=2)
     assert found.assumptions.precision == "bfloat16"
     flops = Counter[str]()
     for cost in found.at(2).costs:
@@ -136,17 +131,3 @@ def test_products_are_timed_by_the_dtype_of_their_operands(adapters: torch.dtype
     expected = Counter({"bfloat16": 3 * of_base})  # two forward, and one backward: the first input needs no gradient
     expected[str(adapters).removeprefix("torch.")] += 2 * 3 * of_adapters - of_adapters // 2
     assert flops == expected
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a product of two narrow ones beside it."""
-
-    def __init__(self, adapters: torch.dtype) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.down = nn.Linear(64, 4, bias=False, dtype=adapters)
-        self.up = nn.Linear(4, 64, bias=False, dtype=adapters)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Both, added up."""
-        return self.base(inputs) + self.up(self.down(inputs.to(self.up.weight.dtype))).to(inputs.dtype)

@@ -48,7 +48,7 @@ def command(
     exits with 2 if losses, gradients, buffers, parameters or the optimizer's tensors differ.
     """
     from pipefit.cli.documents import load_runnable
-    from pipefit.cli.model import check_order, resolve
+    from pipefit.cli.model import check_order, precision_of, resolve
     from pipefit.cli.output import check_output, deliver, leaving_post_mortem, plain_data, with_found
     from pipefit.cli.progress import progress
     from pipefit.files import save
@@ -58,7 +58,7 @@ def command(
     check_order(plan, model)
     document = load_runnable(plan)
     with progress("reading the model"):
-        task = resolve(model, settings, document.training.precision)
+        task = resolve(model, settings, precision_of(document))
         from pipefit.runtime import certify, certify_numbers
     from pipefit.tables import write
 

@@ -19,11 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pipefit.dtypes import DTYPES
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import meant, printable
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
+    from pipefit.plans import Plan
     from pipefit.training import Precision
     from pipefit.zoo.settings import Setting
 
@@ -45,6 +47,14 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
     with redirect_stdout(sys.stderr):
         task = _task(model, settings)
     return task if precision is None else replace(task, precision=precision)
+
+
+def precision_of(plan: Plan) -> Precision | None:
+    """What the MODEL of `plan` is cast to; None where parameters have several dtypes, which no cast would leave."""
+    kinds = (kind for measurement in plan.profile.measurements for kind in measurement.kinds)
+    dtypes = {parameter.dtype for kind in kinds for parameter in kind.parameters if "float" in parameter.dtype}
+    is_as_it_is = len(dtypes) > 1 and plan.training.precision in DTYPES
+    return None if is_as_it_is else plan.training.precision
 
 
 class _Raised(UsageError):

@@ -129,7 +129,7 @@ def command(
     from pipefit.cli.documents import load_runnable
     from pipefit.cli.log import StepLog
     from pipefit.cli.metrics import in_json, lines_of_metrics
-    from pipefit.cli.model import build, check_order, resolve
+    from pipefit.cli.model import build, check_order, precision_of, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
@@ -142,7 +142,7 @@ def command(
     saving = _saving(save, {name: value for name, value in options.items() if value is not None}, restarts)
     check_order(plan, model)
     document = load_runnable(plan)
-    precision = document.training.precision
+    precision = precision_of(document)
     with progress("reading the model"):
         resolve(model, settings, precision)  # a mistake in MODEL is told here, before any worker starts
         from pipefit.runtime import train
