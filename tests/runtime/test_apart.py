@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from entwined import MIXES, OPTIMIZERS, entwined, plain
 from moving_states import moving_states
@@ -21,6 +23,7 @@ from pipefit.grids import SHARDINGS
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
+from pipefit.runtime.apart import born_apart
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.simulator import simulate
 from random_cases import random_plan
@@ -110,6 +113,28 @@ def test_parameters_with_one_gradient_get_it_once(found: ModelProfile) -> None:
     for one in data:
         trainer.step(one)
     assert equal(trainer.state_dict(), plain(made, data), relative=1e-9)
+
+
+USUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), lambda: torch.randn(5, 4)),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8)), lambda: torch.randn(2, 4, 9)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4)), lambda: torch.arange(6)),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_gradients_with_memory_of_their_own_are_not_copied(name: str) -> None:
+    """A backward takes what it takes without care for memory, by the allocator's own events."""
+    build, batch = USUAL[name]
+    module, taken = build(), list[list[int]]()
+    for care in (nullcontext(), born_apart(module.parameters())):
+        loss = module(batch()).sum()
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed, care:
+            loss.backward()
+        events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
+        taken.append(sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0))
+        module.zero_grad()
+    assert taken[0] == taken[1] != []
 
 
 DEGREES = [(shard, buckets) for shard in SHARDINGS for buckets in (1, 3)]

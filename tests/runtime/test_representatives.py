@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from entwined import MIXES, entwined
 from pipefit.allocator import AllocatorSettings
 from pipefit.cluster import Cluster
 from pipefit.grids import SHARDINGS, Grid, Stage
@@ -26,7 +27,7 @@ from pipefit.schedule import step_programs
 from pipefit.trace import Trace
 from pipefit.training import Training
 from replicated import precise, replicated
-from sampled import seeds
+from sampled import sampled, seeds
 from slices import random_grids, sliced_plan
 from state_away import away
 from wide import on_gpus, wide
@@ -118,6 +119,15 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
 def test_some_devices_tell_what_all_hold_on_the_cpu(normed: ModelProfile, seed: int) -> None:
     """The same where kernels take memory, and where an endless schedule keeps versions."""
     assert_told_of_all(replicated("normed"), drawn(normed, seed, **({} if seed % 3 else {"clip_norm": 1.0})))
+
+
+@pytest.mark.parametrize("shard", sampled(SHARDINGS[2:], often=["gradients"]))
+@pytest.mark.parametrize("name", sampled(MIXES, often=["cat", "sum of views"]))
+def test_gradients_that_are_copied_are_their_owners(name: str, shard: Any) -> None:
+    """Where only owners keep gradients, the others copy those of every microbatch that are born in larger memory."""
+    task = entwined([name, name])
+    plan = on_gpus(sliced_plan(profile(task, microbatch_size=(6, 2), target="cuda"), [0, 5], [3], shard=(shard,)))
+    assert_told_of_all(task, plan, allocator=AllocatorSettings())
 
 
 @pytest.mark.parametrize("seed", seeds(2, of=30))

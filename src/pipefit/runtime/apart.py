@@ -5,15 +5,14 @@ Autograd may make several views of one gradient, and hand them on as the gradien
 Whoever then adds to the parameter's in place, as the backward of the next microbatch or a sum over replicas, would
 change the other one too, which may be on its way to another stage; and a small gradient would keep the memory of a
 large tensor until the update. So a gradient that is born in shared or larger memory is copied as soon as it is born,
-in a measured layer as in a whole stage. Copies cost time in the first backward of a step, and memory until the last
-view is copied.
+in a measured layer as in a whole stage; a gradient with memory of its own is not. Copies cost time in the first
+backward of a step, and memory until the last view is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +35,6 @@ def _give_memory(parameter: Tensor) -> None:
     gradient = parameter.grad
     if gradient is not None and gradient.layout is torch.strided:
         storage = gradient.untyped_storage()
-        if storage.nbytes() > gradient.nbytes or _users(storage) > _users_of_new():
+        users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, the object `storage`, and others
+        if storage.nbytes() > gradient.nbytes or users > 2:
             parameter.grad = gradient.clone()
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    """How many tensors use a storage, and this object."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-@cache
-def _users_of_new() -> int:
-    """How many that are of the storage of a tensor without views."""
-    return _users(torch.empty(1, device="cpu").untyped_storage())

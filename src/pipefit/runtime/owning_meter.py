@@ -115,13 +115,18 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._operation = str(func)
-        if self._present is None or self._present.kind not in _PASSES:
+        if not self._is_pass:
             self._look_at((args, kwargs))
         elif func in _COPYING:
             self._arguments = self._names_in(args)
         out = super().operation(func, args, kwargs)
         self._worked_on, self._arguments = None, ()
         return out
+
+    @property
+    def _is_pass(self) -> bool:
+        """Whether the present action sends, receives or runs microbatches, and works on no layer's state alone."""
+        return self._present is not None and self._present.kind in _PASSES
 
     def _look_at(self, arguments: Any) -> None:
         """Find the only layer whose state is among the arguments of an operation, if there is one."""
@@ -139,8 +144,8 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor) -> Tracked:
         known = storage_key(tensor) in self._live
         tracked = super()._track(tensor)
-        if not known and self._number:
-            where = self._number, self._worked_on
+        if not known and self._number:  # copies do not count among the others: where there is a gradient none is made
+            where = self._number, self._worked_on, *(self._arguments if self._is_pass else ())
             self._counts[where] += 1
             name: Hashable = (*where, self._counts[where])
             self._called[tracked] = name
