@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, combinations, pairwise, permutations, product
 from random import Random
 
 import pytest
 
 from every_plan import IN_BLOCKS, every_plan, simulated
 from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
+from pipefit.actions import Action, Kind
+from pipefit.cost.shares import share_among
+from pipefit.cost.stage import Costs
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS
+from pipefit.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.planner import plan
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.programme import Way
+from pipefit.planner.hybrid.programme import Floats, Way
 from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.question import Options, Question
 from pipefit.schedule import ENDLESS
@@ -81,6 +84,28 @@ def test_bounds_hold_where_copies_are_gathered(data: int) -> None:
     made = plan(profile, cluster, how, objective="peak", stages=1, data=data, shard="parameters", recompute="never")
     tables = DegreeTables(Question(profile=profile, cluster=cluster, training=how, options=options), Degree(data, 1))
     assert tables.peak(1, Way(shard="parameters"), 0, 8) <= max(Simulation(made).peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_exchange_as_many_bytes_as_the_simulator_says(seed: int) -> None:
+    """In stages of any blocks, whose layers share parameters or do not train them: gradients; after an update the
+    trained parameters; and where owners alone keep them all, in half precision those that are read so alone.
+    """
+    profile = sized(hostile(Random(seed), 7, shared=3), 4, 2, blocks=(1, 2, 1, 1, 2))
+    how = Training(batch_size=12, microbatches=3)
+    question = Question(profile=profile, cluster=devices(AMPLE, AMPLE), training=how, options=Options())
+    tables, costs = DegreeTables(question, Degree(2, 1)), Costs(profile.measurements[0], how, profile.measurements)
+    brought: dict[Sharding, Floats] = {"gradients": tables.trained, "parameters": tables.gathered}
+    for (start, stop), shard in product(combinations(range(question.blocks + 1), 2), brought):
+        layers = question.edges[start], question.edges[stop]
+        place = Stage(start=layers[0], stop=layers[1], grid=Grid(devices=(0, 1), data=2, shard=shard))
+        share = share_among(place, 0, (0,) * (layers[1] - layers[0]))
+        stage = costs.stage(*layers, question.cluster.devices[0].kind, data=2, share=share)
+        assert brought[shard][start, stop] == stage.collective_bytes(Action(Kind.UNSHARD, 0, layers=layers))
+        inside = set(range(*layers))
+        split = [one for one in profile.measurements[0].shared if inside & set(one.users) and set(one.users) - inside]
+        apart = sum(one.gradient_bytes for one in split)  # summed with the other stages' ones
+        assert tables.gradients[start, stop] == stage.collective_bytes(Action(Kind.REDUCE, 0, layers=layers)) + apart
 
 
 @pytest.mark.gallery

@@ -7,7 +7,7 @@ blocks from i to j - 1; infinity where a stage of this degree cannot hold them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
 from pipefit.rows import dimensions
 from pipefit.schedule.recompute_settings import Recompute
+from pipefit.sharing import SharedParameter
 
 
 class Passes(NamedTuple):
@@ -172,7 +173,8 @@ class DegreeTables:
         """
         if shard == "none":
             return each, update + together_seconds(group.sums, self.gradients)
-        sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, self.parameters))
+        brought_bytes = self.gathered if shard == "parameters" else self.trained
+        sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, brought_bytes))
         end = update / self.degree.data + sums + brought
         exchanged = {"optimizer": 0.0 * sums, "gradients": sums, "parameters": sums + 2 * brought}[shard]
         return np.maximum(each, exchanged), end
@@ -180,13 +182,45 @@ class DegreeTables:
     @cached_property
     def gradients(self) -> Floats:
         """Bytes of gradients that replicas add up."""
-        return ranges(self._ranges(WHOLE).gradients[np.array(self.question.edges)].astype(float))
+        return self._once("gradient_bytes", {shared: shared.gradient_bytes for shared in self.measurement.shared})
 
     @cached_property
-    def parameters(self) -> Floats:
-        """Bytes of parameters, which owners bring to the other replicas where these divide state."""
-        every = [0.0, *accumulate(float(cost.parameter_bytes) for cost in self.measurement.costs)]
-        return ranges(np.array(every)[np.array(self.question.edges)])
+    def trained(self) -> Floats:
+        """Bytes of trained parameters, which owners bring to the other replicas after an update."""
+        return self._once("trained_bytes", {one: one.nbytes for one in self.measurement.shared if one.gradient_bytes})
+
+    @cached_property
+    def gathered(self) -> Floats:
+        """Bytes that owners bring to the other replicas for a pass, if owners alone keep parameters: the half-precision
+        copies of parameters that layers read through these alone, and all other parameters.
+        """
+        sizes = [
+            sum(one.copy_bytes if one.cast_only else one.nbytes for one in cost.parameters)
+            for cost in self.measurement.costs
+        ]
+        found = self._in_ranges(sizes)
+        for shared in self.measurement.shared:
+            users, casting = self._users(shared.users), self._users(shared.cast_only)
+            counted = casting * shared.copy_bytes + (users - casting) * shared.nbytes
+            once = np.where(users == casting, shared.copy_bytes, shared.nbytes)
+            found += np.where(users > 0, once - counted, 0)
+        return found
+
+    def _once(self, name: str, of_shared: Mapping[SharedParameter, int]) -> Floats:
+        """Bytes of all layers of a range, with those of parameters that several of them share once."""
+        found = self._in_ranges(getattr(cost, name) for cost in self.measurement.costs)
+        for shared, nbytes in of_shared.items():
+            found -= np.maximum(self._users(shared.users) - 1, 0) * nbytes
+        return found
+
+    def _users(self, users: Sequence[int]) -> Floats:
+        """How many of these layers are in each range of blocks."""
+        return self._in_ranges(layer in users for layer in range(len(self.measurement.costs)))
+
+    def _in_ranges(self, of_layers: Iterable[int]) -> Floats:
+        """Sums over the layers of every range of blocks."""
+        sums = [0.0, *accumulate(map(float, of_layers))]
+        return ranges(np.array(sums)[np.array(self.question.edges)])
 
     def _ranges(self, way: Way) -> Ranges:
         question = self.question
