@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import forgetful
 import pipefit
 from forgetful import task_of
-from pipefit.capture import Task
+from huggingface_models import TINY
+from pipefit.capture import Task, capture, traced
+from pipefit.capture.model import built
+from pipefit.capture.sample import sample
 from pipefit.errors import FileError, PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify_numbers, comparison, launch, train
-from pipefit.runtime.comparison import host_bytes, host_seconds
+from pipefit.runtime.comparison import comparable, compare_at_start, host_bytes, host_seconds
 from pipefit.runtime.host import free_bytes
 from pipefit.zoo import build
+from pipefit.zoo.huggingface import hf
 from slices import sliced_plan
 from tiny import batch_of, plan_of
 
@@ -101,8 +106,8 @@ def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyP
     """The sentence says what it would take and what to do."""
     task = task_of(forgetful.Layered)
     plan, (asked, sizes) = planned(task), counted(task)
-    monkeypatch.setattr(comparison, "free_bytes", lambda: 1000)
-    with pytest.raises(UsageError, match=r"numbers of forgetful takes \d.* which has 1000 B to spare.* fewer layers"):
+    monkeypatch.setattr(comparison, "free_bytes", lambda: 100)
+    with pytest.raises(UsageError, match=r"numbers of forgetful takes \d.* which has 100 B to spare.* fewer layers"):
         certify_numbers(asked, plan)
     assert sizes == []
 
@@ -177,13 +182,121 @@ def test_what_is_not_compared_is_said(name: str, value: object, reason: str, mon
     plan = planned(task)
     monkeypatch.setattr(comparison, name, value)
     asked, sizes = counted(task)
-    with pytest.warns(PipefitWarning, match=rf"numbers of forgetful .* not compared .*{reason}; pipefit certify"):
+    with pytest.warns(
+        PipefitWarning,
+        match=rf"numbers of forgetful .* not compared .*{reason}, and it has no list of .*; pipefit certify",
+    ):
         trainer = Trainer(asked, plan)
     assert "numbers=False" in trainer.not_compared
     assert sizes == [2, 2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Trainer(task, plan, numbers=False).not_compared == ""
+
+
+# -------------------------------------------------------------------- a model over the limit
+
+
+class Block(nn.Module):
+    """A residual branch, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Deep(nn.Module):
+    """An embedding, `depth` equal blocks that are looked up by number, and a head."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.h = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for number in range(self.depth):
+            x = self.h[number](x)
+        return F.cross_entropy(self.head(x).flatten(0, -2), words.flatten())
+
+
+def deep(depth: int) -> Task:
+    return Task(
+        partial(Deep, depth), batch=lambda size: ({"words": torch.randint(11, (size, 4))}, None), loss=None, name="deep"
+    )
+
+
+def limited_to(share: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a comparison take no more than a share of the seconds that one of the plan's model takes."""
+    monkeypatch.setattr(comparison, "LONGEST_SECONDS", share * host_seconds(plan.measurement))
+
+
+def without_branches(traced: Any) -> Any:
+    """A trace in which residual branches are multiplied by zero."""
+
+    def broken(*args: Any, **options: Any) -> Any:
+        graph = traced(*args, **options)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+            node.kwargs = {"alpha": 0}
+        return graph
+
+    return broken
+
+
+def test_a_deep_model_is_compared_by_two_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the limit, what a trace loses in every block is found in a copy with two of a hundred."""
+    monkeypatch.setattr(traced, "flatten", without_branches(traced.flatten))
+    task = deep(100)
+    plan = planned(task)
+    limited_to(0.1, plan, monkeypatch)
+    with pytest.raises(UsageError, match=r"deep with 2 of 100 blocks of h computes as a chain other numbers"):
+        Trainer(task, plan)
+
+
+def test_of_a_deep_model_that_is_right_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of an existing module leaves it as it is; one that is still over the limit is not compared."""
+    module = Deep(8)
+    task = replace(deep(8), module=module)
+    plan, before = planned(task), {name: (id(p), p.tolist()) for name, p in module.named_parameters()}
+    limited_to(0.7, plan, monkeypatch)
+    assert not Trainer(task, plan).not_compared
+    assert {name: (id(p), p.tolist()) for name, p in module.named_parameters()} == before
+    assert (module.depth, len(module.h)) == (8, 8)
+    limited_to(0.1, plan, monkeypatch)
+    with pytest.warns(
+        PipefitWarning, match=r"deep .* not compared .*: it takes about 0 s, and for deep with 2 of 8 .* it"
+    ):
+        Trainer(task, plan)
+
+
+def test_a_certificate_of_a_model_beyond_the_hosts_memory_is_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says of which, and that the plan was not compared."""
+    task = deep(20)
+    plan = planned(task)
+    monkeypatch.setattr(comparison, "free_bytes", lambda: host_bytes(plan.measurement) // 2)
+    found = str(certify_numbers(task, plan))
+    assert found.startswith("deep with 2 of 20 blocks of h computes as a chain what it computes as a module: ")
+    assert "; training by the plan was not compared: it takes" in found
+
+
+@pytest.mark.parametrize(("name", "field", "kept"), [("llama", "num_hidden_layers", 2), ("t5", "num_layers", 3)])
+def test_models_of_transformers_are_compared_by_fewer_layers(
+    name: str, field: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the configuration of the copy says too. The first block of T5, which has more than others, is kept besides."""
+    whole = built(hf(name, **{**TINY[name], field: 6}))
+    plan, batch = planned(whole), sample(whole, 2)
+    limited_to(0.8, plan, monkeypatch)
+    fewer, own = comparable(whole, plan, capture(whole, *batch), batch, comparison._too_much)
+    assert f" with {kept} of 6 blocks of " in fewer.name
+    stacks = [getattr(one, "encoder", one) for one in (fewer.module, whole.module)]
+    assert [getattr(stack.config, field) for stack in stacks] == [kept, 6]
+    assert len(own.layers) < len(plan.profile.layers)
+    assert not compare_at_start(fewer, plan, own, (batch, sample(whole, 2, seed=1)))
 
 
 def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:

@@ -7,13 +7,14 @@ Where tensor-parallel ranks divide layers, these are held to whole ones, block b
 Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
 than operations (`pipefit.capture.comparison` says how the two are compared). So a trainer compares a traced model by
 itself, if that is cheap beside training: where the host has the memory to spare and it takes no longer than
-`LONGEST_SECONDS`, by a guess from the profile. Otherwise it says that it did not, and why.
+`LONGEST_SECONDS`, by a guess from the profile. A larger model is compared by a copy with fewer of its equal blocks
+(`capture.fewer_blocks`). Where that is not possible either, it says that it did not, and why.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import NotComparable, compare, evaluated, values_before
+from pipefit.capture.fewer_blocks import Row, rows_of, with_fewer_blocks
 from pipefit.capture.model import built, capture
 from pipefit.capture.numbers import Numbers
 from pipefit.capture.refused_modules import refuse_meta
@@ -31,7 +33,8 @@ from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.cost.time import seconds
-from pipefit.errors import PipefitWarning, UsageError
+from pipefit.errors import PipefitWarning, UsageError, in_one_line
+from pipefit.layer_costs import LayerCost
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime import plan_comparison
@@ -51,6 +54,7 @@ _FOR_SLICES = (
     "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, if every "
     "slice's own loss is meant, leave this comparison out (numbers=False, train --no-numbers)"
 )
+_SMALLER = "compare a smaller model of the same code, such as one of fewer layers"
 _MICROBATCHES, _RUNS = 2, 2
 _COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
@@ -69,11 +73,10 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     seed_number(seed)
     instance("task", task, Task, "a plan is the second argument")
     instance("plan", plan, Plan, "pipefit.load reads one")
-    needed, free = host_bytes(plan.measurement) + module_bytes(plan.measurement), free_bytes()
-    if needed > free:
+    if (needed := module_bytes(plan.measurement)) > (free := free_bytes()):
         raise UsageError(
             f"comparing the numbers of {task.name} takes {format_bytes(needed)} of the host, which has "
-            f"{format_bytes(free)} to spare: compare a smaller model of the same code, such as one of fewer layers"
+            f"{format_bytes(free)} to spare: {_SMALLER}"
         )
     with recording("comparing numbers"):
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
@@ -83,9 +86,13 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         target = plan.profile.assumptions.target
         chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
-    found = compare(whole, chain.measured(plan.measurement), batches, target=target)
-    said = [_slices_apart(whole, plan, chain, batches[0], data) for data in _degrees(plan)]
-    said.append(what_microbatches_change(whole, plan, chain, batches))
+    try:
+        compared, own = comparable(whole, plan, chain, batches[0], _lack_of_memory)
+    except NotComparable as reason:
+        raise UsageError(f"the numbers of {task.name} cannot be compared: {reason}; {_SMALLER}") from None
+    found = compare(compared, _measured(own, plan, plan.measurement), batches, target=target)
+    said = [_slices_apart(compared, plan, own, batches[0], data) for data in _degrees(plan)]
+    said.append(what_microbatches_change(compared, plan, own, batches))
     trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if found.agrees else ""
     return replace(found, besides=(*_certified(whole, plan), trained, *(f"; but {one}" for one in said if one)))
 
@@ -130,36 +137,100 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
             yield f"; what {ranks} tensor-parallel ranks have agrees with {counted(compared.blocks, 'distinct block')}"
 
 
+Obstacle = Callable[[Sequence[LayerCost], LayerCost], str]  # why layers and a loss cannot be compared, or nothing
+
+
+def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: Obstacle) -> tuple[Task, Chain]:
+    """The task `whole` and its chain; or, where there is an `obstacle` to comparing them, a copy with fewer equal
+    blocks, in the lists that take the longest, and its chain.
+
+    Raises:
+        NotComparable: the same obstacle is there for a copy, or there can be no copy; says why.
+    """
+    measurement, names = plan.measurement, plan.profile.layers
+    reason = obstacle(measurement.costs, measurement.loss)
+    if not reason:
+        return whole, chain
+    assert isinstance(whole.module, nn.Module)
+    cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[Row]()
+    costs = cost_of
+    rows = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
+    for row, left_out in sorted(rows.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])):
+        if left_out and obstacle(list(costs.values()), measurement.loss):
+            chosen.append(row)
+            costs = {name: cost for name, cost in costs.items() if name not in left_out}
+    if not chosen:
+        raise NotComparable(f"{reason}, and it has no list of more than two equal blocks")
+    try:
+        fewer = with_fewer_blocks(whole, chosen)
+        with recording("comparing numbers"):
+            own = capture(fewer, *batch, target=plan.cluster.target)
+        left = _costs(own, plan, measurement)
+    except Exception as error:
+        kept = " and ".join(map(str, chosen))
+        raise NotComparable(f"{reason}, and a copy with {kept} cannot be traced ({in_one_line(error)})") from error
+    if still := obstacle(left, measurement.loss):
+        raise NotComparable(f"{reason}, and for {fewer.name} {still}")
+    return fewer, own
+
+
+def _costs(chain: Chain, plan: Plan, measurement: Measurement) -> list[LayerCost]:
+    """The costs of the layers of `chain`, which are some of the plan's by their names.
+
+    Raises:
+        NotComparable: they are others.
+    """
+    costs = dict(zip(plan.profile.layers, measurement.costs, strict=True))
+    strange = next((layer.name for layer in chain.layers if layer.name not in costs), None)
+    if strange is not None:
+        raise NotComparable(f"its layer {strange} is none of the plan's")
+    return [costs[layer.name] for layer in chain.layers]
+
+
+def _measured(chain: Chain, plan: Plan, measurement: Measurement) -> Chain:
+    """The chain with what profiling found, which may have fewer blocks than the plan.
+
+    If it was traced, that is only how values lie in memory, and layers of a copy may pass on other values.
+    """
+    if len(chain.layers) == len(measurement.layers):
+        return chain.measured(measurement)
+    if chain.traced:
+        return chain
+    kinds = dict(zip(plan.profile.layers, measurement.layers, strict=True))
+    layers = tuple(kinds[layer.name] for layer in chain.layers)
+    return chain.measured(replace(measurement, layers=layers, shared=(), shared_buffers=()))
+
+
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
     """Compare the module of `whole` with its chain, if it was traced, before that is trained.
 
-    Where replicas divide microbatches, also compare the loss of one with those of its slices; the module with the chain
-    that is traced for slices; and, if the layers are modules, what stages of different degree exchange. Nothing, or why
-    they were not compared.
+    `whole` and `chain` may have fewer blocks than the plan. Where replicas divide microbatches, also compare the loss
+    of one with those of its slices; the module with the chain that is traced for slices; and, if the layers are
+    modules, what stages of different degree exchange. Nothing, or why they were not compared.
 
     Raises:
         UsageError: the chain computes other numbers than the module, or slices have another loss or other values; says
             which.
     """
-    reason = _obstacle(plan.measurement)
-    if not reason:
-        target = plan.cluster.target
-        try:
+    target = plan.cluster.target
+    try:
+        if chain.traced:
+            compare(whole, _measured(chain, plan, plan.measurement), batches, target=target).check()
+        for data in _degrees(plan):
+            apart = _slices_apart(whole, plan, chain, batches[0], data)
+            if apart and not plan.asks_for_replicas:
+                raise UsageError(f"{apart}. {_FOR_SLICES}")
+            _warn(apart)
             if chain.traced:
-                compare(whole, chain.measured(plan.measurement), batches, target=target).check()
-            for data in _degrees(plan):
-                apart = _slices_apart(whole, plan, chain, batches[0], data)
-                if apart and not plan.asks_for_replicas:
-                    raise UsageError(f"{apart}. {_FOR_SLICES}")
-                _warn(apart)
-                if chain.traced:
-                    _compare_trace(whole, plan, batches, data)
-                else:
-                    _compare_rows(whole, plan, chain, batches[0], data)
-        except NotComparable as error:
-            reason = str(error)
-        else:
-            return ""
+                _compare_trace(whole, plan, batches, data)
+            else:
+                _compare_rows(whole, plan, chain, batches[0], data)
+    except NotComparable as error:
+        return _not_compared(whole, error)
+    return ""
+
+
+def _not_compared(whole: Task, reason: NotComparable) -> str:
     return (
         f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
         "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
@@ -214,9 +285,13 @@ class Comparisons:
         if rank != 0:
             return
         if chain.traced or self.plan.is_sliced:
-            self._tell(compare_at_start(whole, self.plan, chain, (first, second)))
-            if not _obstacle(self.plan.measurement):
-                _warn(what_microbatches_change(whole, self.plan, chain, (first, second)))
+            try:
+                compared, own = comparable(whole, self.plan, chain, first, _too_much)
+            except NotComparable as reason:
+                self._tell(_not_compared(whole, reason))
+            else:
+                self._tell(compare_at_start(compared, self.plan, own, (first, second)))
+                _warn(what_microbatches_change(compared, self.plan, own, (first, second)))
         self._tell(compare_plan_at_start(whole, self.plan, chain, (first, second)))
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
@@ -288,17 +363,20 @@ def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int
     size, target = plan.training.microbatch_size // data, plan.cluster.target
     slices = [_rows(batch, 0, size) for batch in batches]
     chain = capture(whole, *slices[0], target=target)
-    compare(whole, chain.measured(plan.profile.at(size)), slices, target=target).check()
+    compare(whole, _measured(chain, plan, plan.profile.at(size)), slices, target=target).check()
 
 
 def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
     """Compare what slices for `data` replicas send, where the next stage has others, with the microbatch's own rows.
 
     Raises:
+        NotComparable: the chain has fewer layers than the plan.
         UsageError: they differ, as behind a layer that puts samples in another order.
     """
     degrees = [stage.grid.data for stage in plan.stages]
     changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
+    if changing and len(chain.layers) < len(plan.profile.layers):
+        raise NotComparable("stages of different degrees exchange values between layers that it may not have")
     first, target = [plan.stages[number].start for number in changing], plan.cluster.target
     size = plan.training.microbatch_size // data
     sliced = chain.measured(plan.profile.at(size))
@@ -328,20 +406,21 @@ def _rows(batch: Sample, first: int, end: int) -> Sample:
     return found
 
 
-def _obstacle(measurement: Measurement) -> str:
+def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
     """Why a comparison is more than a trainer may take for it; nothing where it is not."""
-    needed, free = host_bytes(measurement), free_bytes()
-    if needed > free:
-        return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare"
-    taken = host_seconds(measurement)
-    return f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
+    taken = _seconds(costs)
+    return _lack_of_memory(costs, loss) or (f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else "")
+
+
+def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
+    """That a comparison has not enough memory, or nothing."""
+    needed, free = _bytes(costs, loss), free_bytes()
+    return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (needed > free)
 
 
 def host_bytes(measurement: Measurement) -> int:
     """What a comparison takes of the host: copies of the module and gradients, and two microbatches' activations."""
-    costs = (*measurement.costs, measurement.loss)
-    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(c.forward_peak_bytes for c in costs)
-    return _COPIES * module_bytes(measurement) + activations
+    return _bytes(measurement.costs, measurement.loss)
 
 
 def module_bytes(measurement: Measurement) -> int:
@@ -351,5 +430,15 @@ def module_bytes(measurement: Measurement) -> int:
 
 def host_seconds(measurement: Measurement) -> float:
     """About how long a comparison takes on one core, by operations and bytes, whatever the profile was timed on."""
-    work = [replace(work, seconds=None) for cost in measurement.costs for work in (cost.forward, cost.backward)]
+    return _seconds(measurement.costs)
+
+
+def _bytes(layers: Sequence[LayerCost], loss: LayerCost) -> int:
+    costs = (*layers, loss)
+    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(c.forward_peak_bytes for c in costs)
+    return _COPIES * sum(cost.static_bytes for cost in layers) + activations
+
+
+def _seconds(layers: Sequence[LayerCost]) -> float:
+    work = [replace(work, seconds=None) for cost in layers for work in (cost.forward, cost.backward)]
     return _MICROBATCHES * _RUNS * sum(seconds(each, _CORE) for each in work)
