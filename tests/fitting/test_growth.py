@@ -354,7 +354,7 @@ def test_recomputing_fits_more() -> None:
             ),
             certify=False,
         )
-        for recompute in ("never", "always")
+        for recompute in ("never", "stages")
     ]
     assert found[0].best.value < found[1].best.value
     assert [fit.best.certified_bytes for fit in found] == [None, None]

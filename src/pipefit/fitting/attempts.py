@@ -43,7 +43,7 @@ def _soon(question: Question) -> Iterator[Plan]:
     whose hosts have parameters and gradients between passes too.
     """
     asked = question.options.recompute
-    ways: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
+    ways: tuple[Recompute, ...] = ("never", "always", "stages") if asked == "never" else (asked,)
     if exact_in_time(question):
         for recompute in ways:
             with suppress(UsageError):  # layers that cannot run again

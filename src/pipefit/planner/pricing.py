@@ -22,7 +22,7 @@ from pipefit.planner.joint import exact_in_time
 from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
 from pipefit.planner.trial import Arrangement, Trial
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute
 from pipefit.simulator.assembled import Assembled, assembled
 from pipefit.training import Training
 
@@ -86,7 +86,8 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """The leanest plan, if it is so much leaner than the best that it is worth knowing."""
     asked = trials.space.question.options
-    lean = _lean(trials, dict.fromkeys((asked.recompute, "always" if asked.recompute == "never" else asked.recompute)))
+    ways: tuple[Recompute, ...] = RECOMPUTE[:3] if asked.recompute == "never" else (asked.recompute,)
+    lean = _lean(trials, ways)
     if lean is not None and max(lean[1].peak_bytes) <= _LEANER * max(best.searched.evaluation.peaks):
         question, simulation = lean
         again = question.options.recompute
