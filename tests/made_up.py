@@ -627,7 +627,9 @@ def plan_of(
         cluster=devices(*[AMPLE] * (max(order) + 1)),
         training=how,
         stages=stages,
-        decisions=recompute_decisions(stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches),
+        decisions=recompute_decisions(
+            stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches, shared=of.shared
+        ),
     )
 
 

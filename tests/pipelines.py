@@ -143,7 +143,12 @@ def make_plan(
         cluster=cluster or make_cluster(devices),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,
-        decisions=(*recompute_decisions(stages, profile.edges, recompute, schedule, microbatches), *decisions),
+        decisions=(
+            *recompute_decisions(
+                stages, profile.edges, recompute, schedule, microbatches, shared=profile.measurements[0].shared
+            ),
+            *decisions,
+        ),
     )
 
 

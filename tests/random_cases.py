@@ -123,7 +123,12 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
     """Nothing, whole stages, or in some stages a run of layers for some microbatches, early or just in time."""
     if rng.random() < 0.5:
         return recompute_decisions(
-            plan.stages, plan.profile.edges, rng.choice(RECOMPUTE), plan.training.schedule, plan.training.microbatches
+            plan.stages,
+            plan.profile.edges,
+            rng.choice(RECOMPUTE),
+            plan.training.schedule,
+            plan.training.microbatches,
+            shared=plan.measurement.shared,
         )
     runs = []
     for number, stage in enumerate(plan.stages):

@@ -44,7 +44,12 @@ def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute 
     """The program of a plan with a device for every stage."""
     plan = make_plan(equal_profile(stages), [1] * stages, microbatches=microbatches, schedule=schedule)
     return lower(
-        replace(plan, decisions=recompute_decisions(plan.stages, plan.profile.edges, recompute, schedule, microbatches))
+        replace(
+            plan,
+            decisions=recompute_decisions(
+                plan.stages, plan.profile.edges, recompute, schedule, microbatches, shared=plan.measurement.shared
+            ),
+        )
     )
 
 

@@ -88,7 +88,9 @@ def plan_of(
             precision=found.assumptions.precision,
         ),
         stages=stages,
-        decisions=recompute_decisions(stages, found.edges, recompute, schedule, microbatches),
+        decisions=recompute_decisions(
+            stages, found.edges, recompute, schedule, microbatches, shared=found.measurements[0].shared
+        ),
     )
 
 

@@ -79,7 +79,12 @@ def kept(task: Task, schedule: str) -> Plan:
 def whole(task: Task, schedule: str) -> Plan:
     """Both stages recomputed for every microbatch."""
     plan = kept(task, schedule)
-    return replace(plan, decisions=recompute_decisions(plan.stages, plan.profile.edges, "always", schedule, 4))
+    return replace(
+        plan,
+        decisions=recompute_decisions(
+            plan.stages, plan.profile.edges, "always", schedule, 4, shared=plan.measurement.shared
+        ),
+    )
 
 
 def with_run(task: Task, schedule: str) -> Plan:

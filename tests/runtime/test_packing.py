@@ -109,7 +109,12 @@ def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: A
     plan = replace(
         made,
         decisions=recompute_decisions(
-            made.stages, made.profile.edges, recompute, training.schedule, training.microbatches
+            made.stages,
+            made.profile.edges,
+            recompute,
+            training.schedule,
+            training.microbatches,
+            shared=made.measurement.shared,
         ),
     )
     torch.manual_seed(0)

@@ -34,7 +34,14 @@ def recomputed(plan: Plan, mode: Recompute) -> Plan:
     training = plan.training
     return replace(
         plan,
-        decisions=recompute_decisions(plan.stages, plan.profile.edges, mode, training.schedule, training.microbatches),
+        decisions=recompute_decisions(
+            plan.stages,
+            plan.profile.edges,
+            mode,
+            training.schedule,
+            training.microbatches,
+            shared=plan.measurement.shared,
+        ),
     )
 
 

@@ -39,7 +39,7 @@ from pipefit.planner.simulations import Simulations
 from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.plans import Plan
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schedule.recompute_settings import Recompute, cuts
 from pipefit.schedule.sums import bucket_edges
 from pipefit.work import Work
 
@@ -169,7 +169,7 @@ def _decided(
 def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) -> list[Layers]:
     """The runs of layers of a stage that move together: those of a bucket, or of a block."""
     stage, edges = plan.stages[number], bucket_edges(plan, number) if in_buckets else question.edges
-    return [*pairwise([stage.start, *(edge for edge in edges if stage.start < edge < stage.stop), stage.stop])]
+    return [*pairwise(cuts(edges, stage.start, stage.stop, question.measurement.shared))]
 
 
 def moved(number: int, runs: Iterable[Layers], moves: Moves, *, ahead: int) -> Iterator[Decision]:

@@ -170,7 +170,12 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
     )
     if decisions is None:
         decisions = recompute_decisions(
-            stages, question.edges, question.options.recompute, training.schedule, training.microbatches
+            stages,
+            question.edges,
+            question.options.recompute,
+            training.schedule,
+            training.microbatches,
+            shared=question.measurement.shared,
         )
     return Plan(
         profile=question.profile, cluster=question.cluster, training=training, stages=stages, decisions=decisions

@@ -98,7 +98,14 @@ def plan_of(
     stages = tuple(
         Stage(start=edges[a], stop=edges[b], grid=Grid.of(number)) for number, (a, b) in enumerate(intervals)
     )
-    decisions = recompute_decisions(stages, edges, recompute, training.schedule, training.microbatches)
+    decisions = recompute_decisions(
+        stages,
+        edges,
+        recompute,
+        training.schedule,
+        training.microbatches,
+        shared=profile.at(training.microbatch_size).shared,
+    )
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 

@@ -103,7 +103,14 @@ def _cut(
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b)
     wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
-    decisions = recompute_decisions(stages, profile.edges, recompute, training.schedule, training.microbatches)
+    decisions = recompute_decisions(
+        stages,
+        profile.edges,
+        recompute,
+        training.schedule,
+        training.microbatches,
+        shared=profile.at(training.microbatch_size).shared,
+    )
     plan = Plan(profile=profile, cluster=wider, training=training, stages=stages, decisions=decisions)
     return plan, int(start > 0)
 

@@ -16,6 +16,7 @@ from typing import Literal
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
 from pipefit.grids import Stage
+from pipefit.sharing import SharedParameter
 
 Recompute = Literal["never", "always", "stages", "except_last", "except_one"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "stages", "except_last", "except_one")
@@ -40,12 +41,19 @@ def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: i
 
 
 def recompute_decisions(
-    stages: Sequence[Stage], edges: Sequence[int], recompute: Recompute, schedule: str, microbatches: int
+    stages: Sequence[Stage],
+    edges: Sequence[int],
+    recompute: Recompute,
+    schedule: str,
+    microbatches: int,
+    *,
+    shared: Sequence[SharedParameter] = (),
 ) -> tuple[Decision, ...]:
     """The decisions that a recompute setting makes for these stages.
 
     Args:
         edges: the first layer of every block, and the number of layers.
+        shared: parameters that layers share; blocks of a stage that share one are recomputed together.
 
     Raises:
         UsageError: there is no such setting.
@@ -61,12 +69,23 @@ def recompute_decisions(
         )
         for number, stage in enumerate(stages)
         if which is not None
-        for run in recomputed_runs(stage, edges, recompute)
+        for run in _runs(stage, edges if recompute == "always" else (), shared)
     )
 
 
-def recomputed_runs(stage: Stage, edges: Sequence[int], recompute: Recompute) -> Iterator[Run]:
-    """The runs of layers of a stage that are recomputed by themselves: its blocks, or all of it."""
-    inside = [edge for edge in edges if stage.start < edge < stage.stop] if recompute == "always" else []
-    for start, stop in pairwise([stage.start, *inside, stage.stop]):
+def _runs(stage: Stage, edges: Sequence[int], shared: Sequence[SharedParameter]) -> Iterator[Run]:
+    """The runs of layers of a stage that are recomputed by themselves."""
+    for start, stop in pairwise(cuts(edges, stage.start, stage.stop, shared)):
         yield Run(start=start, stop=stop)
+
+
+def cuts(edges: Sequence[int], start: int, stop: int, shared: Sequence[SharedParameter]) -> list[int]:
+    """The edges at which layers `start` to `stop - 1` may be run in parts, both ends included: not between layers that
+    share a trained parameter, whose gradients would be added up in another order.
+    """
+    inside = [edge for edge in edges if start < edge < stop]
+    for one in shared if inside else ():
+        users = [user for user in one.users if start <= user < stop]
+        if users and one.gradient_bytes:
+            inside = [edge for edge in inside if not users[0] < edge <= users[-1]]
+    return [start, *inside, stop]

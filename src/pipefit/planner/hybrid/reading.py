@@ -92,7 +92,12 @@ class Reader:
             for number, (start, stop) in enumerate(pairwise(edges))
         )
         decisions = decisions or recompute_decisions(
-            stages, question.edges, question.options.recompute, how.schedule, how.microbatches
+            stages,
+            question.edges,
+            question.options.recompute,
+            how.schedule,
+            how.microbatches,
+            shared=question.measurement.shared,
         )
         return Plan(
             profile=question.profile, cluster=question.cluster, training=how, stages=stages, decisions=tuple(decisions)

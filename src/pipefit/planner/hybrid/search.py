@@ -31,7 +31,7 @@ from pipefit.planner.hybrid.reading import Reader
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
 from pipefit.planner.hybrid.takes import States, states_of
 from pipefit.planner.question import Question, Split
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schedule.recompute_settings import Recompute, cuts
 from pipefit.texts import counted
 
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
@@ -105,10 +105,11 @@ def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
 
 def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int) -> Iterator[Decision]:
     """The decisions by which so many of the first blocks of a stage are recomputed in its way, if anything is."""
-    edges, recompute = question.edges[one.start : one.start + blocks + 1], one.way.recompute
-    if recompute == "never":
+    if one.way.recompute == "never":
         return
-    for start, stop in pairwise(edges if recompute == "always" else (edges[0], edges[-1])):
+    ends = question.edges[one.start], question.edges[one.start + blocks]
+    edges = question.edges if one.way.recompute == "always" else ()
+    for start, stop in pairwise(cuts(edges, *ends, question.measurement.shared)):
         yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
 
 
