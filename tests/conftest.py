@@ -45,11 +45,11 @@ def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def plans_are_not_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trainer in this process compares its plan with plain training, which tests do themselves, unless the test is
-    marked `compares_plans`: there are thousands of them.
+    """No trainer, here or in a worker, compares its plan with plain training, which tests do themselves, unless the
+    test is marked `compares_plans`: there are thousands of them, and some have layers at which a worker dies.
     """
-    if request.node.get_closest_marker("compares_plans") is None:
-        monkeypatch.setattr(comparison, "compare_plan_at_start", lambda *_: "")
+    is_marked = request.node.get_closest_marker("compares_plans") is not None
+    monkeypatch.setenv(comparison.PLANS, "1" if is_marked else "0")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ itself, if that is cheap beside training: where the host has the memory to spare
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -267,6 +268,9 @@ def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequen
     )
 
 
+PLANS = "PIPEFIT_COMPARE_PLANS"  # an environment variable: with 0, trainers compare no plan with plain training
+
+
 @dataclass(slots=True)
 class Comparisons:
     """What a trainer compares as it starts, and says of what it left out: `not_compared`, also as a warning."""
@@ -292,7 +296,8 @@ class Comparisons:
             else:
                 self._tell(compare_at_start(compared, self.plan, own, (first, second)))
                 _warn(what_microbatches_change(compared, self.plan, own, (first, second)))
-        self._tell(compare_plan_at_start(whole, self.plan, chain, (first, second)))
+        if os.environ.get(PLANS, "1") != "0":
+            self._tell(compare_plan_at_start(whole, self.plan, chain, (first, second)))
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
         """What ranks divide with what is whole; see `compare_divided`."""
