@@ -57,8 +57,8 @@ def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says(seed: int) -> None:
-    """For layers that do whatever a layer can, but share no parameters between blocks; of plain layers whose messages
-    are small beside what they save, it is what the simulator finds.
+    """For layers that do whatever a layer can, but share no parameters between blocks and do not work in place; of
+    plain layers on one device, it is what the simulator finds.
     """
     rng = Random(seed)
     is_plain = seed % 2 == 0
@@ -66,7 +66,8 @@ def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says
     model = plain(rng, count) if is_plain else hostile(rng, count, shared=0)
     plan = any_plan(rng, model, any_training(rng), stages=1 if is_plain else None, recompute="always")
     simulated, bound = Simulation(plan, steps=2).peak_bytes, predicted(plan, "always")
-    for device, nbytes in bound.items():
+    in_place = any(cost.mutates_inputs for cost in (*model.costs, model.loss))
+    for device, nbytes in bound.items() if not in_place else ():
         assert nbytes == simulated[device] if is_plain else nbytes <= simulated[device]
 
 

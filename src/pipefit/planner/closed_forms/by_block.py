@@ -9,7 +9,7 @@ last first. While block k of blocks i to j - 1 is at work, the device holds
 
 so that every peak is the highest over k of a number of block k alone, plus sums over the edges before it: running
 maxima. They are lower bounds of the ledger's peaks, and mostly equal to them. They are lower where blocks share a
-parameter, work in place on their inputs, or release inputs that earlier blocks keep.
+parameter, or release inputs that earlier blocks keep; of blocks that work in place on their inputs they may be either.
 
 Costs: as many numbers as four arrays of a band.
 """
