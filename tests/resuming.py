@@ -28,8 +28,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, checkpointing, saver
-from pipefit.runtime import trainer as trainers
+from pipefit.runtime import Trainer, checkpointing, execution, saver
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import Network
 from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
@@ -318,7 +317,7 @@ def faulty(fault: str, place: str, worker: int, step: int, once: str = "") -> Ta
     if here:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
         before("save", saver, "copied")
-        before("end", trainers, "tell")
+        before("end", execution, "tell")
         before("finish", Trainer, "finish")
     return replace(FEATURES["dropout"].task(), batch=batch)
 
