@@ -137,7 +137,7 @@ def test_a_checkpoint_keeps_the_buffers_that_feed_back_and_no_others() -> None:
     for reads in (True, False):
         task = task_with(lambda reads=reads: Average(reads=reads), by_hand=True)
         for count in (2, 3):
-            plan = plan_of(task, [4], microbatches=count, schedule="gpipe", recompute="always")
+            plan = plan_of(task, [4], microbatches=count, schedule="gpipe", recompute="stages")
             trace = simulate(plan, steps=2)
             first = [s for s in trace.devices[0].memory if s.step == 1 and s.action == f"0N{count - 1}"]
             peaks[reads, count] = sum(first[0].bytes)
@@ -148,7 +148,7 @@ def test_a_checkpoint_keeps_the_buffers_that_feed_back_and_no_others() -> None:
 def test_equal_layers_that_feed_back_are_folded() -> None:
     """A dry run of four of eight equal layers, each with buffers that feed back, tells the memory of all of them."""
     task = task_of(lambda: [spectral() for _ in range(8)], inputs=WIDTH, outputs=WIDTH)
-    plan = plan_of(task, [8], microbatches=3, schedule="gpipe", recompute="always")
+    plan = plan_of(task, [8], microbatches=3, schedule="gpipe", recompute="stages")
     folded, every = certify(task, plan), certify(task, plan, fold=False)
     assert folded == every
     assert [d.step_peak_bytes(1) for d in folded.devices] == [simulate(plan, steps=2).devices[0].step_peak_bytes(1)]
