@@ -40,7 +40,7 @@ def refuse_module(module: nn.Module, name: str) -> None:
 
 
 def _refuse_shared_memory(module: nn.Module, name: str) -> None:
-    """Check that no two parameters or buffers of `module` lie in the same memory if one is trained: layers of two
+    """Check that no parameters or buffers of two submodules lie in the same memory if one is trained: layers of two
     stages have memory of their own. One tensor may have several names.
 
     Raises:
@@ -57,9 +57,10 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
             run, storage, reached = [], storage_key(tensor), 0
         run.append((place, tensor))
         reached = max(reached, end)
-        if len(run) > 1 and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
+        apart = [one for one in run if one[0].rpartition(".")[0] != run[0][0].rpartition(".")[0]]
+        if apart and any(isinstance(one, nn.Parameter) and one.requires_grad for _, one in run):
             raise UsageError(
-                f"{run[0][0]} and {run[1][0]} of {name} are two tensors in the same memory, which two stages would "
+                f"{run[0][0]} and {apart[0][0]} of {name} are two tensors in the same memory, which two stages would "
                 "train apart: make them one parameter (b.weight = a.weight), or give one of them a copy"
             )
 
