@@ -125,10 +125,10 @@ def test_what_is_pinned_stays() -> None:
     """Where the question says what is recomputed, splits alone are chosen."""
     case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
     question = Question(
-        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(recompute="always")
+        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(recompute="stages")
     )
     found = solved(question, joint, name="joint")
-    assert [decision.why for decision in found.decisions] == ["recompute always was asked for"] * 4
+    assert [decision.why for decision in found.decisions] == ["recompute stages was asked for"] * 4
 
 
 def test_it_trains_what_fits_under_no_split() -> None:
