@@ -12,6 +12,10 @@ import secrets
 import tempfile
 from pathlib import Path
 
+# Flags of `os.open` for a file whose name somebody else may have given to a link or a pipe: neither is followed or
+# waited for, and no program that is started inherits it. Windows has none of the three.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
 
 def obstacle(folder: str | os.PathLike[str]) -> str:
     """What keeps us from making a file in a folder that exists, in the system's words; empty if nothing does."""

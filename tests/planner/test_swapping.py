@@ -170,7 +170,7 @@ def test_tensors_move_to_devices_that_have_memory_left() -> None:
     assert slow and not any(moves(one, MemberKind.DEVICE) for one in slow)
 
 
-@pytest.mark.parametrize("seed", [5, 16, 26])
+@pytest.mark.parametrize("seed", [2, 16, 26])
 def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
     """Of a stage of many blocks some move and others run again, because lenders have no room for all of them."""
     asked = lent(seed, times=1, layers=range(8, 13))

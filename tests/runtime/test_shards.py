@@ -358,12 +358,14 @@ def test_hooks_see_whole_gradients_or_are_refused() -> None:
     """A norm that every rank has whole keeps its hook; a product that ranks divide may have none."""
     task, module = hooked("0.norm.weight")
     found = profile(task, microbatch_size=4, tensor=(1, 2))
-    before = module.state_dict()["0.norm.weight"].clone()
+    other, alone = hooked("0.norm.weight")
+    alone.load_state_dict(module.state_dict())
     ranks = Trainer(task, grid_plan(found, [0, 6], [(1, 2)]))
     first = batches(task, ranks.plan, 1)[0]
     ranks.step(first)
-    assert torch.equal(module.state_dict()["0.norm.weight"], before)  # ranks have memory of their own
-    whole = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
+    assert equal(module.state_dict(), ranks.state_dict(), relative=0)  # it has what its ranks have trained
+    assert not torch.equal(module.state_dict()["0.norm.weight"], alone.state_dict()["0.norm.weight"])
+    whole = Trainer(other, grid_plan(found, [0, 6], [(1, 1)]))
     whole.step(first)
     assert equal(ranks.state_dict(), whole.state_dict(), relative=1e-9)
     with pytest.raises(UsageError, match=r"up\.weight has hooks on its gradient, and 2 ranks would share it"):

@@ -25,6 +25,7 @@ from typing import Any
 from pipefit.checkpoints.owner import Owner, process_start
 from pipefit.errors import FileError
 from pipefit.texts import printable
+from pipefit.writable import NO_LINK
 
 LOCK = "training.lock"
 _LARGEST = 1 << 16  # bytes that the file may have
@@ -125,7 +126,7 @@ def check_holder(directory: Path, owner: Owner) -> None:
         FileError: it names another, or is gone.
     """
     try:
-        file = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(directory / LOCK, os.O_RDONLY | NO_LINK)
     except OSError as error:
         raise FileError(
             f"{_named(directory / LOCK)}, by which this training holds its folder, cannot be read any more "
@@ -150,7 +151,7 @@ def _held(directory: Path, holder: Owner | None) -> str:
 
 def _opened(path: Path) -> int:
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     except OSError as error:
         raise FileError(
             f"{_named(path)}, by which a training holds its folder, cannot be opened: {error.strerror}; save to "

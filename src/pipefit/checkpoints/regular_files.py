@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipefit.errors import FileError, UnreadableCheckpoint
 from pipefit.texts import printable
+from pipefit.writable import NO_LINK
 
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 
@@ -30,7 +31,7 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
     """
     source = printable(os.fspath(path))
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        number = os.open(path, os.O_RDONLY | NO_LINK)
         with os.fdopen(number, "rb", buffering=0) as file:
             status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode):

@@ -23,10 +23,9 @@ from pathlib import Path
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
-from pipefit.writable import replace_file
+from pipefit.writable import NO_LINK, replace_file
 
 _VERSION = 5
-_A_FILE = os.O_NOFOLLOW | os.O_NONBLOCK  # a link in its place is not followed, and a pipe not waited for
 _DIGITS = 16  # of the digest of a line
 
 
@@ -57,7 +56,7 @@ class Cache:
 
     def _append(self, line: bytes) -> None:
         """Two workers may both begin the file: it then holds its first line twice."""
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _A_FILE, 0o644)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
             os.write(file, line if os.fstat(file).st_size else self._header + line)
         finally:
@@ -96,7 +95,7 @@ class _Reader:
 
     def _read_on(self) -> None:
         """The lines that have been added; what has no end yet is still being written."""
-        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _A_FILE)) as file:
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINK)) as file:
             file.seek(self._end)
             *lines, _ = file.read().split(b"\n")
         if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:

@@ -43,6 +43,7 @@ from pipefit.runtime.host import free_bytes
 from pipefit.runtime.loss_check import tolerance, what_microbatches_change
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.plan_comparison import compare_plan, enough_microbatches, passes
+from pipefit.runtime.replicas import Held
 from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
 from pipefit.sharding.comparison import compare_blocks
@@ -92,10 +93,11 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     except NotComparable as reason:
         raise UsageError(f"the numbers of {task.name} cannot be compared: {reason}; {_SMALLER}") from None
     found = compare(compared, _measured(own, plan, plan.measurement), batches, target=target)
+    divided = tuple(_certified(whole, plan))
     said = [_slices_apart(compared, plan, own, batches[0], data) for data in _degrees(plan)]
     said.append(what_microbatches_change(compared, plan, own, batches))
     trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if found.agrees else ""
-    return replace(found, besides=(*_certified(whole, plan), trained, *(f"; but {one}" for one in said if one)))
+    return replace(found, besides=(*divided, trained, *(f"; but {one}" for one in said if one)))
 
 
 def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -238,9 +240,9 @@ def _not_compared(whole: Task, reason: NotComparable) -> str:
     )
 
 
-def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], held: Held) -> str:
     """Compare training by `plan` with plain training, for as many microbatches as are cheap. Nothing, or why it was
-    not compared.
+    not compared. Chains that ranks divide are `held` to whole ones before.
 
     Raises:
         UsageError: it trains other numbers; says which.
@@ -257,7 +259,7 @@ def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequen
             break
     if not reason:
         try:
-            compare_plan(whole, plan, chain.measured(plan.measurement), batches, count).check()
+            compare_plan(whole, plan, chain.measured(plan.measurement), batches, count, held=held).check()
         except NotComparable as error:
             reason = str(error)
         else:
@@ -278,6 +280,7 @@ class Comparisons:
     plan: Plan
     wanted: bool
     not_compared: str = ""
+    _plan_compared: bool = False
 
     def of_chain(self, whole: Task, chain: Chain, first: Sample, *, rank: int) -> None:
         """The module with its chain, and the loss of microbatches with that of more samples, by the first of several
@@ -297,11 +300,13 @@ class Comparisons:
                 self._tell(compare_at_start(compared, self.plan, own, (first, second)))
                 _warn(what_microbatches_change(compared, self.plan, own, (first, second)))
         if os.environ.get(PLANS, "1") != "0":
-            self._tell(compare_plan_at_start(whole, self.plan, chain, (first, second)))
+            left_out = compare_plan_at_start(whole, self.plan, chain, (first, second), self.of_ranks)
+            self._plan_compared = not left_out
+            self._tell(left_out)
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
-        """What ranks divide with what is whole; see `compare_divided`."""
-        if self.wanted:
+        """What ranks divide with what is whole, once; see `compare_divided`."""
+        if self.wanted and not self._plan_compared:
             self._tell(compare_divided(divided, batch))
 
     def _tell(self, reason: str) -> None:

@@ -41,7 +41,7 @@ from pipefit.runtime.execution import Execution
 from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.lending import Lending
 from pipefit.runtime.programs import Programs
-from pipefit.runtime.replicas import trained_sources
+from pipefit.runtime.replicas import Held, trained_sources
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.site import Site
 from pipefit.runtime.stage import StageRunner
@@ -49,6 +49,7 @@ from pipefit.runtime.state import StageState
 from pipefit.runtime.tensor_groups import Together
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import Entered, is_endless, whole_run
+from pipefit.sharding.chain import ShardedChain
 from pipefit.texts import counted
 
 STEPS = 2
@@ -105,9 +106,16 @@ class PlanNumbers:
         )
 
 
-def compare_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int) -> PlanNumbers:
+def _not_held(divided: ShardedChain, batch: Sample) -> None:
+    """Compare nothing."""
+
+
+def compare_plan(
+    whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int, *, held: Held = _not_held
+) -> PlanNumbers:
     """Compare two steps of `plan`, of so many microbatches, with plain training of the module of `whole`, of which
-    `chain` was made; both on copies. The samples are those of `batches`, which are microbatches.
+    `chain` was made; both on copies. The samples are those of `batches`, which are microbatches. Chains that ranks
+    divide are `held` to whole ones before.
 
     Raises:
         NotComparable: plain training cannot say what is right; says why.
@@ -117,7 +125,7 @@ def compare_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample
         raise NotComparable(f"schedule {plan.training.schedule} trains with older weights than a plain loop")
     steps = _steps(batches, plan.training.microbatch_size, microbatches)
     with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target):
-        net = _Net(whole, plan, chain, steps)
+        net = _Net(whole, plan, chain, steps, held)
         try:
             with tensors_put_back(net.module):
                 return net.compare()
@@ -156,6 +164,7 @@ class _Net:
     plan: Plan
     chain: Chain
     steps: Sequence[Sequence[Sample]]
+    held: Held
 
     def compare(self) -> PlanNumbers:
         drew, slices = self._probed()
@@ -293,7 +302,7 @@ class _Net:
         groups, run = Together(here), whole_run(self.plan)
         site = Site(
             task=task,
-            sources=trained_sources(self.plan, task, chain, groups, copies=True, held=lambda *_: None),
+            sources=trained_sources(self.plan, task, chain, groups, copies=True, held=self.held),
             plan=self.plan,
             program=run,
             transport=InProcess(),
