@@ -28,8 +28,20 @@ test: $(VENV)/.installed
 gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
 
+# Small mistakes in a module, each made in a clone, and whether the tests notice them: what survives is listed.
+# make mutants MODULE=src/pipefit/cost/passes.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
+MODULE := src/pipefit/schedule
+TESTS := tests/schedule tests/cost tests/simulator
 mutants: $(VENV)/.installed
-	$(RUN)/python tests/mutate.py
+	rm -rf build/mutants && mkdir -p build/mutants
+	git clone --quiet . build/mutants/tree
+	$(PYTHON) -m venv build/mutants/venv
+	build/mutants/venv/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray
+	printf '[cosmic-ray]\nmodule-path = "%s"\ntimeout = 180.0\ntest-command = "%s"\n[cosmic-ray.distributor]\nname = "local"\n' \
+		'$(MODULE)' '$(CURDIR)/$(RUN)/python -m pytest -q -x -p no:cacheprovider $(TESTS)' > build/mutants/tree/mutants.toml
+	cd build/mutants/tree && export PYTHONPATH=$$PWD/src && ../venv/bin/cosmic-ray init mutants.toml ../session.sqlite \
+		&& ../venv/bin/cosmic-ray exec mutants.toml ../session.sqlite
+	build/mutants/venv/bin/cr-report --surviving-only --show-diff build/mutants/session.sqlite
 
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(RUN)/python tests/fuzz.py 10000 2000

@@ -26,18 +26,6 @@ def test_every_test_says_what_it_shows(path: Path) -> None:
     assert [test.name for test in tests if not ast.get_docstring(test)] == []
 
 
-def test_half_of_all_functions_fit_in_ten_lines() -> None:
-    """The median function has ten lines or fewer, without its docstring."""
-    lengths = sorted(
-        node.end_lineno - node.body[bool(ast.get_docstring(node))].lineno + 1
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > bool(ast.get_docstring(node))
-        if node.end_lineno is not None
-    )
-    assert lengths[len(lengths) // 2] <= 10
-
-
 def test_counts_are_written_with_their_nouns() -> None:
     """`{len(x)} layers` is wrong of one layer: `counted` writes a number with its noun, in the plural or not."""
     bare = [
@@ -52,17 +40,6 @@ def test_counts_are_written_with_their_nouns() -> None:
     assert not bare
 
 
-def test_every_mutant_quotes_text_that_is_there_once() -> None:
-    """Whoever changes a line that a mutant quotes writes the same mistake against the new line; its tests exist."""
-    listed = tomllib.loads((HERE / "mutants.toml").read_text())
-    mutants = listed["mutant"]
-    texts = {mutant["file"]: (ROOT / "src" / "pipefit" / mutant["file"]).read_text() for mutant in mutants}
-    assert [mutant["what"] for mutant in mutants if texts[mutant["file"]].count(mutant["old"]) != 1] == []
-    assert {name for mutant in mutants for name in mutant["tests"]} == {*listed["tests"]}
-    files = {test.partition("::")[0] for tests in listed["tests"].values() for test in tests}
-    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
-
-
 def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
     """The layers on the page are those of the contract, line by line."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -70,12 +47,3 @@ def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
         (ROOT / "ARCHITECTURE.md").read_text().partition("## The order of imports")[2].partition("Imports point")[0]
     )
     assert [line.strip() for line in section.strip().splitlines()] == contracts[0]["layers"]
-
-
-def test_the_map_names_every_module_of_the_package() -> None:
-    """Each file and folder of the package has a place on the map."""
-    rows = (ROOT / "ARCHITECTURE.md").read_text().partition("## The map")[2].partition("## The order")[0]
-    package = ROOT / "src" / "pipefit"
-    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    files = {path.stem for path in package.glob("*.py") if not path.stem.startswith("_")}
-    assert sorted(name for name in folders | files if f"`{name}`" not in rows) == []
