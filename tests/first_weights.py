@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing as mp
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import divided
 from pipefit.capture import Task
 
 WIDE = 2048  # features of a large layer, of 16 MiB
@@ -162,3 +164,25 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def aliased() -> Task:
     """A task of layers that have a buffer in their weight."""
     return Task(partial(sequence_of, Aliased), batch=partial(batch, WIDTH), loss=F.mse_loss, optimizer=sgd)
+
+
+# -------------------------------------------------------------------- modules that exist
+
+
+def tied() -> list[nn.Module]:
+    """Layers of which the first and another one share two weights."""
+    first = divided.Wide(dropout=0.0)
+    return [first, nn.Tanh(), divided.Again(first), nn.Linear(divided.WIDTH, 4)]
+
+
+def existing(layers: Callable[[], list[nn.Module]], *, seeded: bool = False) -> Task:
+    """A task whose module is there already, of random weights; others in each worker if `seeded` by its number."""
+    if seeded:
+        name = mp.current_process().name
+        torch.manual_seed(int(name.rpartition("-")[2]) if name.startswith("pipefit-worker") else 0)
+    return Task(nn.Sequential(*layers()).double(), batch=divided.batch, loss=F.mse_loss, optimizer=slow)
+
+
+def slow(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer under which no model diverges."""
+    return torch.optim.SGD(parameters, lr=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import divided
 import first_weights
 import pipefit
 from pipefit.capture import Task
@@ -100,3 +103,42 @@ def test_a_buffer_in_a_weight_follows_it() -> None:
         optimizer.step()
         plain.append(sum(parts).item())
     assert losses == pytest.approx(plain, rel=1e-6)
+
+
+GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[Grid, ...]]] = {
+    "replicas": (divided.still, (Grid(devices=(0, 1), data=2),)),
+    "replicas that divide parameters": (divided.still, (Grid(devices=(0, 1), data=2, shard="parameters"),)),
+    "tensor shards": (divided.still, (Grid(devices=(0, 1), tensor=2),)),
+    "stages that share weights": (first_weights.tied, (Grid.of(0), Grid.of(1))),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_module_that_exists_is_that_of_the_first_worker(grid: str, seeded: bool) -> None:
+    """The function that returns it is called after the training's seed. Where the weights in workers differ all the
+    same, all take up the first one's, as replicas, shards and shared weights must: the losses are plain training's.
+    """
+    layers, grids = GRIDS[grid]
+    torch.manual_seed(0 if seeded else SEED)
+    module = nn.Sequential(*layers()).double()
+    task = partial(first_weights.existing, layers, seeded=seeded)
+    profile = pipefit.profile(task(), microbatch_size=(2, 1), tensor=(1, 2))
+    cuts = [0, len(module)] if len(grids) == 1 else [0, 2, len(module)]
+    plan = Plan(
+        profile=profile,
+        cluster=Cluster.emulated((2, 1 << 30)),
+        training=Training(batch_size=4, microbatches=2, precision="float64"),
+        stages=tuple(Stage(start=a, stop=b, grid=grid) for (a, b), grid in zip(pairwise(cuts), grids, strict=True)),
+    )
+    losses, _ = pipefit.train(task, plan, steps=3, seed=SEED, numbers=False)
+    optimizer, plain = first_weights.slow(module.parameters()), []
+    for step in range(3):
+        torch.manual_seed(SEED + step)
+        inputs, targets = divided.batch(4)
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        plain.append(loss.item())
+    assert losses == pytest.approx(plain, rel=1e-9)

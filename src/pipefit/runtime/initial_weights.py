@@ -9,6 +9,8 @@ not train is freed before its first step.
 A worker builds the whole model itself where it cannot do without the bytes: the task has a module, and no function that
 builds one; the function returns a module that exists already; parameters share memory; a layer holds a tensor that
 copies of it do not reach, as one that a function of C holds; or the plan has tensor shards, which are parts of a whole.
+It takes up the first worker's weights then too, as the random numbers of its own module may have been others: replicas,
+shards and weights that stages share have to begin alike.
 """
 
 from __future__ import annotations
@@ -62,21 +64,23 @@ def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWei
     """The model as this worker needs it, captured with `first`, a microbatch: with bytes at least for its own layers.
 
     All workers must call it. `on_weights` is called with whether this worker waits for another, again and again. In a
-    single process, and where the task has a module that exists, it is the whole model.
+    single process, and where the task has a module that exists, it is the whole model; all workers train the weights
+    of the first one's.
 
     Raises:
         UsageError: the model cannot be built or captured.
         PeerLost: another worker failed meanwhile.
     """
-    if not dist.is_initialized() or isinstance(task.module, nn.Module) or tensor_groups(plan):
+    exists = isinstance(task.module, nn.Module)
+    if not dist.is_initialized() or (tensor_groups(plan) and not exists):
         return _whole(task, plan, seed, first)
     rank = dist.get_rank()
-    bare = None if rank == 0 else _without_bytes(task, plan, seed, first)
+    bare = None if rank == 0 or exists else _without_bytes(task, plan, seed, first)
     start = bare or _whole(task, plan, seed, first)
     kept = kept_layers(plan)
     with _between_workers(plan) as group:
         on_weights(rank > 0)
-        forms = None if bare is None else list(map(_form, _tensors(bare.chain, plan, rank, kept)))
+        forms = list(map(_form, _tensors(start.chain, plan, rank, kept)))
         is_same = _compared(forms, start.chain, plan, group, kept)
         for worker, same in enumerate(is_same):
             if same and rank in (0, worker):
@@ -182,7 +186,8 @@ def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container
     found: dict[tuple[bool, int], Tensor] = {}
     for number in _numbers(plan, worker):
         layer = chain.layers[number]
-        for parameter in layer.module.parameters() if number in kept[plan.workers[worker]] else ():
+        parameters = tuple(layer.module.parameters()) if number in kept[plan.workers[worker]] else ()
+        for parameter in _strided(parameters):
             found.setdefault((True, id(parameter)), parameter.detach())
         for tensor in _strided((*layer.module.buffers(), *constants(layer.module))):
             found.setdefault((False, storage_key(tensor)), flat(tensor.detach()))
@@ -198,14 +203,14 @@ def _form(tensor: Tensor) -> Form:
 
 
 def _compared(
-    forms: list[Form] | None, chain: Chain, plan: Plan, group: dist.ProcessGroup, kept: Mapping[int, Container[int]]
+    forms: list[Form], chain: Chain, plan: Plan, group: dist.ProcessGroup, kept: Mapping[int, Container[int]]
 ) -> list[bool]:
-    """For every worker, whether it waits for tensors, of these `forms`, and worker 0 has the same in its `chain`."""
+    """For every worker, whether its tensors have the `forms` of those that worker 0 has in its `chain`."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, forms, group=group)
     same: list[Any] = [None]
     if dist.get_rank() == 0:
-        same = [[f is not None and f == list(map(_form, _tensors(chain, plan, n, kept))) for n, f in enumerate(told)]]
+        same = [[n > 0 and f == list(map(_form, _tensors(chain, plan, n, kept))) for n, f in enumerate(told)]]
     dist.broadcast_object_list(same, src=0, group=group)
     found: list[bool] = same[0]
     return found
@@ -235,11 +240,16 @@ def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnW
 
 
 def _receive(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:
-    dense = tensor.contiguous()
+    """Take up what worker 0 sends; bytes that are the same are not written, as pages of a file may be shared."""
+    dense, differs = tensor.contiguous(), False
     for piece in _pieces(dense):
         on_weights(True)
-        dist.recv(piece, 0, group=group)
-    if not tensor.is_contiguous():
+        received = torch.empty(piece.shape, dtype=piece.dtype)
+        dist.recv(received, 0, group=group)
+        if not torch.equal(piece.cpu(), received):
+            piece.copy_(received)
+            differs = True
+    if differs and not tensor.is_contiguous():
         tensor.copy_(dense)
 
 

@@ -194,6 +194,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
     """This worker's part of the training; its device's trace and the seconds of every step."""
     orders, workers = assignment.orders, assignment.plan.workers
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
+    torch.manual_seed(orders.seed)  # for a task whose function makes a module, and not a function that builds one
     task = _task(assignment.task)
     heartbeat.at(RENDEZVOUS)
     rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
