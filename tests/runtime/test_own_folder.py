@@ -21,7 +21,7 @@ import pytest
 from pipefit.checkpoints import find, folders, owner
 from pipefit.checkpoints.hold import LOCK, check_holder
 from pipefit.cli import main
-from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning
+from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning, UsageError
 from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.saving import Saving
@@ -277,6 +277,23 @@ def test_a_script_holds_its_folder_from_its_first_line(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).exists()
     trainer.finish()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_script_with_another_seed_goes_on_from_no_step(tmp_path: Path) -> None:
+    """It would train what neither seed trains: the weights of one, and batches of the other. `load` is for those who
+    want the checkpoint's seed.
+    """
+    plan, batch = plan_for("dropout", "1f1b", (3, 3)), batches_of("dropout")[0]
+    first, second, third = (trainer_for("dropout", plan, seed=seed) for seed in (SEED, NEXT, SEED))
+    first.step(batch)
+    first.save(tmp_path)
+    first.finish()
+    with pytest.raises(
+        UsageError, match=rf"step-00000001 was trained with seed {SEED}, and this training has .* {NEXT}"
+    ):
+        second.resume(tmp_path)
+    assert second.load(tmp_path) == 1
+    assert third.resume(tmp_path) == 1
 
 
 def test_a_trainer_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:

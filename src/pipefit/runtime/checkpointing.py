@@ -27,6 +27,7 @@ from pipefit.errors import (
     PipefitError,
     PipefitWarning,
     SaveFailed,
+    UsageError,
     in_one_line,
 )
 from pipefit.pieces import adapter
@@ -153,6 +154,7 @@ class Checkpointing:
         Raises:
             FileError: another training holds it, or worker 0 could not; or as `load`.
             OutOfMemory: the optimizer's state does not fit a device.
+            UsageError: the checkpoint was trained with another seed.
         """
         self.wait()
         error, steps = None, 0
@@ -164,19 +166,21 @@ class Checkpointing:
                 error = failed
         if self._saver.which(error is not None, self._on_load):
             raise error or FileError(f"worker 0 cannot hold {printable(str(directory))}, and tells why")
-        return self.load(directory) if self._saver.which(bool(steps), self._on_load) else None
+        there = self._saver.which(bool(steps), self._on_load)
+        return self.load(directory, seed=self._all[0].seed) if there else None
 
-    def load(self, path: str | os.PathLike[str]) -> int:
+    def load(self, path: str | os.PathLike[str], *, seed: int | None = None) -> int:
         """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
 
         Raises:
             FileError: there is none; it is damaged, or of another task, or of a training that took the folder while
                 torchrun started this one again.
             OutOfMemory: the optimizer's state does not fit a device.
+            UsageError: it was trained with another seed than `seed`, if one is given.
         """
         self.wait()
         candidates = Candidates(path)
-        checkpoint, tensors = self._read(candidates)
+        checkpoint, tensors = self._read(candidates, seed)
         manifest = checkpoint.manifest
         try:
             restore(checkpoint, tensors, self._all, self.names)
@@ -193,7 +197,7 @@ class Checkpointing:
         self._first, self._damaged = manifest.step, candidates.damaged
         return manifest.step
 
-    def _read(self, candidates: Candidates) -> tuple[Checkpoint, dict[str, Tensor]]:
+    def _read(self, candidates: Candidates, seed: int | None) -> tuple[Checkpoint, dict[str, Tensor]]:
         """The newest checkpoint that all workers can read, and what this one needs of it."""
         while True:
             checkpoint = candidates.take()
@@ -206,6 +210,7 @@ class Checkpointing:
             try:
                 check_task(checkpoint, self.plan.profile)
                 self._check_run(checkpoint)
+                _check_seed(checkpoint, seed)
                 error, tensors = None, read_for(checkpoint, self._all, self.names)
             except DamagedCheckpoint as damage:
                 error, tensors = damage, {}
@@ -320,6 +325,20 @@ class Checkpointing:
             groups=tuple(group for part in parts for group in part.groups),
             numbers=tuple(numbers for part in parts for numbers in part.numbers),
             scheduler=joined_settings([part.scheduler for part in parts if part.scheduler is not None]),
+        )
+
+
+def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
+    """Check that a script which is started again goes on with its own seed, by which it draws its batches too.
+
+    Raises:
+        UsageError: the checkpoint was trained with another one.
+    """
+    trained = checkpoint.manifest.seed
+    if seed not in (None, trained):
+        raise UsageError(
+            f"{printable(str(checkpoint.folder))} was trained with seed {trained}, and this training has seed {seed}: "
+            "give it that seed to go on (Trainer.load takes the checkpoint's), or save to another folder"
         )
 
 

@@ -368,6 +368,7 @@ class Trainer:
         Raises:
             FileError: another training saves there; or as `load`.
             OutOfMemory: the optimizer's state does not fit a device.
+            UsageError: its checkpoint was trained with another seed than this trainer's.
         """
         self._drain()
         return self._goes_on(self._checkpoints.resume(path_of(directory)))
