@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		$(PIP_ARGS) 'torch==2.13.0' -e '.[dev]'
-	PYTHONDONTWRITEBYTECODE= $(RUN)/python -c 'import pipefit.runtime.worker'
+	PYTHONDONTWRITEBYTECODE= $(RUN)/python -c 'import pipefit.runtime.launch.worker'
 	PYTHONDONTWRITEBYTECODE= $(RUN)/pipefit plan hf:gpt2 --set n_layer=1 --cluster 4x-titan-rtx --batch-size 4 > /dev/null
 	touch $@
 
@@ -29,7 +29,7 @@ gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
 
 # Small mistakes in a module, each made in a clone, and whether the tests notice them: what survives is listed.
-# make mutants MODULE=src/pipefit/cost/passes.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
+# make mutants MODULE=src/pipefit/memory/passes.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
 MODULE := src/pipefit/schedule
 TESTS := tests/schedule tests/cost tests/simulator
 mutants: $(VENV)/.installed
@@ -78,7 +78,7 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict --quiet
 
 schemas: $(VENV)/.installed
-	$(RUN)/python -m pipefit.files docs/schemas
+	$(RUN)/python -m pipefit.schema.json_io docs/schemas
 
 format: $(VENV)/.installed
 	$(RUN)/ruff check --fix .

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from partitioners import SCHEDULES, Setting
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.fitting.growth import Demand
+from pipefit.largest.growth import Demand
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile, Target
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import ModelProfile, Target
+from pipefit.schema.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

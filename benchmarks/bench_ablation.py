@@ -36,14 +36,14 @@ from bench_demands import BERT, GPT
 from bench_mpress import GIB, Asked, Row, Way, answered, by_question, cell, line, read, written
 from bench_time import OFFLOAD, blocks, kind_of, offloadable, offloaded, profiled
 from page_tables import markdown, put
-from pipefit.cost.time import layer_seconds
+from pipefit.models import build
+from pipefit.models.transformer import AttentionKind
 from pipefit.planner import Means, Options, Question, joint, solved
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.zoo import build
-from pipefit.zoo.transformer import AttentionKind
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import Simulation
+from pipefit.timing import layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "ablation.json"
 NOTHING = Means(recompute="never", host=False, peers=False)

@@ -60,16 +60,16 @@ from partitioners import (
     splits_of_times,
     splitters,
 )
-from pipefit.files import load_cluster
-from pipefit.fits import Attempt, Fit
-from pipefit.fitting.certified import find
-from pipefit.fitting.growth import Growth, setting
+from pipefit.largest.growth import Growth, setting
+from pipefit.largest.search import find
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner import Answer
-from pipefit.predictions import Prediction
 from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.plan import Prediction
+from pipefit.schema.profile import ModelProfile
 from pipefit.tables import Table, plain
 from torchgpipe_balance import torchgpipe_times
 

@@ -43,10 +43,10 @@ TITLES = {"llama": "Llama, 7 B", "gpt2": "GPT-2 XL, 1.5 B"}
 def measure(name: str) -> dict[str, Any]:
     """Seconds and peak bytes of one model, in this process."""
     from pipefit.capture.sample import sample
-    from pipefit.fake.chain import fake_chain
-    from pipefit.fake.target import FakeTarget
+    from pipefit.fake_cuda.chain import fake_chain
+    from pipefit.fake_cuda.target import FakeTarget
+    from pipefit.models.hugging_face import hf
     from pipefit.profiler import profile
-    from pipefit.zoo.huggingface import hf
 
     task = hf(name, **MODELS[name])
     like = sample(task, 1)

@@ -33,8 +33,8 @@ import torch.distributed.checkpoint as dcp
 
 import pipefit
 from measured_on import machine
+from pipefit.models import build
 from pipefit.runtime import Trainer
-from pipefit.zoo import build
 
 BATCH = 4
 Saved = Callable[[], Any]  # returns when the checkpoint is whole

@@ -45,25 +45,23 @@ import pipefit
 from bench_joint_real import pace, slowed
 from bench_overlap import Row, agreement, line, row
 from measured_on import machine
-from pipefit.actions import SENDS, Action
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Group
-from pipefit.cost.time import layer_seconds
-from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.places import Member
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime.passes import Passes
-from pipefit.runtime.stage import StageRunner
-from pipefit.runtime.transport import Network
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.work import Collective
-from pipefit.zoo import build
+from pipefit.runtime.comm.transport import Network
+from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.schema.actions import SENDS, Action
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member
+from pipefit.schema.grids import Sharding
+from pipefit.schema.layer_costs import Collective
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.timing import Group, layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "degrees_real.json"
 GPT = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000, "sequence": 256}

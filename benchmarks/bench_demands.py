@@ -8,7 +8,7 @@ paper's; and those of the larger members of both families, of which the paper ha
 
 A minute. What is assumed, because the paper does not say it:
 
-- shapes, heads and attention of `pipefit.zoo.mpress`: BERT large with the head of SQuAD and the usual kernels; with
+- shapes, heads and attention of `pipefit.models.mpress`: BERT large with the head of SQuAD and the usual kernels; with
   plain operations (`unfused`) or a head over the vocabulary it would need more than the paper says;
 - blocks are spread evenly, where GPT's head counts as one block, which takes about as long. Stages that hold one more
   are the latest but for the last one, which has the fewest microbatches in flight;
@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from measured_on import machine
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.models import build
+from pipefit.models.mpress import BERT_SHAPES, GPT_LAYERS
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Precision, Training, Versions
-from pipefit.zoo import build
-from pipefit.zoo.mpress import BERT_SHAPES, GPT_LAYERS
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Precision, Training, Versions
+from pipefit.simulate import Simulation
 
 DEVICES, MICROBATCHES = 8, 16
 CONTEXT_BYTES = 400_000_000

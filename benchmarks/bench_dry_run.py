@@ -20,12 +20,12 @@ from time import process_time
 
 from measured_on import machine
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
+from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
 
 DEVICES, ROOM = 8, 1 << 40
 

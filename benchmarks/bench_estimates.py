@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 import pipefit
 from measured_on import machine
 from page_tables import markdown, with_tables
+from pipefit.models.hugging_face import hf
 from pipefit.units import format_bytes
-from pipefit.zoo.huggingface import hf
 
 PAGE, TITLE = Path(__file__).parents[1] / "docs" / "fit.md", "beside accelerate"
 ASKED = (("distilbert", 1, 128), ("bert", 1, 128), ("gpt2", 1, 128), ("gpt2", 1, 512), ("opt", 1, 128), ("vit", 1, 0))

@@ -36,14 +36,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from made_up import layer, measurement, profile, training, value
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, What
-from pipefit.grids import Grid, Stage
-from pipefit.planner import Means, Options, Planner, Question, joint, mpress, solved
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner import Means, Options, Planner, Question, joint, solved
+from pipefit.planner.baselines import mpress
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from tight import cluster, keeping_layer
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"

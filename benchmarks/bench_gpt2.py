@@ -25,12 +25,12 @@ import pipefit
 from measured_on import machine
 from page_tables import markdown, put
 from pipefit.errors import InfeasibleError, UsageError
+from pipefit.models.hugging_face import hf
 from pipefit.planner import ON_GRIDS, PLANNERS
 from pipefit.planner import plan as planned
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "gpt2.json"
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"

@@ -43,28 +43,29 @@ from typing import Any, NamedTuple
 
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit import zoo
+from pipefit import models
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.places import parse_place
-from pipefit.planner import Options, Question, alpa, capture, exact, lean, parameters, uniform
-from pipefit.planner.capture import CaptureOptions
+from pipefit.lowering.passes.collectives import bucket_edges
+from pipefit.memory.arenas import shortage
+from pipefit.models.hugging_face import hf
+from pipefit.planner import Options, Question, exact, lean
+from pipefit.planner.baselines import alpa, capture, simple
+from pipefit.planner.baselines.capture import CaptureOptions
 from pipefit.planner.degrees import divisors
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
-from pipefit.planner.question import Found, Planner, Split
+from pipefit.planner.problem import Found, Planner, Split
 from pipefit.planner.replicas import in_replicas
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.room import shortage
-from pipefit.schedule.sums import bucket_edges
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "grids.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planners" / "capture.md"
@@ -72,11 +73,11 @@ GIB = 1 << 30
 BATCH = 128
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16}
 MODELS: dict[str, Callable[[], Task]] = {
-    "gpt": lambda: zoo.build("gpt", **LARGE, sequence=512),
-    "bert": lambda: zoo.build("bert", **LARGE, sequence=512),
-    "wide resnet": lambda: zoo.build("resnet", width=160),
-    "u-net": lambda: zoo.build("unet"),
-    "amoebanet": lambda: zoo.build("amoebanet", layers=18, filters=256),
+    "gpt": lambda: models.build("gpt", **LARGE, sequence=512),
+    "bert": lambda: models.build("bert", **LARGE, sequence=512),
+    "wide resnet": lambda: models.build("resnet", width=160),
+    "u-net": lambda: models.build("unet"),
+    "amoebanet": lambda: models.build("amoebanet", layers=18, filters=256),
     "encoder-decoder": lambda: hf("t5", num_layers=12, d_model=768, d_ff=3072, num_heads=12, sequence=256),
     "experts": lambda: hf(
         "mixtral", num_hidden_layers=8, hidden_size=512, intermediate_size=1792, num_attention_heads=8,
@@ -213,8 +214,8 @@ PLANNERS: dict[str, Callable[[list[Question]], Plan]] = {
     "capture": lambda asked: chosen(capture, asked),
     "capture early": lambda asked: chosen(lambda one: capture(one, CaptureOptions(early_release=True)), asked),
     "alpa": lambda asked: chosen(alpa, asked),
-    "megatron": lambda asked: fixed(uniform, asked),
-    "deepspeed": lambda asked: fixed(parameters, asked),
+    "megatron": lambda asked: fixed(simple, asked),
+    "deepspeed": lambda asked: fixed(simple, asked),
     "fsdp": lambda asked: quickest(on_all(asked, "parameters")),
     "fsdp lean": lambda asked: leanest(on_all(asked, "parameters")),
     "offload": lambda asked: quickest(on_all(asked, "gradients", *OFFLOAD)),

@@ -45,22 +45,21 @@ import pipefit
 from gallery import MODELS
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.actions import Action
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.cost.time import Seconds, layer_seconds
-from pipefit.devices import DeviceKind, Link
 from pipefit.errors import InfeasibleError, OutOfMemory, PipefitWarning, UsageError
-from pipefit.places import Member
 from pipefit.planner import PLANNERS, Options, Question, solved
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime.flight import Flight
-from pipefit.runtime.passes import Passes
-from pipefit.runtime.stage import StageRunner
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.runtime.engine.flight import Flight
+from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.schema.actions import Action
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import DeviceKind, Link, Member
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.timing import Seconds, layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "joint_real.json"
 NAMES = (

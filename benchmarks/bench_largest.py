@@ -48,13 +48,13 @@ from partitioners import (
     torchgpipe_splits,
 )
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
-from pipefit.fingerprints import Fingerprint
-from pipefit.fitting.search import edge
-from pipefit.plans import Plan
+from pipefit.largest.search import edge
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Fingerprint
 from pipefit.tables import Table, plain
 from pipefit.units import MIB
 

@@ -2,8 +2,8 @@
 
 CAPTURE predicts the peak of a stage from runs at some batch sizes, by a straight line through them. Here lines go
 through runs at `FITTED` samples, and what they say of every range of blocks at other sizes is compared with runs at
-these, as `planner.capture` makes both: two microbatches kept, between two other stages. Runs are read from exact
-profiles for CUDA.
+these, as `planner.baselines.capture` makes both: two microbatches kept, between two other stages. Runs are read from
+exact profiles for CUDA.
 
     python benchmarks/bench_lines.py [--models gpt bert ...] [--json FILE] [--tables]
 
@@ -24,10 +24,10 @@ from bench_grids import MODELS, PAGE, cluster, measured
 from measured_on import machine
 from page_tables import markdown, put
 from pipefit.planner import Question
-from pipefit.planner.capture import Runs
+from pipefit.planner.baselines.capture import Runs
 from pipefit.planner.degrees import SINGLE
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 
 RESULTS = Path(__file__).parent / "results" / "lines.json"
 FITTED = 2, 32  # samples in a microbatch

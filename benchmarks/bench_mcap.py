@@ -23,17 +23,16 @@ from math import comb
 from pathlib import Path
 
 from measured_on import machine
-from pipefit.additive_costs import AdditiveCosts
-from pipefit.cluster import Cluster
+from pipefit.models import build
 from pipefit.planner import plan
-from pipefit.planner.mcap_bo import estimates
+from pipefit.planner.baselines.mcap import estimates
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import plan_of, profile_incrementally
-from pipefit.profiler.partitionings import Edges, intervals
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.profiler.training_runs.incremental import plan_of, profile_incrementally
+from pipefit.profiler.training_runs.runs import Edges, intervals
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import AdditiveCosts, ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 SCHEDULE, RECOMPUTE = "torchgpipe", "except_last"
 MODELS = (("vgg11", {}, 92, 12), ("amoebanet", {"layers": 36, "filters": 544}, 8, 4))

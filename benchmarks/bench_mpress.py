@@ -39,14 +39,14 @@ from typing import Any, NamedTuple
 from bench_demands import BERT, GPT, Job, profiled
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
-from pipefit.planner.accounts import accounts
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner.driver import accounts
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "mpress.json"
 RESERVE = 2 << 30

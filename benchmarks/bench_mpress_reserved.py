@@ -24,11 +24,11 @@ from pathlib import Path
 from bench_mpress import MACHINES, WAYS, Asked, questions
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.allocator import AllocatorSettings
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.models import build
 from pipefit.planner import PLANNERS, solved
-from pipefit.runtime.dry_run import certify_each
-from pipefit.trace import DeviceTrace
-from pipefit.zoo import build
+from pipefit.runtime.dry_run.certify import certify_each
+from pipefit.schema.trace import DeviceTrace
 
 RESULTS = Path(__file__).parent / "results" / "mpress_reserved.json"
 SETTINGS = {"fixed": AllocatorSettings(), "expandable": AllocatorSettings(expandable=True)}

@@ -34,8 +34,8 @@ from pathlib import Path
 import pipefit
 from measured_on import machine
 from overlap_plans import make_plan, make_task, named_plans, random_plans
-from pipefit.plans import Plan
-from pipefit.simulator import simulate
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 
 STEPS = 4  # of a turn; the first is not counted
 

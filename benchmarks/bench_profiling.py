@@ -30,16 +30,16 @@ import torch
 
 from measured_on import machine
 from partitioners import Edges, Setting, outcome
-from pipefit.additive_costs import AdditiveCosts
-from pipefit.cluster import Cluster
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import build
 from pipefit.planner import true_peaks
-from pipefit.planner.prediction import Predictor
+from pipefit.planner.baselines.prediction import Predictor
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiler.trimmed import profile_trimmed
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.profiler.training_runs.incremental import profile_incrementally
+from pipefit.profiler.training_runs.trimmed import profile_trimmed
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import AdditiveCosts
+from pipefit.schema.training import Training
 
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # settings, devices
     "vgg11": ({"width": 16, "image_size": 64}, 4),

@@ -19,16 +19,16 @@ from time import process_time
 from typing import Any
 
 from measured_on import machine
-from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.trace import AllocatorPeaks
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import AllocatorPeaks
 from pipefit.units import format_bytes
-from pipefit.zoo import build
 
 CLUSTER, DEVICES, MICROBATCHES = "4x-a100-80gb", 4, 8
 MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {

@@ -51,7 +51,7 @@ Seconds = tuple[float, float]  # of a step: on the clock, and on the CPU
 
 def make_task() -> Any:
     """The model of the comparison."""
-    from pipefit.zoo import build
+    from pipefit.models import build
 
     return build("gpt", **SETTINGS)
 
@@ -60,11 +60,11 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
     """Two stages cut where the time is balanced."""
     from dataclasses import replace
 
-    from pipefit.cluster import Cluster
-    from pipefit.grids import Grid, Stage
-    from pipefit.plans import Plan
     from pipefit.profiler import profile
-    from pipefit.training import Training
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.grids import Grid, Stage
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.training import Training
 
     found = profile(make_task(), microbatch_size=BATCH // MICROBATCHES, device=device)
     layers = len(found.layers)
@@ -165,7 +165,7 @@ def torchgpipe_worker(settings: dict[str, Any], pipe: Connection) -> None:
 
 def predictor(settings: dict[str, Any], pipe: Connection) -> None:
     """Seconds of a steady step by schedule, simulated from a measured profile."""
-    from pipefit.simulator import simulate
+    from pipefit.simulate import simulate
 
     SETTINGS.update(settings)
     schedules = "1f1b", "gpipe"
@@ -185,7 +185,7 @@ WORKER_SYSTEMS = {
 
 def started(target: Callable[..., None], *args: Any, huge_pages: bool) -> Connection:
     """A process, with the words for malloc that pipefit's workers start with or without any; the pipe to it."""
-    from pipefit.runtime.processes import tunables
+    from pipefit.runtime.launch.processes import tunables
 
     ours, theirs = mp.Pipe()
     with mock.patch.dict(os.environ, {"GLIBC_TUNABLES": tunables("") if huge_pages else ""}):

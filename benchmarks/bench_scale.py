@@ -25,11 +25,11 @@ from random import Random
 
 from bench_grids import cluster
 from measured_on import machine
+from pipefit.models import build
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.work import Work
-from pipefit.zoo import build
+from pipefit.schema.layer_costs import Work
+from pipefit.schema.profile import Measurement, ModelProfile
 
 SIZES = ["32x8", "128x64"]
 GIB_PER_KIB = 1 / (1 << 20)

@@ -36,16 +36,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import made_up
 from measured_on import machine
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
+from pipefit.models import build
 from pipefit.planner import PLANNERS, Found, Question, best_split, solved, true_peaks
-from pipefit.planner.exhaustive import LIMIT
-from pipefit.plans import Plan
+from pipefit.planner.baselines.exhaustive import LIMIT
 from pipefit.profiler import profile
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 SIZES = ((30, 4), (42, 4), (64, 8), (96, 16), (1000, 64))
 CHAINS = (*((kind, seed) for kind in ("random", "skewed") for seed in range(3)), ("alike", 0), ("heavy", 0))

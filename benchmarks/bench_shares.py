@@ -21,11 +21,11 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Microbatches
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
-from pipefit.simulator.assembled import Assembled, Parts
+from pipefit.memory.stage import Costs
+from pipefit.schema.decisions import Microbatches
+from pipefit.schema.plan import Plan
+from pipefit.simulate.assembled import Assembled, Parts
 from tight import EVERY, Case, plans, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream")

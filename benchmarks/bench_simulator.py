@@ -28,13 +28,13 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.grids import Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.program import Program
-from pipefit.schedule import lower
-from pipefit.simulator import Costs, Simulation, simulate
+from pipefit.lowering import lower
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.simulate import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, offload_all
 from simulator_beside import least_seconds
 

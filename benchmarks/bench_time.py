@@ -1,6 +1,6 @@
 """Claim: where no time was measured, estimates are within a quarter of published training throughput.
 
-The analytic model of `pipefit.cost.time` beside what others measured, with the presets' own figures: BERT large and GPT
+The analytic model of `pipefit.timing` beside what others measured, with the presets' own figures: BERT large and GPT
 on one V100 and one A100; when offloading a block's activations costs nothing (PipeOffload's k); and the round trips of
 tensors on a DGX-1 (MPress). Nothing is run: profiles are fake, for the kernels of CUDA.
 
@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from measured_on import machine
-from pipefit.cluster import Cluster
-from pipefit.cost.time import Seconds, layer_seconds
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import DeviceKind, Link
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import LayerCost
-from pipefit.places import Member, MemberKind, parse_place
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Precision, Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import DeviceKind, Link, Member, MemberKind, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Precision, Training
+from pipefit.simulate import Simulation
+from pipefit.timing import Seconds, layer_seconds
 
 COLUMNS = ("what", "on", "published", "estimated", "over")
 BERT: dict[str, Any] = {"layers": 24, "hidden": 1024, "heads": 16, "head": "span", "attention": "eager"}

@@ -64,20 +64,19 @@ from partitioners import (
     splitters,
     torchgpipe_splits,
 )
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
+from pipefit.lowering import lower
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import vgg11
 from pipefit.planner import best_split, true_peaks
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiles import Target
+from pipefit.profiler.training_runs.incremental import profile_incrementally
 from pipefit.runtime import certify
-from pipefit.schedule import lower
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts, Target
+from pipefit.schema.training import Training
 from pipefit.tables import Table, plain
-from pipefit.training import Training
-from pipefit.zoo import vgg11
 
 MICROBATCHES, MICROBATCH = 12, 92
 REDUCED, REDUCED_MICROBATCH = {"width": 8, "image_size": 64, "num_classes": 100}, 8

@@ -35,19 +35,19 @@ from bench_demands import GPT
 from bench_mpress import GIB, MACHINES, capped
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.decisions import Decision, Run, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.lowering.passes.collectives import bucket_edges
+from pipefit.memory.arenas import shortage
+from pipefit.models import build
+from pipefit.models.mpress import GPT_LAYERS, GptSize
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.room import shortage
-from pipefit.schedule.sums import bucket_edges
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.zoo import build
-from pipefit.zoo.mpress import GPT_LAYERS, GptSize
+from pipefit.schema.decisions import Decision, Run, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "zero.json"
 BATCH, DEVICES, SLICES = 64, 8, (1, 2, 4, 8)

@@ -23,15 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from compaction import compacted
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.devices import Link
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.lowering import SCHEDULES
 from pipefit.profiler import profile
-from pipefit.schedule import SCHEDULES
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import Link, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 
 WIDTH, ROWS, PRODUCTS = 512, 64, 30  # so that the forward of a wide layer takes some 12 ms
 PAUSE = 0.012  # seconds that one sleeps instead, in its forward; twice that in its backward

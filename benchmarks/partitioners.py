@@ -18,18 +18,17 @@ from pathlib import Path
 from statistics import median, pstdev
 from typing import NamedTuple
 
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.planner import best_split, plan
-from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Plan
-from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner.baselines.simple import lightest_parts
+from pipefit.profiler.training_runs.incremental import profile_incrementally
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts, ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from torchgpipe_balance import torchgpipe_split, torchgpipe_times
 
 Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1

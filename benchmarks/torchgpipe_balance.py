@@ -17,7 +17,7 @@ from torchgpipe.balance.profile import profile_times
 
 from pipefit.capture import Task, capture
 from pipefit.capture.chain import ChainLayer, packed
-from pipefit.zoo import build
+from pipefit.models import build
 
 
 class _Layer(nn.Module):

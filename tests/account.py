@@ -1,4 +1,4 @@
-"""An account of memory kept storage by storage: slow, obvious, and sharing nothing with `pipefit.cost`.
+"""An account of memory kept storage by storage: slow, obvious, and sharing nothing with `pipefit.memory`.
 
 It walks a program action by action and every compute action layer by layer, as the runtime does, and keeps the set of
 storages that live and who holds each of them. A storage lives while somebody holds it and while it is not moved away.
@@ -42,21 +42,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pipefit.actions import Action, Kind, Subject
-from pipefit.grids import Grid
-from pipefit.layer_costs import (
-    LayerCost,
-    Origin,
-    Parameter,
-    Span,
-    Value,
-)
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement
-from pipefit.program import Program
-from pipefit.schedule import lower
-from pipefit.sharing import SharedParameter
-from pipefit.trace import Category
+from pipefit.lowering import lower
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.grids import Grid
+from pipefit.schema.layer_costs import LayerCost, Origin, Parameter, SharedParameter, Span, Value
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.program import Program
+from pipefit.schema.trace import Category
 
 FOREVER = "forever"
 _HOLDS_ACTIVATIONS = frozenset({"graph", "kept", "copies"})

@@ -6,8 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from made_up import plain, profile, training
-from pipefit.additive_costs import AdditiveCosts
-from pipefit.profiles import ModelProfile
+from pipefit.schema.profile import AdditiveCosts, ModelProfile
 
 GPIPE = training("gpipe", 3)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipefit.cluster import Cluster
 from pipefit.planner import Options, Planner, Question, solved
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 
 
 def asked(

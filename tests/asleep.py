@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.runtime import launch
-from pipefit.runtime.root_cause import Watch
+from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.launch import Watch
 
 _FOLDER = "PIPEFIT_TEST_ASLEEP"  # in which those who sleep have a file
 

@@ -12,11 +12,11 @@ from random import Random
 
 from moving_plans import random_place
 from moving_states import inside_recomputed, moving_states, runs
-from pipefit.actions import Subject
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
+from pipefit.memory.storages import StageStorages
+from pipefit.schema.actions import Subject
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.plan import Plan
 from random_cases import cuts_a_shared_parameter
 
 RUNS, MOVES = 3, 4  # of a stage, at most

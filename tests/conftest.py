@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pipefit.cli import progress
-from pipefit.runtime import comparison
+from pipefit.runtime.checks import comparison
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

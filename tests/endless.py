@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.plans import Plan
-from pipefit.program import Program, joined
-from pipefit.schedule import lower, lower_drain
+from pipefit.lowering import lower, lower_drain
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, joined
 
 
 def one_program(plan: Plan, sizes: Sequence[int], *, drained: bool = False) -> Program:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from moving_plans import make_chain
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
 from tiny import plan_of
 
 

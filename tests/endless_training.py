@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from moving_plans import Attention
 from pipefit.capture import Task
-from pipefit.cost.states import Layers
-from pipefit.plans import Plan
+from pipefit.memory.states import Layers
 from pipefit.runtime import Trainer
-from pipefit.runtime import updates as updating
-from pipefit.runtime.passes import Passes
-from pipefit.runtime.updates import Updates
+from pipefit.runtime.engine.passes import Passes
+from pipefit.runtime.optim import updates as updating
+from pipefit.runtime.optim.updates import Updates
+from pipefit.schema.plan import Plan
 from replay import Numbers
 from tiny import task_of
 

@@ -8,10 +8,10 @@ import signal
 from unittest import mock
 
 from moving_plans import make_chain
-from pipefit.actions import Action
 from pipefit.capture import Task
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.trace import Stream
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.actions import Action
+from pipefit.schema.trace import Stream
 
 HOW = ("killed", "raises", "interrupted")
 STEP = 1  # the one in which it happens; everything has been done once before

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, combinations, pairwise, product
 
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Grid, Sharding, Stage
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 IN_BLOCKS = ("gradients", "parameters")  # of which planners divide a stage in a bucket for each block
 

@@ -22,7 +22,7 @@ from pipefit.capture.comparison import compare
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.zoo.huggingface import hf
+from pipefit.models.hugging_face import hf
 
 PACKAGES = f"{Path(torch.__file__).parent.parent}/"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -22,10 +22,10 @@ from divided import grid_plan
 from page_tables import markdown, put
 from pipefit.checkpoints import find
 from pipefit.errors import PipefitWarning, WorkerFailed
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.saving import Saving
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.schema.plan import Plan
 from resuming import HAPPENED, SEED, faulty, named, plan_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"

@@ -27,10 +27,10 @@ from typer.main import get_command
 
 from made_checkpoints import write
 from pipefit.cli import app, main
-from pipefit.files import save
-from pipefit.presets import machine_names, preset_text
-from pipefit.schedule import lower
-from pipefit.simulator import simulate
+from pipefit.lowering import lower
+from pipefit.schema.json_io import save
+from pipefit.schema.presets import machine_names, preset_text
+from pipefit.simulate import simulate
 from pipelines import make_plan, offload_all, random_profile
 
 SECONDS, CODES = 20, {0, 2, 3, 4, 6}

@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from pipefit.cluster import Cluster
-from pipefit.runtime.cuda_driver import CudaDriver
-from pipefit.runtime.cuda_memory import CudaMemory
-from pipefit.schedule.arenas import Arena
+from pipefit.memory.arenas import Arena
+from pipefit.runtime.offload.cuda import CudaDriver
+from pipefit.runtime.offload.lending import CudaMemory
+from pipefit.schema.cluster import Cluster
 
 
 def lend(arenas: Sequence[Arena], pipe: Connection) -> None:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from divided import divided, grid_plan
-from pipefit.decisions import StateKind, What
-from pipefit.grids import Sharding
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
+from pipefit.schema.decisions import StateKind, What
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from state_away import away
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipefit import files
 from pipefit.errors import FileError
-from pipefit.files import load, load_cluster
-from pipefit.presets import preset_text
+from pipefit.schema import json_io
+from pipefit.schema.json_io import load, load_cluster
+from pipefit.schema.presets import preset_text
 
 HOLE = "\ufffchole\ufffc"
 
@@ -120,7 +120,7 @@ def tomls(size: int) -> dict[str, str]:
 def main(folder: Path, size: int, every: int) -> None:
     """Every damage at every `every`th place of every document in the folder."""
     values, target = lists_of(size), folder / "damaged.json"
-    for toml_size in (size, files.LARGEST_TOML_BYTES - 4000):
+    for toml_size in (size, json_io.LARGEST_TOML_BYTES - 4000):
         for kind, text in tomls(toml_size).items():
             (folder / "damaged.toml").write_text(text)
             print(json.dumps({"damage": f"TOML {kind}", **measured(folder / "damaged.toml")}), flush=True)

@@ -17,13 +17,12 @@ from threading import RLock
 
 import torch
 
-from pipefit.program import Program
-from pipefit.runtime.copying import Slot
-from pipefit.runtime.cuda_copying import OnStreams
+from pipefit.memory.arenas import Arena, arenas_of
 from pipefit.runtime.hardware import Hardware
-from pipefit.runtime.lending import Lending
-from pipefit.runtime.memory import HostMemory
-from pipefit.schedule.arenas import Arena, arenas_of
+from pipefit.runtime.offload.copying import Slot
+from pipefit.runtime.offload.cuda import OnStreams
+from pipefit.runtime.offload.lending import HostMemory, Lending
+from pipefit.schema.program import Program
 
 Clock = dict[int, int]  # of every stream, how many of its copies come before
 

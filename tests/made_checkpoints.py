@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoints import folders
+from pipefit.checkpoints.hold import Owner
 from pipefit.checkpoints.manifest import (
     GroupSettings,
     Manifest,
@@ -17,9 +18,8 @@ from pipefit.checkpoints.manifest import (
     StoredTensor,
     TrainedStage,
 )
-from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.shards import write_shard
-from pipefit.fingerprints import Fingerprint
+from pipefit.schema.profile import Fingerprint
 from pipefit.texts import dtype_name
 
 TASK = Fingerprint(

@@ -23,31 +23,26 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, What
-from pipefit.fingerprints import Fingerprint
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import (
+from pipefit.lowering import SCHEDULES
+from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import (
     GradientOrigin,
     LayerCost,
     Origin,
     Parameter,
     SavedTensor,
+    SharedBuffer,
+    SharedParameter,
     Span,
     Value,
+    Work,
 )
-from pipefit.plans import Plan
-from pipefit.profiles import (
-    Assumptions,
-    Block,
-    Measurement,
-    ModelProfile,
-)
-from pipefit.schedule import SCHEDULES
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
-from pipefit.sharing import SharedBuffer, SharedParameter
-from pipefit.training import Training
-from pipefit.work import Work
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Assumptions, Block, Fingerprint, Measurement, ModelProfile
+from pipefit.schema.training import Training
 
 INPUT = Origin(kind="input", index=0)
 AMPLE = 1 << 50

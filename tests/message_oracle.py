@@ -1,4 +1,4 @@
-"""What becomes of a program's messages, worked out slowly: an oracle for `pipefit.message_order`.
+"""What becomes of a program's messages, worked out slowly: an oracle for `pipefit.schema.program`.
 
 It reads a program's text and shares no code with what it checks. A fixed point over all actions:
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from random import Random
 
-from pipefit.actions import Subject
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Run, What
 from pipefit.errors import UsageError
-from pipefit.places import Place, parse_place
-from pipefit.plans import Plan
+from pipefit.memory.storages import StageStorages
+from pipefit.schema.actions import Subject
+from pipefit.schema.decisions import Run, What
+from pipefit.schema.devices import Place, parse_place
+from pipefit.schema.plan import Plan
 
 
 def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from accidents import Spot
 from movable import movable, random_place
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, SavedTensors, What
-from pipefit.devices import Link
-from pipefit.plans import Plan
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, SavedTensors, What
+from pipefit.schema.devices import Link
+from pipefit.schema.plan import Plan
 
 
 class Attention(nn.Module):

@@ -7,9 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from moving_plans import random_place
-from pipefit.decisions import Decision, Run, State, StateKind, What
-from pipefit.places import Place, parse_place
-from pipefit.plans import Plan
+from pipefit.schema.decisions import Decision, Run, State, StateKind, What
+from pipefit.schema.devices import Place, parse_place
+from pipefit.schema.plan import Plan
 
 KINDS: tuple[StateKind, ...] = ("optimizer", "parameters", "gradients")
 

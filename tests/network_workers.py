@@ -16,15 +16,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipefit.actions import message_of, parse_action
 from pipefit.capture import Task
 from pipefit.errors import PeerLost
-from pipefit.meter.cpu import Meter
-from pipefit.plans import Plan
-from pipefit.runtime.host_buffers import HostBuffers
-from pipefit.runtime.token import TOKEN, check_members
-from pipefit.runtime.transport import Network, connect
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.measure.cpu import Meter
+from pipefit.runtime.comm.joining import HostBuffers
+from pipefit.runtime.comm.transport import TOKEN, Network, check_members, connect
+from pipefit.schema.actions import message_of, parse_action
+from pipefit.schema.plan import Plan
 from resuming import named
 
 PATIENCE = timedelta(seconds=60)

@@ -21,9 +21,9 @@ import divided
 from pipefit import Plan, Training, load, load_cluster
 from pipefit.capture import Task
 from pipefit.checkpoints import whole
-from pipefit.grids import Grid, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.schema.grids import Grid, Stage
 
 BATCH, STEPS, MACHINES, EACH, SAVED = 8, 5, 2, 2, "saved"
 

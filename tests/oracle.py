@@ -18,9 +18,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipefit.capture import Task
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer
-from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.plan import Plan
 
 
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:

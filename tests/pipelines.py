@@ -7,26 +7,19 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from made_up import hostile, layer, measurement, profile, value, work
-from pipefit.actions import Action, Kind, Subject
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision
-from pipefit.devices import Device, DeviceKind, Host, Link
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import (
-    GradientOrigin,
-    LayerCost,
-    Origin,
-    Span,
-    Value,
-)
-from pipefit.places import MemberKind, parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.program import Program
-from pipefit.schedule import lower
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.lowering import lower
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision
+from pipefit.schema.devices import Device, DeviceKind, Host, Link, MemberKind, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import GradientOrigin, LayerCost, Origin, Span, Value
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import Program
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11, operation_seconds=0.0)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipefit.decisions import Decision
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import Value
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement
-from pipefit.sharing import SharedParameter
-from pipefit.training import Training
+from pipefit.schema.decisions import Decision
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import SharedParameter, Value
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
 from pipelines import equal_profile, make_cluster
 
 

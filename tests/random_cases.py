@@ -13,16 +13,16 @@ from typing import Any
 
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, What
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
+from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions
+from pipefit.models import build
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
-from pipefit.simulator import simulate
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from tiny import profile_of
 
 MODELS = ("mlp", "gpt", "bert", "vgg11")

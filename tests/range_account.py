@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from account import Device, StageAccount
-from pipefit.actions import Action, Kind
-from pipefit.profiles import Measurement
-from pipefit.trace import Category
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.profile import Measurement
+from pipefit.schema.trace import Category
 
 
 class Moment(NamedTuple):

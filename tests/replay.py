@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.capture import Task
-from pipefit.grids import Stage as GridStage
-from pipefit.plans import Plan
-from pipefit.runtime.draws import seed_layer
+from pipefit.runtime.engine.passes import seed_layer
+from pipefit.schema.grids import Stage as GridStage
+from pipefit.schema.plan import Plan
 
 CPU = torch.device("cpu")
 

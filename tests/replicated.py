@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.training import Precision
+from pipefit.schema.training import Precision
 
 WIDTH = 8
 

@@ -21,19 +21,21 @@ from torch.optim import lr_scheduler
 
 import asleep
 from full_disk import fill_disk
-from pipefit.actions import SENDS, Action, Message
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, checkpointing, execution, saver
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.runtime.transport import Network
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.trace import Stream
-from pipefit.training import Training
+from pipefit.runtime import Trainer
+from pipefit.runtime.checkpoint import checkpointing, saver
+from pipefit.runtime.comm.transport import Network
+from pipefit.runtime.engine import execution
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.actions import SENDS, Action, Message
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Stream
+from pipefit.schema.training import Training
 from tiny import task_of
 
 SYNCHRONOUS = ("gpipe", "1f1b", "torchgpipe", "eager-1f1b")

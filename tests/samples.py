@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.trace import Trace
+from pipefit.schema.trace import Trace
 
 
 def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:

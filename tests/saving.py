@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipefit.profiles import Target
+from pipefit.schema.profile import Target
 
 TARGETS: tuple[Target, ...] = ("cpu", "cuda")
 HALF = torch.float16

@@ -13,10 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.capture import Task, capture
-from pipefit.capture.endings import the_loss
-from pipefit.capture.exporting import arguments
+from pipefit.capture.exporting import arguments, the_loss
 from pipefit.capture.random_state import seed_torch
-from pipefit.sharding import LockstepCollectives, Prices, ShardedStage, assembled, in_lockstep, shard_stage
+from pipefit.tensor_parallel import LockstepCollectives, Prices, ShardedStage, assembled, in_lockstep, shard_stage
 
 CHEAP = Prices(stored=1.0)  # so that tiny models are divided wherever they can be
 DEAR = Prices(stored=0.01)

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from pipefit.meter.cpu import Meter
-from pipefit.sharding import Collectives, ProcessGroupCollectives
-from pipefit.sharding.forms import Split
-from pipefit.sharding.seams import copied, gathered, reduced, scattered, sliced, spread
+from pipefit.measure.cpu import Meter
+from pipefit.tensor_parallel import Collectives, ProcessGroupCollectives
+from pipefit.tensor_parallel.collectives import copied, gathered, reduced, scattered, sliced, spread
+from pipefit.tensor_parallel.forms import Split
 
 PATIENCE = timedelta(seconds=60)
 

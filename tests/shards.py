@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.training import Training
-from pipefit.work import Collective
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Collective
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 from pipelines import equal_profile, make_cluster
 from profiles_in_slices import resized
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from made_up import profile as profile_of
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import LayerCost, Origin, SavedTensor, Span, Value
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.training import Training
-from pipefit.work import Work
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import LayerCost, Origin, SavedTensor, Span, Value, Work
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.training import Training
 
 
 def sized(of: Measurement, *sizes: int, fixed: Sequence[int] = (), blocks: Sequence[int] = ()) -> ModelProfile:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.runtime.draws import seed_layer
-from pipefit.training import Training
+from pipefit.runtime.engine.passes import seed_layer
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 from tiny import batch_of
 
 CPU = torch.device("cpu")

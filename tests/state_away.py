@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from pipefit.capture import Task
-from pipefit.decisions import Decision, State, StateKind, What
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.runtime.state import StageState
-from pipefit.trace import Trace
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
 from tiny import batch_of, plan_of, task_of
 
 STEPS = 3

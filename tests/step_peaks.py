@@ -8,10 +8,10 @@ import torch
 
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Trace
+from pipefit.simulate import simulate
 
 Peaks = list[list[int]]  # by device in use, and by step
 

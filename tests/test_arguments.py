@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import pipefit
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.schema.cluster import Cluster
 from pipelines import make_plan, random_profile
 from tiny import SGD, plan_of, task_of
 

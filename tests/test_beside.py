@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from pipefit.beside import beside, forking, forks_left
 from pipefit.cli import main
+from pipefit.processes import beside, forking, forks_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 

@@ -6,10 +6,9 @@ from math import inf, nan
 
 import pytest
 
-from pipefit.cluster import Cluster, parse_emulated
-from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import UsageError
-from pipefit.places import Member, MemberKind
+from pipefit.schema.cluster import Cluster, parse_emulated
+from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member, MemberKind, Overheads
 from pipefit.units import MIB
 from pipelines import KIND, make_cluster
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.devices import Link, Overheads
 from pipefit.errors import FileError, UsageError
-from pipefit.files import is_cluster, load_cluster
-from pipefit.places import Member, MemberKind
-from pipefit.presets import card_names, is_preset, machine_names, nearest, preset_text
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member, MemberKind, Overheads
+from pipefit.schema.json_io import is_cluster, load_cluster
+from pipefit.schema.presets import card_names, is_preset, machine_names, nearest, preset_text
 
 # devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
 EXPECTED = {

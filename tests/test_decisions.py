@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
 
 RECOMPUTED: dict[str, Any] = {"stage": 0, "subject": Run(start=0, stop=2), "what": What.RECOMPUTE}
 

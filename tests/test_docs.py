@@ -29,8 +29,8 @@ from pipefit.cli import (
     simulate,
     train,
 )
-from pipefit.cluster import Cluster
-from pipefit.presets import card_names, machine_names
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.presets import card_names, machine_names
 from record import recorded
 
 ROOT = Path(__file__).parent.parent

@@ -17,23 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit import files, pieces
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import FileError, UsageError
-from pipefit.files import dumps, load, load_cluster, save
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.post_mortems import PostMortem
-from pipefit.predictions import Prediction
-from pipefit.profiles import ModelProfile
-from pipefit.program import Program, parse_program
-from pipefit.provenance import Objective, Provenance
-from pipefit.schedule import lower
-from pipefit.tensor_shares import Shares, Whole
-from pipefit.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, Stream, Trace
-from pipefit.work import Collective, Work
+from pipefit.lowering import lower
+from pipefit.schema import json_io, json_text
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.json_io import dumps, load, load_cluster, save
+from pipefit.schema.layer_costs import Collective, Work
+from pipefit.schema.plan import Objective, Plan, Prediction, Provenance
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.profile import ModelProfile, Shares, Whole
+from pipefit.schema.program import Program, parse_program
+from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipelines import make_cluster, make_plan, random_profile
 
 TRACE = Trace(
@@ -277,8 +274,8 @@ def test_the_size_of_a_piece_decides_nothing(
 ) -> None:
     """A document that is read value by value, or a few keys at a time, is the same document."""
     save(document, tmp_path / "it.json")
-    monkeypatch.setattr(pieces, "_GLANCE", size)
-    monkeypatch.setattr(pieces, "_PIECE", size)
+    monkeypatch.setattr(json_text, "_GLANCE", size)
+    monkeypatch.setattr(json_text, "_PIECE", size)
     assert load(tmp_path / "it.json") == document
 
 
@@ -287,8 +284,8 @@ def test_a_wrong_file_is_refused_in_small_pieces(
     text: str, kind: type, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a mistake lies among the pieces hides it from nobody."""
-    monkeypatch.setattr(pieces, "_GLANCE", 40)
-    monkeypatch.setattr(pieces, "_PIECE", 300)
+    monkeypatch.setattr(json_text, "_GLANCE", 40)
+    monkeypatch.setattr(json_text, "_PIECE", 300)
     path = tmp_path / "given.json"
     path.write_text(text)
     with pytest.raises(FileError, match=r"given\.json") as refused:
@@ -340,7 +337,7 @@ def test_a_program_of_too_many_actions_is_neither_saved_nor_loaded(
 ) -> None:
     """Both say how many a file can have."""
     save(lower(PLAN), tmp_path / "it.json")
-    monkeypatch.setattr(files, "MOST_ACTIONS", 30)
+    monkeypatch.setattr(json_io, "MOST_ACTIONS", 30)
     with pytest.raises(FileError, match="more than the 30 actions"):
         load(tmp_path / "it.json")
     with pytest.raises(FileError, match="more than the 30 actions"):
@@ -352,7 +349,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b'{"pipefit": "\xff\xfe"}')
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "enormous").open("wb") as file:
-        file.truncate(files.LARGEST_BYTES + 1)  # a hole: it takes no disk
+        file.truncate(json_io.LARGEST_BYTES + 1)  # a hole: it takes no disk
     expected = {
         ".": "is a folder",
         "missing": "there is no file",
@@ -417,7 +414,7 @@ def test_only_files_are_written_to(tmp_path: Path) -> None:
     }
     for name, words in named.items():
         with pytest.raises(FileError, match=words):
-            files.check_target(name)
+            json_io.check_target(name)
     for name, words in {".": "a folder", "pipe": "no file", "no/it.json": "create"}.items():
         with pytest.raises(FileError, match=words):
             save(PLAN, tmp_path / name)
@@ -442,7 +439,7 @@ def test_only_documents_are_loaded_and_saved(tmp_path: Path) -> None:
 def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
     """A preset, an emulated cluster, a TOML and a JSON file all give the cluster."""
     save(PLAN.cluster, tmp_path / "saved.json")
-    toml = Path(files.__file__).parent / "presets" / "hgx-h200.toml"
+    toml = Path(json_io.__file__).parent / "presets" / "hgx-h200.toml"
     (tmp_path / "mine.TOML").write_text(toml.read_text())
     assert load_cluster(str(tmp_path / "saved.json")) == PLAN.cluster
     assert load_cluster(str(tmp_path / "mine.TOML")) == Cluster.preset("hgx-h200")
@@ -505,18 +502,18 @@ def test_a_prediction_that_cannot_be_is_refused(change: Callable[[Any], None], s
         load(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("name", files.schemas())
+@pytest.mark.parametrize("name", json_io.schemas())
 def test_the_published_schemas_are_current(name: str) -> None:
     """`docs/schemas` holds what the types say today; `make schemas` writes it."""
     path = Path(__file__).parent.parent / "docs" / "schemas" / f"{name}.json"
-    assert json.loads(path.read_text()) == files.schemas()[name], "run make schemas"
+    assert json.loads(path.read_text()) == json_io.schemas()[name], "run make schemas"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 def test_a_document_has_the_keys_of_its_schema(document: Any) -> None:
     """The keys of a saved document are those that its schema lists, and all that it requires."""
     data = json.loads(dumps(document))
-    schema = files.schema(data["pipefit"])
+    schema = json_io.schema(data["pipefit"])
     assert set(data) == set(schema["properties"])
     assert set(schema["required"]) <= set(data)
     assert schema["additionalProperties"] is False

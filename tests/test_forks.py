@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from pipefit import forks
-from pipefit.forks import Fork
+from pipefit import processes
+from pipefit.processes import Fork
 from test_beside import is_gone, is_there
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 @pytest.fixture
 def impatience() -> Iterator[None]:
     """A fork stands still that has slept for a fifth of a second."""
-    with mock.patch.object(forks, "LOOK_SECONDS", 0.01), mock.patch.object(forks, "LOOKS", 20):
+    with mock.patch.object(processes, "LOOK_SECONDS", 0.01), mock.patch.object(processes, "LOOKS", 20):
         yield
 
 

@@ -12,10 +12,10 @@ import torch
 
 from fuzz import documents, fuzz, fuzz_processes, wrong
 from pipefit.cli import main
-from pipefit.devices import DeviceKind
-from pipefit.dtypes import DTYPES
 from pipefit.errors import UsageError
-from pipefit.presets import preset_text
+from pipefit.schema.devices import DeviceKind
+from pipefit.schema.presets import preset_text
+from pipefit.schema.validation import DTYPES
 
 
 def test_mutated_documents_and_lines_are_refused_or_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_a_module_does_not_replace_the_function_of_its_name() -> None:
         from pipefit.plans import Plan
         assert Plan is pipefit.Plan
         for function in (pipefit.plan, pipefit.profile):
-            assert callable(function) and function.__module__ in ("pipefit.planned", "pipefit.profiler")
+            assert callable(function) and function.__module__ in ("pipefit.largest.task_plans", "pipefit.profiler")
     """
     loaded_by(code)
 

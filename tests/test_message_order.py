@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_oracle import by_direction, by_pair, by_tag, outcome
-from pipefit.actions import Action, Placement, parse_action
 from pipefit.errors import UsageError
-from pipefit.message_order import Channel, channel, channels, check_order
-from pipefit.program import Program, parse_program
-from pipefit.schedule import SCHEDULES, lower, lower_evaluation
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
+from pipefit.lowering import SCHEDULES, lower, lower_evaluation
+from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
+from pipefit.schema.actions import Action, Placement, parse_action
+from pipefit.schema.program import Channel, Program, channel, channels, check_order, parse_program
 from pipelines import equal_profile, make_plan
 
 

@@ -9,10 +9,8 @@ import pytest
 
 from made_up import layer, measurement, value
 from pipefit.errors import UsageError
-from pipefit.layer_costs import GradientOrigin, Origin, Span
-from pipefit.profiles import Block
-from pipefit.sharing import SharedBuffer, SharedParameter
-from pipefit.work import Alike, Work
+from pipefit.schema.layer_costs import Alike, GradientOrigin, Origin, SharedBuffer, SharedParameter, Span, Work
+from pipefit.schema.profile import Block
 from pipelines import equal_profile, random_profile
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.actions import Action, Bundle, Kind, Subject, message_of, message_partner, parse_action
 from pipefit.errors import UsageError
-from pipefit.places import Member, MemberKind, Place, Share, parse_place
-from pipefit.program import Program, joined, parse_program
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.schema.actions import Action, Bundle, Kind, Subject, message_of, message_partner, parse_action
+from pipefit.schema.devices import Member, MemberKind, Place, Share, parse_place
+from pipefit.schema.program import Program, joined, parse_program
 from pipelines import equal_profile, make_plan, offload_all
 
 NUMBERS = st.integers(0, 200)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipefit.fits import Attempt, Fit
-from pipefit.post_mortems import PostMortem
-from pipefit.program import Program
-from pipefit.report.compare import compare
+from pipefit.lowering import lower
 from pipefit.report.difference import difference_of_plans
 from pipefit.report.show import describe
-from pipefit.schedule import lower
-from pipefit.simulator import simulate
+from pipefit.report.traces import compare
+from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.program import Program
+from pipefit.simulate import simulate
 from pipefit.tables import Table, html, plain
 from pipelines import make_plan, random_profile
 

@@ -7,8 +7,8 @@ from math import lcm
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Value
-from pipefit.rows import Division, common_rows, dimensions, rows_of
+from pipefit.schema.grids import Division, common_rows, dimensions, rows_of
+from pipefit.schema.layer_costs import Value
 
 DEGREES = [(front, behind) for front in range(1, 7) for behind in range(1, 7)]
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.actions import parse_action
-from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import Origin, SavedTensor
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.program import Program, parse_program
-from pipefit.schedule import lower, lower_drain, step_programs
-from pipefit.simulator import Simulation, simulate
-from pipefit.trace import Category
+from pipefit.lowering import lower, lower_drain, step_programs
+from pipefit.schema.actions import parse_action
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Origin, SavedTensor
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import Program, parse_program
+from pipefit.schema.trace import Category
+from pipefit.simulate import Simulation, simulate
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
 
 PEERS = "device2*1+device3*1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipefit.tensor_shares import Shares, Whole
+from pipefit.schema.profile import Shares, Whole
 
 
 def test_all_is_divided_only_where_nothing_is_left_whole() -> None:

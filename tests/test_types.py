@@ -10,16 +10,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
-from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.places import Member
 from pipefit.planner import Options, plan
-from pipefit.plans import Plan
-from pipefit.training import Training
-from pipefit.validation import check_types, number, whole
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.schema.validation import check_types, number, whole
 from pipelines import KIND, equal_profile, make_cluster, make_plan
 
 TRAINING = {"batch_size": 8, "microbatches": 4}

@@ -12,19 +12,18 @@ from random import Random
 from typing import NamedTuple
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.cluster import Cluster
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import LayerCost, Origin
-from pipefit.places import Member, parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.training import Training
+from pipefit.memory.stage import Costs
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import LayerCost, Origin
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.simulate.assembled import Assembled, Parts
 
 INPUT = Origin(kind="input", index=0)
 KEEP, RECOMPUTE, JOINED, HOST, PEER = "keep", "recompute", "joined", "host", "peer"

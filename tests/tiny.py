@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

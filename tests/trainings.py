@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipefit.files import save
+from pipefit.schema.json_io import save
 from resuming import plan_for
 
 ROOT = Path(__file__).parents[1]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pipefit.capture import Task
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import task_of
 
 

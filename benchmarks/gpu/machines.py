@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils.collect_env import get_nvidia_driver_version, run
 
-from pipefit.allocator import AllocatorSettings
-from pipefit.cluster import Cluster
-from pipefit.devices import Device
-from pipefit.meter.cuda import memory_figures
+from pipefit.measure.cuda import memory_figures
+from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.runtime import Trainer
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Device
 
 Figures = Mapping[str, int | None]
 

@@ -3,7 +3,7 @@
 A part is a function from a machine and a scale to rows: the same code on models that fill some GiB of a GPU, on those
 of some hundred MiB, and, for a dry run, of a few hundred KiB.
 What is expected is worked out before anything is trained: a process that has run a backward cannot work over fake GPUs
-without losing the real one (`pipefit.fake.apart`).
+without losing the real one (`pipefit.fake_cuda.apart`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 from machines import Machine
 from torch import Tensor
 
-from pipefit.allocator import AllocatorSettings, replay
 from pipefit.capture import Task
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import OutOfMemory
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import LayerCost
-from pipefit.plans import Plan
+from pipefit.memory.cuda_allocator import AllocatorSettings, replay
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.profiler.measured import add_seconds
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.weight_copies import WeightCopies, using
-from pipefit.simulator import simulate
-from pipefit.training import Precision, Training
-from pipefit.zoo import build
+from pipefit.runtime.optim.half_precision import WeightCopies, using
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Precision, Training
+from pipefit.simulate import simulate
 
 Scale = Literal["full", "small", "dry"]
 SMALL_GPT = {"layers": 4, "hidden": 256, "heads": 8, "vocabulary": 5000, "sequence": 256}

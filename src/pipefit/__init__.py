@@ -15,10 +15,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipefit.version import __version__
+
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.capture.model import chain
-    from pipefit.cluster import Cluster
     from pipefit.errors import (
         FileError,
         InfeasibleError,
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
         UsageError,
         WorkerFailed,
     )
-    from pipefit.files import load, load_cluster, save
-    from pipefit.fitting.overview import fit
-    from pipefit.planned import plan
+    from pipefit.largest.overview import fit
+    from pipefit.largest.task_plans import plan
+    from pipefit.lowering import lower
     from pipefit.planner import plan_again
-    from pipefit.plans import Plan
     from pipefit.profiler import profile
-    from pipefit.profiles import ModelProfile
-    from pipefit.program import Program
     from pipefit.runtime import Trainer, certify, certify_numbers, train
-    from pipefit.schedule import lower
-    from pipefit.simulator import simulate
-    from pipefit.trace import Trace
-    from pipefit.training import Training
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.json_io import load, load_cluster, save
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.profile import ModelProfile
+    from pipefit.schema.program import Program
+    from pipefit.schema.trace import Trace
+    from pipefit.schema.training import Training
+    from pipefit.simulate import simulate
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Cluster",
@@ -81,7 +82,7 @@ __all__ = [
 _HOMES = {
     "capture": ("Task",),
     "capture.model": ("chain",),
-    "cluster": ("Cluster",),
+    "schema.cluster": ("Cluster",),
     "errors": (
         "FileError",
         "InfeasibleError",
@@ -92,19 +93,19 @@ _HOMES = {
         "UsageError",
         "WorkerFailed",
     ),
-    "files": ("load", "load_cluster", "save"),
-    "fitting.overview": ("fit",),
-    "planned": ("plan",),
-    "plans": ("Plan",),
+    "schema.json_io": ("load", "load_cluster", "save"),
+    "largest.overview": ("fit",),
+    "largest.task_plans": ("plan",),
+    "schema.plan": ("Plan",),
     "planner": ("plan_again",),
-    "profiles": ("ModelProfile",),
+    "schema.profile": ("ModelProfile",),
     "profiler": ("profile",),
-    "program": ("Program",),
+    "schema.program": ("Program",),
     "runtime": ("Trainer", "certify", "certify_numbers", "train"),
-    "schedule": ("lower",),
-    "simulator": ("simulate",),
-    "trace": ("Trace",),
-    "training": ("Training",),
+    "lowering": ("lower",),
+    "simulate": ("simulate",),
+    "schema.trace": ("Trace",),
+    "schema.training": ("Training",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -23,11 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pipefit.post_mortems import PostMortem
-    from pipefit.trace import Trace
+from typing import Any
 
 
 class PipefitError(Exception):
@@ -60,7 +56,7 @@ class OutOfMemory(PipefitError):
     """
 
     exit_code = 4
-    post_mortem: PostMortem | None = None
+    post_mortem: Any = None  # a `schema.post_mortem.PostMortem`
 
 
 class WorkerFailed(PipefitError):
@@ -101,7 +97,7 @@ class NotSaved(FileError):
     `losses` and `trace` are what the training would have returned.
     """
 
-    def __init__(self, sentence: str, trace: Trace) -> None:
+    def __init__(self, sentence: str, trace: Any) -> None:
         super().__init__(sentence)
         self.trace, self.losses = trace, list[float]()
 

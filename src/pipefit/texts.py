@@ -6,10 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import groupby
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 _LONGEST = 60  # characters of a refused value that a message repeats
 _LONGEST_WORD = 4200  # characters; a path has at most 4,096
@@ -76,6 +72,6 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: object) -> str:
     """A dtype as documents and messages have it, such as `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.allocator import AllocatorSettings, Block, CachingAllocator, describe
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.memory.cuda_allocator import AllocatorSettings, Block, CachingAllocator, describe
 from plain_allocator import Pages, Plain
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipefit.allocator import AllocatorSettings, replay
 from pipefit.errors import UsageError
+from pipefit.memory.cuda_allocator import AllocatorSettings, replay
 from plain_allocator import Pages, Plain
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.allocator import AllocatorSettings
 from pipefit.errors import UsageError
+from pipefit.memory.cuda_allocator import AllocatorSettings
 
 MIB = 1 << 20
 ACCEPTED = [

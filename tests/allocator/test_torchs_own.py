@@ -14,8 +14,8 @@ from random import Random
 
 import pytest
 
-from pipefit.allocator import AllocatorSettings, CachingAllocator
 from pipefit.errors import OutOfMemory
+from pipefit.memory.cuda_allocator import AllocatorSettings, CachingAllocator
 
 OWN = Path(__file__).parents[2] / "build" / "allocator"
 MIB = 1 << 20

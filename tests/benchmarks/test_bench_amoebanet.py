@@ -27,14 +27,14 @@ from bench_amoebanet import (
     summary_table,
 )
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
-from pipefit.actions import Kind
 from pipefit.capture import Task
-from pipefit.files import load_cluster
-from pipefit.fitting.growth import with_memory
+from pipefit.largest.growth import with_memory
+from pipefit.lowering import lower
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import build
 from pipefit.runtime import certify
-from pipefit.schedule import lower
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.zoo import build
+from pipefit.schema.actions import Kind
+from pipefit.schema.json_io import load_cluster
 from sampled import sampled
 
 ROOM = 1 << 20

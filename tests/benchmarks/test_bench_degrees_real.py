@@ -15,10 +15,9 @@ import torch
 
 import bench_degrees_real as bench
 from bench_degrees_real import Later, Step, Wires, pace_messages
-from pipefit.actions import Action, Kind
-from pipefit.cluster import Cluster
-from pipefit.devices import Link
-from pipefit.places import Member
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member
 
 SECONDS = 0.05  # of a transfer
 SECONDS_OF = {"predicted_seconds": 1.0, "seconds": 1.0, "error": 0.0}

@@ -13,8 +13,8 @@ from torch import nn
 import pipefit
 from bench_estimates import PAGE, Row, table, trained
 from pipefit import Task
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
-from pipefit.zoo.huggingface import hf
 
 
 class Loss(nn.Module):

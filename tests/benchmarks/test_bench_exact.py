@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import pytest
 
 from bench_exact import case, plan_of, recomputations, solve
-from pipefit.decisions import Decision, Run, What
-from pipefit.simulator import Simulation
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.simulate import Simulation
 
 
 @pytest.mark.parametrize("seed", [1, 4])

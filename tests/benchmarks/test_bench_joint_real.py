@@ -9,9 +9,9 @@ import pytest
 
 import bench_joint_real as bench
 from bench_joint_real import Result, Trained
-from pipefit.cost.time import Seconds, layer_seconds
 from pipefit.errors import InfeasibleError
 from pipefit.planner import PLANNERS, Question, solved
+from pipefit.timing import Seconds, layer_seconds
 
 
 @pytest.fixture(scope="module")

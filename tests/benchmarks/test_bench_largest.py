@@ -17,10 +17,10 @@ from bench_largest import Largest, Run, Runs, Timed, compare, parameters_of, rat
 from oracle import measured_peaks
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import build
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
 from sampled import sampled
 
 ROOM = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench_mpress import questions
 from bench_mpress_reserved import row_of
-from pipefit.trace import AllocatorPeaks, DeviceTrace
+from pipefit.schema.trace import AllocatorPeaks, DeviceTrace
 
 MIB = 1 << 20
 

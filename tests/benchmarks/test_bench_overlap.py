@@ -9,10 +9,10 @@ from scipy.stats import kendalltau
 
 import overlap_plans as plans
 from bench_overlap import Row, agreement, row
-from pipefit.actions import Kind
-from pipefit.plans import Plan
-from pipefit.schedule import lower
-from pipefit.simulator import simulate
+from pipefit.lowering import lower
+from pipefit.schema.actions import Kind
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import bench_simulator as bench
-from pipefit.actions import Action, Bundle, Kind
-from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.schema.actions import Action, Bundle, Kind
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
 from simulator_beside import PROGRAMS, READINGS, least_seconds
 
 MICROBATCHES = 3

@@ -17,9 +17,9 @@ import bench_vgg as bench
 import measured_on
 from partitioners import Setting, TorchgpipeSplits, splitters, torchgpipe_splits
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.zoo import vgg11
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import vgg11
+from pipefit.schema.cluster import Cluster
 from sampled import sampled
 
 OFTEN = sampled(("never", "except_last", "except_one"), often=("except_last",))

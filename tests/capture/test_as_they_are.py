@@ -19,9 +19,9 @@ from transformers import BatchEncoding
 from pipefit.capture import Task, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
 from pretrained_models import PRETRAINED, REFUSED, WORDS, Inputs, language, tokens, transcribed
 from random_cases import random_plan
 

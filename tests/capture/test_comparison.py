@@ -19,13 +19,12 @@ from forgetful import Layered, task_of
 from gallery.oddities import Centring, Reversed
 from huggingface_models import TINY
 from pipefit.capture import Chain, Task, capture
-from pipefit.capture.comparison import NotComparable, compare
+from pipefit.capture.comparison import NotComparable, Numbers, compare
 from pipefit.capture.model import built
-from pipefit.capture.numbers import Numbers
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from sampled import sampled
 
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")

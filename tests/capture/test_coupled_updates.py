@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture.coupled_updates import couples
+from pipefit.capture.parameter_groups import couples
 from pipefit.capture.task import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.grids import Grid, Sharding, Stage
 from pipefit.planner import plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from tiny import batch_of, task_of
 
 

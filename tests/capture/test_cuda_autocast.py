@@ -16,14 +16,14 @@ from pipefit.capture import Task
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.model import capture
 from pipefit.capture.sample import sample
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.target import FakeTarget
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.target import FakeTarget
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.profiles import Target
 from pipefit.runtime import Trainer, certify_numbers
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import Target
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 WIDTH = 8

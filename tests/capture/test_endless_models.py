@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from pipefit import profile
-from pipefit.capture import endless_models
+from pipefit.capture import task
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from tiny import task_of
@@ -21,7 +21,7 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
     if model.startswith("hf:"):
         pytest.importorskip("transformers")
     layers = "layers" if model.startswith("zoo:") else "n_layer"
-    with mock.patch.object(endless_models, "MOST_MODULES", 100):
+    with mock.patch.object(task, "MOST_MODULES", 100):
         assert main(f"plan {model} --set {layers}=10000 -c emulated:1x1GiB --batch-size 1".split()) == 2
     assert "more than 100 modules" in capsys.readouterr().err
     if model.startswith("zoo:"):
@@ -31,7 +31,7 @@ def test_a_trillion_layers_are_refused_in_words(model: str, capsys: pytest.Captu
 
 def test_a_model_may_have_as_many_modules_as_are_allowed() -> None:
     """Two layers are two modules of one more; afterwards nothing is counted, and others may build what they like."""
-    with mock.patch.object(endless_models, "MOST_MODULES", 2):
+    with mock.patch.object(task, "MOST_MODULES", 2):
         assert len(profile(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), microbatch_size=1).layers) == 2
         with pytest.raises(UsageError, match="more than 2 modules"):
             profile(task_of(lambda: [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]), microbatch_size=1)

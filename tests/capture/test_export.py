@@ -18,8 +18,8 @@ from pipefit.capture import Chain, Task, capture
 from pipefit.capture.model import chain
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.target import FakeTarget
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.target import FakeTarget
 
 
 def captured(task: Task, size: int = 2) -> Chain:

@@ -14,7 +14,7 @@ from huggingface_models import TINY
 from pipefit.capture import Task, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.zoo.huggingface import hf
+from pipefit.models.hugging_face import hf
 from sampled import sampled
 
 BLOCKS = {

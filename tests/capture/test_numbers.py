@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipefit.capture.numbers import ALLOWED, Numbers, Run, compared
+from pipefit.capture.comparison import ALLOWED, Numbers, Run, compared
 from pipefit.errors import UsageError
 
 LIMITS = [(torch.float32, 1e-4), (torch.float64, 1e-9), (torch.bfloat16, 6e-2), (torch.float16, 2e-2)]

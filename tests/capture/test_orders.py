@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from pipefit.capture.orders import as_made, contiguous, orders_of
+from pipefit.capture.storages import as_made, contiguous, orders_of
 
 SIZES = [(2, 3, 4, 5), (2, 3, 1, 1), (1, 3, 1, 1), (2, 1, 4, 5), (1, 1, 4, 1), (1, 1, 1, 1), (2, 1, 1, 5)]
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
 from random_cases import Case, accounts
 from tiny import alone, batch_of, plan_of
 

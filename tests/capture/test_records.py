@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pipefit.capture import Task, capture
-from pipefit.capture.records import Record, closed, opened
 from pipefit.capture.sample import sample
+from pipefit.capture.structure import Record, closed, opened
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.errors import PipefitError, UsageError
-from pipefit.files import load_cluster
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.training import Training
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.training import Training
 
 HERE = f"{Path(__file__).name}:"
 

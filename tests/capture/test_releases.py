@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pipefit.capture
-from pipefit.capture.releases import FIRST, LAST, check_release
+from pipefit.capture.model import FIRST, LAST, check_release
 from pipefit.errors import PipefitWarning, UsageError
 
 ROOT = Path(__file__).parents[2]

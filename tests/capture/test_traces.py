@@ -15,11 +15,11 @@ import forgetful
 import pipefit
 from forgetful import task_of
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.training import Training
 from sampled import sampled
 from tiny import alone, batch_of, plan_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.capture.unchecked import no_negative_variance
+from pipefit.capture.exporting import no_negative_variance
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from random_cases import Case, accounts

@@ -11,7 +11,7 @@ import pytest
 from torch import fx, nn
 
 from pipefit.capture.flow import Flow
-from pipefit.capture.units import Units
+from pipefit.capture.traced import Units
 
 
 def flow_of(module: nn.Module) -> Flow:

@@ -19,14 +19,14 @@ from movable import movable
 from pipefit.capture import Task
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
-from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.errors import PipefitError, UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
 from pipefit.profiler import profile
-from pipefit.profiler.cost_key import cost_key
+from pipefit.profiler.survey import cost_key
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.simulate import simulate
 from random_cases import random_plan
 
 HERE = rf"{Path(__file__).name}:"

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from huggingface_models import TINY
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import recompute_decisions
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.schedule.recompute_settings import recompute_decisions
-from pipefit.training import Training
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 
 
 @pytest.mark.gallery

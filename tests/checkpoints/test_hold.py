@@ -21,8 +21,7 @@ import pytest
 
 from made_checkpoints import OWNER
 from pipefit.checkpoints import hold as holds
-from pipefit.checkpoints.hold import LOCK, Hold, check_holder
-from pipefit.checkpoints.owner import Owner, new_owner, process_start
+from pipefit.checkpoints.hold import LOCK, Hold, Owner, check_holder, new_owner, process_start
 from pipefit.errors import FileError
 
 OTHER = replace(OWNER, training="c" * 32, run="d" * 32, pid=8)

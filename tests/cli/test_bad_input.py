@@ -14,9 +14,9 @@ import pytest
 
 from made_checkpoints import write
 from pipefit.cli import main
-from pipefit.files import dumps, save
-from pipefit.schedule import lower
-from pipefit.simulator import simulate
+from pipefit.lowering import lower
+from pipefit.schema.json_io import dumps, save
+from pipefit.simulate import simulate
 from pipelines import make_plan, random_profile
 
 FACTORIES = """
@@ -424,7 +424,7 @@ def test_what_nobody_foresaw_is_one_sentence_too(
     def fail(*_: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("pipefit.files.load", fail)
+    monkeypatch.setattr("pipefit.schema.json_io.load", fail)
     assert main(["show", str(folder / "plan.json")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("pipefit: unexpected KeyError: 'lost'")
@@ -441,7 +441,7 @@ def test_stopping_exits_as_shells_expect(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pipefit.simulator.simulate", interrupt)
+    monkeypatch.setattr("pipefit.simulate.simulate", interrupt)
     assert main(["simulate", "plan.json", "-o", "stopped.json"]) == 130
     assert "Traceback" not in capsys.readouterr().err
     assert not (folder / "stopped.json").exists()

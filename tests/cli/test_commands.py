@@ -18,21 +18,23 @@ import pytest
 import torch
 
 import pipefit
-from pipefit import limits, profiles, training
+from pipefit import processes
 from pipefit.cli import app, doctor, main, options
-from pipefit.cli.metrics import lines_of_metrics
-from pipefit.cluster import Cluster
+from pipefit.cli.train_log import lines_of_metrics
 from pipefit.errors import FileError, UsageError
-from pipefit.files import dumps, load, save
-from pipefit.kernels import Kernel, KernelMemory
+from pipefit.lowering import ENDLESS, SCHEDULES, lower
+from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions
 from pipefit.planner import PLANNERS
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
 from pipefit.runtime.callbacks import StepReport
-from pipefit.schedule import ENDLESS, SCHEDULES, lower
-from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
+from pipefit.schema import profile as profiles
+from pipefit.schema import training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import dumps, load, save
+from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
+from pipefit.simulate import simulate
 from pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 4))
@@ -301,8 +303,8 @@ def test_a_limit_of_the_system_is_named(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(limits, "_soft", lambda name: 7)
-    monkeypatch.setattr(limits, "_of_control_groups", list)
+    monkeypatch.setattr(processes, "_soft", lambda name: 7)
+    monkeypatch.setattr(processes, "_of_control_groups", list)
     monkeypatch.setattr(doctor, "examine", fail)
     assert main(["doctor"]) == code
     err = capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pipefit.cli import main
-from pipefit.files import save
-from pipefit.simulator import simulate
+from pipefit.schema.json_io import save
+from pipefit.simulate import simulate
 from pipelines import make_plan, random_profile
 
 RECOMPUTED = {"stage": 0, "what": "recompute", "subject": {"start": 0, "stop": 1}}

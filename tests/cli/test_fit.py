@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.files import load
-from pipefit.plans import Plan
+from pipefit.schema.json_io import load
+from pipefit.schema.plan import Plan
 
 MODEL = "zoo:mlp --set widths=(64,32,16) --set inputs=20"
 ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"

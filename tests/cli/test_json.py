@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipefit.answers import ANSWERS
 from pipefit.cli import app, main
-from pipefit.cluster import Cluster
 from pipefit.errors import FileError
-from pipefit.files import load, save
 from pipefit.planner import plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import simulate
+from pipefit.schema.answers import ANSWERS
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import load, save
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from pipelines import make_plan, random_profile
 
 COMMANDS = [str(known.name) for known in app.registered_commands]
@@ -120,7 +120,7 @@ def test_what_cannot_be_saved_is_in_the_error(
     def full(*_: object) -> None:
         raise FileError("no space left")
 
-    monkeypatch.setattr("pipefit.files.save", full)
+    monkeypatch.setattr("pipefit.schema.json_io.save", full)
     found = told("simulate plan.json --json -o made.json", capsys, 6)
     assert found["error"] == "no space left" and found["result"]["pipefit"] == "trace"
 

@@ -13,9 +13,9 @@ from typer.main import get_command
 
 from pipefit.cli import app, main
 from pipefit.cli.model import built_with
-from pipefit.presets import card_names, machine_names, preset_text
+from pipefit.models import MODELS
+from pipefit.schema.presets import card_names, machine_names, preset_text
 from pipefit.units import format_bytes, parse_bytes
-from pipefit.zoo import MODELS
 
 COMMANDS = [str(known.name) for known in app.registered_commands]
 

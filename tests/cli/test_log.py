@@ -8,10 +8,10 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipefit
-from pipefit.cli.log import StepLog
-from pipefit.cluster import Cluster
+from pipefit.cli.train_log import StepLog
+from pipefit.models import build
 from pipefit.runtime.callbacks import StepReport
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
 
 REPORT = StepReport(
     step=11, loss=3.25, seconds=0.5, samples_per_second=16.0, learning_rate=None, peak_bytes={0: 1 << 20, 1: 3 << 20}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.files import load
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
+from pipefit.schema.json_io import load
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from sampled import sampled
 
 GPT = ["zoo:gpt", "--set", "layers=1", "--set", "hidden=16", "--set", "heads=2", "--set", "vocabulary=32"]

@@ -15,7 +15,7 @@ from pipefit.cli import model as models
 from pipefit.cli import progress as module
 from pipefit.cli.progress import progress
 from pipefit.errors import UsageError
-from pipefit.files import save
+from pipefit.schema.json_io import save
 from pipelines import make_plan, random_profile
 
 

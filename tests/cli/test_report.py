@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.cluster import Cluster
-from pipefit.files import save
 from pipefit.planner import plan
-from pipefit.simulator import simulate
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import save
+from pipefit.simulate import simulate
 from pipelines import random_profile
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.cli.stopping import Stopped, cleared_away, stoppable
-from pipefit.files import load
+from pipefit.schema.json_io import load
 from sampled import sampled
 
 ROOT = Path(__file__).parents[2]

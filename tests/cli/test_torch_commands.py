@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.files import load, save
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.trace import Trace
+from pipefit.schema.json_io import load, save
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
 
 MODEL = ["zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.files import save
+from pipefit.schema.json_io import save
 from resuming import SEED, plan_for, undisturbed
 
 STEPS = 9

@@ -11,20 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import (
-    Exchange,
-    Group,
-    Hop,
-    brought_by_owners,
-    sum_for_all,
-    sum_for_owners,
-    ways_of_sum,
-)
-from pipefit.devices import Link
-from pipefit.places import Member
-from pipefit.simulator import Simulation
-from pipefit.work import Collective
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member
+from pipefit.schema.layer_costs import Collective
+from pipefit.simulate import Simulation
+from pipefit.timing import Exchange, Group, Hop, brought_by_owners, sum_for_all, sum_for_owners, ways_of_sum
 from pipelines import make_cluster
 from profiles_in_slices import gridded
 

@@ -9,17 +9,14 @@ from random import Random
 import pytest
 
 from made_up import any_plan, any_runs, any_training, brief, hostile, layer, measurement, value
-from pipefit.actions import parse_action
-from pipefit.cost.effects import Effect
-from pipefit.cost.flight import Flights
-from pipefit.cost.residency import Residency
-from pipefit.cost.rest import StageRest
-from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Origin, Span
-from pipefit.profiles import Measurement
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import Simulation
+from pipefit.memory.microbatch import Flights
+from pipefit.memory.model_state import StageRest
+from pipefit.memory.storages import Effect, Residency, StageStorages
+from pipefit.schema.actions import parse_action
+from pipefit.schema.layer_costs import Origin, SharedParameter, Span
+from pipefit.schema.profile import Measurement
+from pipefit.simulate import Simulation
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"

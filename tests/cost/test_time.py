@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from pipefit.actions import Action, Kind
 from pipefit.capture.task import Task
-from pipefit.cost.stage import Costs
-from pipefit.cost.time import Seconds, host_update_seconds, layer_seconds, seconds
-from pipefit.devices import DeviceKind, Host
 from pipefit.errors import UsageError
-from pipefit.layer_costs import LayerCost
+from pipefit.memory.stage import Costs
+from pipefit.models.settings import OptimizerName, optimizer_of
 from pipefit.profiler import profile
-from pipefit.training import Training
-from pipefit.work import Alike, Work
-from pipefit.zoo.optimizers import OptimizerName, optimizer_of
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.devices import DeviceKind, Host
+from pipefit.schema.layer_costs import Alike, LayerCost, Work
+from pipefit.schema.training import Training
+from pipefit.timing import Seconds, host_update_seconds, layer_seconds, seconds
 from pipelines import equal_profile
 
 # Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 bytes per second; an operation costs a millisecond

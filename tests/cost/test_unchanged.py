@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipefit.actions import Action, Kind, Subject
-from pipefit.cost.states import unchanged
-from pipefit.places import Member, Place, Share
+from pipefit.memory.states import unchanged
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.devices import Member, Place, Share
 
 HOST = Place([Share(Member.host(), 1)])
 LAYERS = 6

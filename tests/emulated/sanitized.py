@@ -22,14 +22,13 @@ from torch.cuda import _sanitizer as sanitizer
 
 from movable import movable
 from pipefit.capture import Task
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.cuda_copying import OnStreams
-from pipefit.runtime.cuda_driver import CudaDriver
-from pipefit.zoo import build
+from pipefit.runtime.offload.cuda import CudaDriver, OnStreams
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
 from state_away import away
 from tiny import batch_of, plan_of
 

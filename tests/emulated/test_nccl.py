@@ -16,10 +16,10 @@ import torch
 from divided import divided
 from grids_to_resume import plan_of_grids
 from message_oracle import LineOf, Start, by_direction, by_pair, outcome
-from pipefit.cost.communicators import communicators
-from pipefit.plans import Plan
+from pipefit.lowering import whole_run
+from pipefit.memory.arenas import communicators
 from pipefit.runtime import train
-from pipefit.schedule import whole_run
+from pipefit.schema.plan import Plan
 from played import Library, Lines, Operation, Player, Reads
 from test_message_order import lowered, shuffled
 

@@ -19,23 +19,23 @@ import pytest
 from torch.cuda import _memory_viz
 
 import pipefit
-from pipefit import training
 from pipefit.cli import main
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.export.deepspeed import deepspeed_config
 from pipefit.export.launching import kubernetes_job, slurm_script
 from pipefit.export.megatron import megatron_arguments
-from pipefit.export.memory_viz import memory_snapshot, snapshot
 from pipefit.export.torchtitan import torchtitan_config
-from pipefit.files import save
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import simulate
-from pipefit.zoo import build
+from pipefit.export.traces import memory_snapshot, snapshot
+from pipefit.models import build
+from pipefit.schema import training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.json_io import save
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 from pipelines import make_plan, random_profile
 
 LAYERS = 6

@@ -7,9 +7,9 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 
-from pipefit.export.perfetto import perfetto
-from pipefit.simulator import simulate
-from pipefit.trace import Stream, Trace
+from pipefit.export.traces import perfetto
+from pipefit.schema.trace import Stream, Trace
+from pipefit.simulate import simulate
 from pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline, schedules
 
 import pipefit
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
 from pipefit.export.pipelining import pipelining_csv, split_points
-from pipefit.grids import Grid
 from pipefit.planner import plan
-from pipefit.plans import Plan
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
 from pipelines import random_profile
 
 

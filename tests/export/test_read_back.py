@@ -27,9 +27,9 @@ from pipefit.export.deepspeed import deepspeed_config
 from pipefit.export.launching import kubernetes_job, slurm_script
 from pipefit.export.megatron import megatron_arguments
 from pipefit.export.torchtitan import torchtitan_config
-from pipefit.files import load_cluster
 from pipefit.planner import plan
-from pipefit.plans import Plan
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.plan import Plan
 from pipelines import random_profile
 
 

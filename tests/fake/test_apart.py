@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 
-from pipefit import forks
+from pipefit import processes
 from pipefit.errors import InfeasibleError, PipefitError, PipefitWarning, WorkerFailed
-from pipefit.fake import apart as room
-from pipefit.fake.apart import apart
-from pipefit.runtime.parts import Undivided
+from pipefit.fake_cuda import apart as room
+from pipefit.fake_cuda.apart import apart
+from pipefit.runtime.optim.updates import Undivided
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = """
@@ -117,7 +117,7 @@ def test_a_fork_that_stands_still_or_is_killed_is_told() -> None:
     with pytest.raises(WorkerFailed, match=r"killed by SIGKILL, as where memory .* process of its own"):
         apart("cuda", lambda: signal.raise_signal(signal.SIGKILL if os.getpid() != here else signal.SIGINT))
     with (
-        mock.patch.object(forks, "LOOK_SECONDS", 0.01),
+        mock.patch.object(processes, "LOOK_SECONDS", 0.01),
         pytest.raises(WorkerFailed, match=r"stood still for 1 s, as where .* or in a process of its own"),
     ):
         apart("cuda", lambda: time.sleep(1000))

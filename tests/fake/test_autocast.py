@@ -15,10 +15,9 @@ from torch.amp import autocast_mode, custom_bwd, custom_fwd
 
 from autocast_operators import SAMPLES, Kernels, made, on_cuda, overload, raised, replayed
 from composed_operators import with_a_kernel_for_cuda
-from pipefit.capture.cuda_casts import policies
+from pipefit.capture.cuda_autocast import policies
 from pipefit.errors import UsageError
-from pipefit.fake.missing_shapes import register_missing_shapes
-from pipefit.fake.target import FakeTarget
+from pipefit.fake_cuda.target import FakeTarget, register_missing_shapes
 from sampled import sampled
 
 FLOAT, DOUBLE, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16

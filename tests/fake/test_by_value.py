@@ -19,12 +19,12 @@ from pipefit.capture import Task
 from pipefit.capture.by_value import Reading
 from pipefit.capture.model import chain
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.target import FakeTarget
-from pipefit.files import load_cluster
+from pipefit.fake_cuda.target import FakeTarget
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
+from pipefit.schema.json_io import load_cluster
+from pipefit.simulate import simulate
 from random_cases import random_plan
 
 aten = torch.ops.aten
@@ -165,7 +165,7 @@ class Shrinks(nn.Module):
 
 def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on for ever where every condition holds; the sentence has the line and the way out."""
-    monkeypatch.setattr("pipefit.profiler.named.Reading", partial(Reading, most=100))
+    monkeypatch.setattr("pipefit.profiler.update.Reading", partial(Reading, most=100))
     with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
         profile(task_of(Shrinks), microbatch_size=SIZE)
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from pipefit.capture import Chain, Task
 from pipefit.capture.sample import sample
-from pipefit.fake.chain import chain_again, fake_chain
-from pipefit.fake.target import FakeTarget
-from pipefit.profiles import Target
+from pipefit.fake_cuda.chain import chain_again, fake_chain
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.schema.profile import Target
 from saving import TARGETS
 
 

@@ -21,17 +21,16 @@ from huggingface_models import TINY
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import in_mode, sample
 from pipefit.errors import FileError, UsageError
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.fingerprint import Fingerprinted, fingerprint, with_loss
-from pipefit.fake.target import FakeTarget
-from pipefit.fingerprints import Fingerprint, differences
-from pipefit.plans import Plan
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.fingerprint import Fingerprinted, fingerprint, with_loss
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
-from pipefit.profiler.trimmed import profile_trimmed
-from pipefit.profiles import ModelProfile
+from pipefit.profiler.training_runs.trimmed import profile_trimmed
 from pipefit.runtime import Trainer, certify
-from pipefit.training import Training
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Fingerprint, ModelProfile, differences
+from pipefit.schema.training import Training
 from sampled import sampled
 from tiny import plan_of, profile_of
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from pipefit.capture import Task
-from pipefit.fake.target import FakeTarget, Target
+from pipefit.fake_cuda.target import FakeTarget, Target
 from pipefit.profiler import profile
-from pipefit.training import Precision
+from pipefit.schema.training import Precision
 from saving import TARGETS
 
 

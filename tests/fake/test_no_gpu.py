@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify, certify_numbers
-from pipefit.simulator import simulate
+from pipefit.schema.cluster import Cluster
+from pipefit.simulate import simulate
 
 WIDTH = 16
 

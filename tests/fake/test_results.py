@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.fake.results import QuickFakeMode
-from pipefit.fake.target import FakeTarget
-from pipefit.meter.cpu import Meter
-from pipefit.profiles import Target
+from pipefit.fake_cuda.results import QuickFakeMode
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure.cpu import Meter
+from pipefit.schema.profile import Target
 from saving import MODELS, OPTIMIZERS, TARGETS, train
 
 aten = torch.ops.aten

@@ -20,18 +20,17 @@ from pipefit.capture.copying import copied
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.sample import sample
 from pipefit.capture.sizes import Template
-from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
-from pipefit.fake import sizes
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.sizes import Chains
-from pipefit.fake.target import FakeTarget
-from pipefit.planned import plan
+from pipefit.fake_cuda import chain as sizes
+from pipefit.fake_cuda.chain import Chains, fake_chain
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.largest.task_plans import plan
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.profiler.fake import profile_sizes
 from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import Measurement, ModelProfile
 from tiny import task_of
 
 SAMPLE = ("segments", "tagger")  # for every run of the tests: images, and a recurrent layer
@@ -146,7 +145,7 @@ def test_of_equal_layers_one_is_copied_and_run() -> None:
         chains, fake = Chains(replace(task, loss=F.l1_loss), EVERY), FakeTarget("cuda")
         with fake:
             kept = chains.unrun(2, fake)
-        with mock.patch("pipefit.fake.chain.copied", wraps=copied) as copies:
+        with mock.patch("pipefit.fake_cuda.chain.copied", wraps=copied) as copies:
             made = profile_sizes(chains.task, [2, 3], target="cuda", threads=1, chains=chains)
         return sum(len([*call.args[0].children()]) for call in copies.call_args_list), made, kept
 

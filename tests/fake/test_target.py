@@ -21,7 +21,7 @@ from torch.utils import _foreach_utils, backend_registration
 
 from composed_operators import with_a_kernel_for_cuda
 from pipefit.errors import UsageError
-from pipefit.fake.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
+from pipefit.fake_cuda.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
 from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
@@ -246,7 +246,7 @@ def test_cuda_target_leaves_real_training_alone() -> None:
 def test_cpu_target_fills_no_device_slot() -> None:
     """Only the cuda target registers a backend; a second one changes nothing; backward may have run before."""
     code = (
-        "import torch; from pipefit.fake.target import FakeTarget\n"
+        "import torch; from pipefit.fake_cuda.target import FakeTarget\n"
         "name = torch._C._get_privateuse1_backend_name\n"
         "torch.ones(2, requires_grad=True).sum().backward()\n"
         "FakeTarget('cpu'); first = name()\n"
@@ -261,7 +261,7 @@ def test_cpu_target_fills_no_device_slot() -> None:
 def test_a_taken_slot_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-    monkeypatch.setattr("pipefit.fake.target._fill_slot", _fill_slot.__wrapped__)  # which forgets an earlier call
+    monkeypatch.setattr("pipefit.fake_cuda.target._fill_slot", _fill_slot.__wrapped__)  # which forgets an earlier call
     with pytest.raises(UsageError, match="'npu' holds: use a process that does not import"):
         FakeTarget("cuda")
 

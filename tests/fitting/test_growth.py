@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from every_plan import every_plan, simulated
 from pipefit import planner
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import State
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.fits import Attempt, Fit
-from pipefit.fitting import certified
-from pipefit.fitting.certified import find
-from pipefit.fitting.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
-from pipefit.places import Member, MemberKind
+from pipefit.largest import search
+from pipefit.largest.growth import Demand, Growth, batch, devices, memory, setting, with_devices, with_memory
+from pipefit.largest.search import find
+from pipefit.lowering.passes.recomputation import RECOMPUTE
+from pipefit.models import build
 from pipefit.planner import Answer, plan
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import RECOMPUTE
-from pipefit.trace import Trace
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import State
+from pipefit.schema.devices import Member, MemberKind
+from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.trace import Trace
+from pipefit.schema.training import Training
 from tiny import task_of
 
 KIB = 1 << 10
@@ -404,7 +404,7 @@ def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) ->
 
     growth = setting("width", wide, PAIR, range(2, 1000, 2))
     honest = find(growth, certify=False)
-    monkeypatch.setattr(certified, "dry_run", heavier)
+    monkeypatch.setattr(search, "dry_run", heavier)
     fit = find(growth)
     assert fit.best.value < honest.best.value
     assert fit.best.fits and fit.best.certified_bytes is not None

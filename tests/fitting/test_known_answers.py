@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import pipefit
-from pipefit.overviews import Overview
-from pipefit.report.overview import describe_overview
+from pipefit.models.hugging_face import hf
+from pipefit.report.fit import describe_overview
+from pipefit.schema.fit import Overview
 from pipefit.tables import plain
 from pipefit.units import GIB
-from pipefit.zoo.huggingface import hf
 
 pytestmark = pytest.mark.gallery
 

@@ -13,17 +13,17 @@ import pytest
 
 import pipefit
 from pipefit.cli import main
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS
-from pipefit.overviews import Overview
-from pipefit.planned import plan
+from pipefit.largest.task_plans import plan
+from pipefit.models import build
 from pipefit.planner import plan as planned
 from pipefit.profiler import profile
-from pipefit.report.overview import describe_overview
-from pipefit.simulator import Simulation
+from pipefit.report.fit import describe_overview
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import Overview
+from pipefit.schema.grids import SHARDINGS
+from pipefit.simulate import Simulation
 from pipefit.tables import plain
-from pipefit.zoo import build
 
 KIB = 1024
 WIDTHS = {"widths": (64, 32, 16), "inputs": 20}
@@ -92,7 +92,7 @@ def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
 def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven blocks are on seven devices at most; the batch to plan next is one for all devices."""
     for name, value in (("_COUNTS", (1,)), ("_SIZES", (1,)), ("_PRECISIONS", ())):
-        monkeypatch.setattr(f"pipefit.fitting.overview.{name}", value)
+        monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
     found = pipefit.fit(TASK, "emulated:9x96KiB", target="cuda")
     text = " ".join(plain(describe_overview(found, "zoo:mlp --cluster emulated:9x96KiB"), 80).split())
     assert "this model has 7 stages at most: of 9 devices the others are for replicas" in text
@@ -103,7 +103,7 @@ def test_devices_beyond_the_models_stages_are_for_replicas(monkeypatch: pytest.M
 
 def test_models_of_many_layers_have_all_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer microbatches are looked at, and the same precisions, with the same bytes."""
-    monkeypatch.setattr("pipefit.fitting.overview._MANY_LAYERS", 3)
+    monkeypatch.setattr("pipefit.largest.overview._MANY_LAYERS", 3)
     found = pipefit.fit(TASK, "emulated:2x96KiB", microbatches=2, target="cuda")
     assert found.precisions == seen(96).precisions and len(found.precisions) == 4
     assert set(found.sizes) <= {1, 4, 16}

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 import pipefit
-from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.fitting import reserving
-from pipefit.fitting.on_the_way import Proposal
-from pipefit.fitting.reserving import plan_reserving as reserving_of_proposals
+from pipefit.largest import task_plans
+from pipefit.largest.attempts import Proposal
+from pipefit.largest.task_plans import plan_reserving as reserving_of_proposals
+from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.planner import Answer, Means, plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import task_of
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def test_a_plan_whose_dry_run_needs_more_leaves_as_much_room() -> None:
         return Proposal(proposed, lambda: Answer(proposed))
 
     assert made.decisions
-    with mock.patch.object(reserving, "ROUNDS", 2), pytest.raises(InfeasibleError, match="1000 B over its"):
+    with mock.patch.object(task_plans, "ROUNDS", 2), pytest.raises(InfeasibleError, match="1000 B over its"):
         reserving_of_proposals(stack(), Cluster.emulated((1, over)), make, target="cpu")
     assert asked == [over, over - 1000]
 
@@ -177,7 +177,7 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     """It is run dry once, and tells what the processes of that dry run take."""
     cluster = gpus(1 << 30, 1 << 30, overheads=SOME)
     make = planned()
-    with mock.patch.object(reserving, "certify", wraps=certify) as dry:
+    with mock.patch.object(task_plans, "certify", wraps=certify) as dry:
         found = plan_reserving(stack(), cluster, make)
     assert dry.call_count == 1
     assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
@@ -215,8 +215,8 @@ def test_a_planner_that_repeats_its_plan_is_asked_a_few_times() -> None:
     made = make(gpus(1 << 32))
     small = gpus(processes(made)[0] - 1)
     with (
-        mock.patch.object(reserving, "certify", wraps=certify) as dry,
-        mock.patch.object(reserving, "ROUNDS", 3),
+        mock.patch.object(task_plans, "certify", wraps=certify) as dry,
+        mock.patch.object(task_plans, "ROUNDS", 3),
         pytest.raises(InfeasibleError, match="3 plans, each of which left more than the one before, did not fit"),
     ):
         plan_reserving(stack(), small, lambda _: make(small))
@@ -232,7 +232,7 @@ def test_what_moves_on_from_device_to_device_is_asked_of_all_alike() -> None:
         asked.append(within.reserves)
         return replace(plans[len(asked) - 1], cluster=within)
 
-    with mock.patch.object(reserving, "ROUNDS", 3), pytest.raises(InfeasibleError):
+    with mock.patch.object(task_plans, "ROUNDS", 3), pytest.raises(InfeasibleError):
         plan_reserving(stack(), gpus(needed - 1, needed - 1), make)
     assert asked[0] == (0, 0) and len(set(asked[1])) == 2 and len(set(asked[2])) == 1
     assert asked[2][0] > max(asked[1])
@@ -247,7 +247,7 @@ def test_a_plan_is_not_found_again_where_its_tensors_had_room_to_spare() -> None
         asked.append(within.budgets[0])
         return replace(fits, cluster=within)
 
-    with mock.patch.object(reserving, "ROUNDS", 2), pytest.raises(InfeasibleError):
+    with mock.patch.object(task_plans, "ROUNDS", 2), pytest.raises(InfeasibleError):
         plan_reserving(stack(), gpus(processes(fits)[0] - 1), make)
     assert asked[1] < least < asked[0] - 20 * MIB
 
@@ -264,7 +264,7 @@ def test_what_is_settled_is_run_dry() -> None:
     make = planned()
     first, second = make(gpus(1 << 30, 1 << 30)), make(gpus(1 << 31, 1 << 31))
     proposal = Proposal(first, lambda: Answer(second))
-    with mock.patch.object(reserving, "certify", wraps=certify) as dry:
+    with mock.patch.object(task_plans, "certify", wraps=certify) as dry:
         found = reserving_of_proposals(stack(), gpus(1 << 31, 1 << 31), lambda _: proposal)
     assert [call.args[1] for call in dry.call_args_list] == [first, second]
     assert found.cluster == second.cluster

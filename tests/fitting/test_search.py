@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.fitting.search import PATIENCE, edge
+from pipefit.largest.search import PATIENCE, edge
 
 RANGES = st.builds(
     lambda start, count, step: range(start, start + count * step, step),

@@ -16,15 +16,15 @@ from torch import nn
 from gallery import MODELS
 from gallery.model import Model
 from gallery.plain import Draws, Step
-from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.capture.model import build_chain
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.runtime.stage import StageRunner
-from pipefit.trace import Trace
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.schema.actions import Action
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
 from random_cases import random_plan
 
 SEED, STEPS = 7, 3

@@ -7,7 +7,7 @@ from functools import cache
 from gallery.model import SHARED, TIED, Model
 from huggingface_models import TINY
 from pipefit.capture import Task
-from pipefit.zoo.huggingface import hf
+from pipefit.models.hugging_face import hf
 
 SPECIAL = {
     "gpt2": "one-dimensional convolutions as linear layers, the embedding as the head",

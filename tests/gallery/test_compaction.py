@@ -19,13 +19,13 @@ from gallery.plain import Step
 from gallery.planned import SEED, STEPS, Prepared, Run, prepared, train
 from gallery.test_gallery import EXACT, describe, differences, plainly
 from oracle import measured_peaks
-from pipefit.places import Member
-from pipefit.plans import Plan
+from pipefit.lowering import ENDLESS, SCHEDULES, distinct_steps, lower
+from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule import ENDLESS, SCHEDULES, distinct_steps, lower
-from pipefit.schedule.arenas import arenas_of, lent_bytes
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
+from pipefit.schema.devices import Member
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Trace
+from pipefit.simulate import simulate
 from random_cases import random_plan
 
 SAMPLE = (("encoder", "1f1b"), ("strided", "torchgpipe"))  # for every run of the tests

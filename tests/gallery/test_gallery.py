@@ -15,7 +15,7 @@ from gallery.page import PAGE, counts_in, render
 from gallery.plain import Step
 from gallery.plain import train as train_plainly
 from gallery.planned import SEED, Prepared, prepared, trained
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 from random_cases import Case, accounts
 from sampled import sampled
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from pipefit.meter.cuda import CudaMeter, memory_figures
-from pipefit.trace import Category, DeviceTrace, MemorySample, Trace
+from pipefit.measure.cuda import CudaMeter, memory_figures
+from pipefit.schema.trace import Category, DeviceTrace, MemorySample, Trace
 
 GPU = torch.device("cuda", 0)
 HERE = torch.device("cpu")  # where the tensors of a test are, for a meter that takes them for a GPU's

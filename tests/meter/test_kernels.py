@@ -22,17 +22,16 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from pipefit.errors import PipefitWarning
-from pipefit.fake.target import FakeTarget
-from pipefit.kernels import Kernel, KernelMemory, Layout
-from pipefit.meter import cache as cache_module
-from pipefit.meter import kernels as kernels_module
-from pipefit.meter import machine, measuring
-from pipefit.meter.cache import Cache
-from pipefit.meter.cpu import Meter
-from pipefit.meter.kernels import Kernels
-from pipefit.meter.machine import this_machine
-from pipefit.meter.signature import key_of, text_of
-from pipefit.pieces import adapter
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure import kernels as cache_module
+from pipefit.measure import kernels as kernels_module
+from pipefit.measure import kernels as measuring
+from pipefit.measure import machine
+from pipefit.measure.cpu import Meter
+from pipefit.measure.kernels import Cache, Kernels, key_of, text_of
+from pipefit.measure.machine import this_machine
+from pipefit.schema.json_text import adapter
+from pipefit.schema.kernels import Kernel, KernelMemory, Layout
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipefit.fake.target import FakeTarget
-from pipefit.kernels import Kernel, KernelMemory
-from pipefit.meter.cpu import Meter
-from pipefit.meter.kernels import Kernels
-from pipefit.trace import Category
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure.cpu import Meter
+from pipefit.measure.kernels import Kernels
+from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.trace import Category
 
 
 def metered(*, kernels: bool = False, cap_bytes: int | None = None) -> Meter:

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from operations import OPERATIONS, Run, embedding_bag
-from pipefit.fake.target import FakeTarget
-from pipefit.meter.cpu import Meter
-from pipefit.meter.kernels import Kernels
-from pipefit.meter.threads import threads_of
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure.cpu import Meter
+from pipefit.measure.kernels import Kernels
+from pipefit.measure.machine import threads_of
 from sampled import sampled
 
 

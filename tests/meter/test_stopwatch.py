@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from pipefit.meter.stopwatch import Stopwatch
-from pipefit.runtime.record import Record
-from pipefit.trace import Event, MemorySample, Stream
+from pipefit.measure.cuda import Stopwatch
+from pipefit.runtime.engine.runner import Record
+from pipefit.schema.trace import Event, MemorySample, Stream
 
 GPU = torch.device("cuda", 0)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.compactions import Compaction
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.planner.accounts import accounts
-from pipefit.plans import Plan
-from pipefit.report.compactions import table
-from pipefit.simulator import Simulation
+from pipefit.planner.driver import accounts
+from pipefit.report.plan import table
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Compaction, Plan
+from pipefit.simulate import Simulation
 from tight import cluster, keeping_layer
 
 

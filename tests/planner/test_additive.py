@@ -10,14 +10,13 @@ import pytest
 
 from additive import GPIPE, with_runs
 from made_up import devices, plain, profile, training
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.files import dumps, load, save
 from pipefit.planner import plan
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.schema.json_io import dumps, load, save
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts, ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 
 
 @pytest.mark.parametrize("seed", range(30))

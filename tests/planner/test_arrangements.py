@@ -11,16 +11,16 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, Settings, alike, chain, devices, layer, measurement, profile, training, value
-from pipefit.beside import forking
-from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, Question, plan
+from pipefit.planner.baselines.simple import time
 from pipefit.planner.bounds import simple_bound
 from pipefit.planner.evaluation import Evaluator
-from pipefit.planner.spaces import sizes_of
-from pipefit.planner.time import time
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
+from pipefit.planner.open_choices import sizes_of
+from pipefit.processes import forking
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tight import cluster, keeping_layer
 
 BATCH = 4

@@ -7,15 +7,15 @@ from random import Random
 
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.planner.at_once import AtOnce
+from pipefit.models import build
 from pipefit.planner.driver import plan_of
-from pipefit.planner.question import Options, Question, Split
+from pipefit.planner.evaluation import AtOnce
+from pipefit.planner.problem import Options, Question, Split
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 
 DEVICES = """name = "made"
 backend = "cuda"

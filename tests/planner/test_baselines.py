@@ -16,22 +16,21 @@ from typing import NamedTuple
 import pytest
 
 from made_up import AMPLE, devices, even, keeping, plain, skewed
-from pipefit.cluster import Cluster
-from pipefit.cost.time import layer_seconds
-from pipefit.decisions import Decision, State, StateKind, What
-from pipefit.devices import Host, Link
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.places import Member, parse_place
+from pipefit.memory.arenas import shortage
 from pipefit.planner import PLANNERS, Options, Question, plan
-from pipefit.planner.capture import CaptureOptions, capture
+from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.driver import plan_of
 from pipefit.planner.replicas import in_replicas
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.schedule.room import shortage
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import Host, Link, Member, parse_place
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.timing import layer_seconds
 from sampled import sampled, seeds
 from slice_sizes import sized
 

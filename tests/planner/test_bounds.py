@@ -14,8 +14,8 @@ from compaction import compacted
 from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, Question, bounds
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
-from pipefit.planner.prices import Within
-from pipefit.simulator import simulate
+from pipefit.planner.choices import Within
+from pipefit.simulate import simulate
 from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
@@ -226,8 +226,8 @@ def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
 
 def walked(schedule: str, forward: list[float], backward: list[float], count: int) -> float:
     """When the last stage ends, if each computes in its order as soon as what it needs is there."""
-    from pipefit.actions import Kind
-    from pipefit.schedule import SCHEDULES as KNOWN
+    from pipefit.lowering import SCHEDULES as KNOWN
+    from pipefit.schema.actions import Kind
 
     stages = len(forward)
     orders = [list(KNOWN[schedule](s, stages, 1, count)) for s in range(stages)]

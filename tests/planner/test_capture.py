@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from made_up import AMPLE, devices, even, keeping, plain
-from pipefit.planner import Question, alpa, capture, plan
-from pipefit.planner.capture import CaptureOptions, Runs
+from pipefit.planner import Question, plan
+from pipefit.planner.baselines import alpa, capture
+from pipefit.planner.baselines.capture import CaptureOptions, Runs
 from pipefit.planner.degrees import Degree
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized, written
 
 

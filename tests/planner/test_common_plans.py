@@ -8,12 +8,12 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, keeping
-from pipefit.grids import Grid, Stage
+from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.planner import plan
-from pipefit.plans import Plan
-from pipefit.schedule.recompute_settings import recompute_decisions
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized
 
 

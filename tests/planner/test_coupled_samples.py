@@ -15,7 +15,7 @@ from pipefit import Cluster, Task, Trainer, plan, profile
 from pipefit.errors import UsageError
 from pipefit.profiler import coupling
 from pipefit.report.plan import sentences
-from pipefit.runtime.draws import seed_layer
+from pipefit.runtime.engine.passes import seed_layer
 
 WIDTH, CLASSES = 64, 8
 SIZE = 128  # samples in a microbatch, so many that replicas are the fastest

@@ -10,19 +10,19 @@ import pytest
 
 from every_plan import IN_BLOCKS, every_plan, simulated
 from made_up import AMPLE, WHOLE_STAGES, copied, devices, heavy, hostile, keeping, plain, skewed
-from pipefit.actions import Action, Kind
-from pipefit.cost.shares import share_among
-from pipefit.cost.stage import Costs
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Grid, Sharding, Stage
+from pipefit.lowering import ENDLESS
+from pipefit.memory.model_state import share_among
+from pipefit.memory.stage import Costs
 from pipefit.planner import plan
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.programme import Floats, Way
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.question import Options, Question
-from pipefit.schedule import ENDLESS
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner.problem import Options, Question
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"

@@ -25,16 +25,17 @@ from made_up import (
     training,
     vgg_like,
 )
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.planner import Options, exact, exhaustive, plan
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement
-from pipefit.schedule import ENDLESS
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.simulator import Simulation, simulate
-from pipefit.training import Training
+from pipefit.lowering import ENDLESS
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.planner import Options, exact, plan
+from pipefit.planner.baselines import exhaustive
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation, simulate
 from sampled import seeds
 
 AMPLE = 1 << 40

@@ -10,10 +10,10 @@ import pytest
 
 from made_up import AMPLE, devices, plain
 from pipefit.planner import Question, plan
-from pipefit.planner.few_classes import Sizes, few_classes
-from pipefit.planner.hybrid.takes import States, states_of
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.hybrid.programme import States, states_of
+from pipefit.planner.hybrid.search import Sizes, few_classes
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 from sampled import sampled
 from slice_sizes import sized
 

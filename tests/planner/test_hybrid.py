@@ -13,19 +13,19 @@ import pytest
 
 from asking import asked
 from made_up import AMPLE, WHOLE_STAGES, devices, hostile, plain, skewed
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Group, Line
-from pipefit.decisions import State
 from pipefit.errors import UsageError
-from pipefit.grids import dividing
 from pipefit.planner import Options, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.planner.hybrid.tables import together_seconds
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
-from pipefit.work import Collective
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import State
+from pipefit.schema.grids import dividing
+from pipefit.schema.layer_costs import Collective
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.timing import Group, Line
 from slice_sizes import sized, written
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"

@@ -9,16 +9,16 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
-from pipefit.decisions import What
-from pipefit.devices import Host
 from pipefit.errors import InfeasibleError
-from pipefit.places import Member
-from pipefit.planner import Options, Question, exact, plan, solved, time
+from pipefit.memory.arenas import check_room, room_needed
+from pipefit.planner import Options, Question, exact, plan, solved
+from pipefit.planner.baselines import simple
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.joint import Search, joint
-from pipefit.plans import Plan
-from pipefit.schedule.room import check_room, room_needed
-from pipefit.simulator import Simulation
+from pipefit.schema.decisions import What
+from pipefit.schema.devices import Host, Member
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from sampled import seeds
 from tight import Case, fastest, random_case
 
@@ -165,7 +165,7 @@ def long_steps(schedule: str) -> Question:
 def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
     """Peaks to the byte; seconds to a thousandth, of splits that keep everything."""
     evaluator = Evaluator(long_steps(schedule))
-    for split in {planner(evaluator.question).split for planner in (exact, time)}:
+    for split in {planner(evaluator.question).split for planner in (exact, simple)}:
         candidate = evaluator.kept(split)
         short, whole = evaluator.evaluate(candidate), evaluator.whole(candidate)
         assert short is not None

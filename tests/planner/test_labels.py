@@ -9,14 +9,15 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, plain, skewed
-from pipefit.cost.time import layer_seconds
 from pipefit.errors import UsageError
 from pipefit.planner import arrangements, plan
-from pipefit.planner.hybrid import Hybrid, Least, fastest, fitting
-from pipefit.planner.question import Question
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner.hybrid import Hybrid, Least, fastest
+from pipefit.planner.hybrid import fastest as fitting
+from pipefit.planner.problem import Question
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.timing import layer_seconds
 from slice_sizes import sized, written
 
 SCHEDULES = "1f1b", "eager-1f1b", "gpipe", "torchgpipe"

@@ -12,18 +12,17 @@ import pytest
 
 from made_up import AMPLE, keeping, plain
 from made_up import profile as profile_of
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, State, StateKind, What
-from pipefit.devices import Host
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.places import parse_place
+from pipefit.memory.arenas import shortage
 from pipefit.planner import plan
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.room import shortage
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import Host, parse_place
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized, written
 from tight import cluster
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from pipefit.cluster import Cluster
 from pipefit.planner.mapping import copy_seconds, is_symmetric, mapped, peer_rates
+from pipefit.schema.cluster import Cluster
 
 
 def by_programme(order: tuple[int, ...], needs: list[int], spares: list[int], rates: np.ndarray) -> float:

@@ -10,16 +10,14 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, alike, devices, layer, measurement, profile, training, value
-from pipefit.decisions import Run, What
-from pipefit.devices import Link
-from pipefit.places import MemberKind
 from pipefit.planner import PLANNERS, Options, Question, solved
 from pipefit.planner.filling import Filler
 from pipefit.planner.mapping import mapped_stages
-from pipefit.planner.question import Split
-from pipefit.planner.techniques import Means
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
+from pipefit.planner.problem import Means, Split
+from pipefit.schema.decisions import Run, What
+from pipefit.schema.devices import Link, MemberKind
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe")

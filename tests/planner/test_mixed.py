@@ -10,20 +10,19 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, keeping, plain, skewed
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, State, What
-from pipefit.devices import Host, Link
-from pipefit.grids import Grid, Stage
-from pipefit.places import Member, parse_place
 from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner import mixed as searching
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
-from pipefit.planner.question import Split
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.planner.problem import Split
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, State, What
+from pipefit.schema.devices import Host, Link, Member, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized, written
 
 HOW = Training(batch_size=12, microbatches=3)

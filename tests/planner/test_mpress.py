@@ -7,13 +7,14 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
-from pipefit.decisions import State, What
-from pipefit.planner import Options, Question, mpress, plan, solved
+from pipefit.planner import Options, Question, plan, solved
+from pipefit.planner.baselines import mpress
+from pipefit.planner.baselines.mpress import MpressOptions
 from pipefit.planner.joint import joint
-from pipefit.planner.mpress import MpressOptions
-from pipefit.planner.techniques import Means
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
+from pipefit.planner.problem import Means
+from pipefit.schema.decisions import State, What
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from tight import Case, cluster, keeping_layer, random_case
 
 WIDTH, KEPT = 1, 100

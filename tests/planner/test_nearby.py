@@ -11,16 +11,16 @@ from typing import get_args
 import pytest
 
 from made_up import AMPLE, devices, plain, skewed
-from pipefit.grids import Sharding
 from pipefit.planner import Options, Question
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
-from pipefit.planner.question import Split
-from pipefit.planner.simulations import Simulations
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import Assembled
-from pipefit.training import Training
+from pipefit.planner.neighbours import Simulations
+from pipefit.planner.problem import Split
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.simulate.assembled import Assembled
 from slice_sizes import sized, written
 
 

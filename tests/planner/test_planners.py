@@ -13,12 +13,11 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, hostile, plain, profile, training, vgg_like
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
-from pipefit.planner.sums import lightest_parts
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.training import Training
+from pipefit.planner.baselines.simple import lightest_parts
+from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile
+from pipefit.schema.training import Training
 from sampled import sampled
 
 AMPLE = 1 << 40
@@ -51,7 +50,7 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     """
     if planner in SLOW:
         pytest.importorskip("skopt")
-        monkeypatch.setattr(sys.modules["pipefit.planner.bayesian"], "EVALUATIONS", 11)  # all 75 take a minute
+        monkeypatch.setattr(sys.modules["pipefit.planner.baselines.mcap"], "EVALUATIONS", 11)  # all 75 take a minute
     chain, cluster, how, stages = CASES[case]
     options = Options(stages=stages, allow_infeasible=True)
     made = asked(PLANNERS[planner], with_runs(chain, how), cluster, how, options)

@@ -9,9 +9,9 @@ import pytest
 
 from asking import asked
 from made_up import WHOLE_STAGES, any_training, devices, hostile, plain, profile, training
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import Options, best_split, exact, true_peaks
+from pipefit.schema.profile import AdditiveCosts
 
 GPIPE = training("gpipe", 4)
 

@@ -9,18 +9,18 @@ from itertools import accumulate, combinations, pairwise, product
 import pytest
 
 from made_up import AMPLE, devices
-from pipefit import zoo
+from pipefit import models
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
 from pipefit.planner import plan, plan_again
 from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.search import searches
-from pipefit.planner.question import Question
-from pipefit.plans import Plan
+from pipefit.planner.problem import Question
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from sampled import sampled
 
 HOW = Training(batch_size=8, microbatches=2)
@@ -29,7 +29,7 @@ EVERY = sorted([Degree(1, 1), Degree(2, 1), *(Degree(data, 2, also) for data in 
 
 @cache
 def costs(*, tied: bool = False) -> ModelProfile:
-    task = zoo.build("gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied)
+    task = models.build("gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied)
     return profile(task, microbatch_size=(4, 2), tensor=(2,), sequences=True, target="cuda")
 
 

@@ -9,16 +9,15 @@ from random import Random
 import pytest
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Device, Host, Link
-from pipefit.grids import Grid, Stage
-from pipefit.places import Member, parse_place
 from pipefit.planner import Means, Question, joint, solved
-from pipefit.planner.splits import DOUBLE, Balance
-from pipefit.planner.spreading import spread
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
+from pipefit.planner.filling import DOUBLE, Balance
+from pipefit.planner.improvement import spread
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Device, Host, Link, Member, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from tight import KIND, cluster, keeping_layer
 
 

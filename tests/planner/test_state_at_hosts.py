@@ -9,16 +9,15 @@ from random import Random
 import pytest
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.decisions import Decision, State, What
-from pipefit.devices import Host
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
 from pipefit.planner import Means, Options, Question, solved
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.joint import joint
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import Host, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from tight import Case, cluster, keeping_layer
 
 HOST = parse_place("host")

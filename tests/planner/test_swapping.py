@@ -8,15 +8,14 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, keeping
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Host, Link
-from pipefit.places import Member, MemberKind, parse_place
+from pipefit.memory.arenas import shortage
 from pipefit.planner import Means, Options, Question, plan
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import Mixed, mixed
-from pipefit.schedule.room import shortage
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized
 
 HOW = Training(batch_size=32, microbatches=8, schedule="gpipe")

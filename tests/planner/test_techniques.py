@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from made_up import layer, measurement, profile, training, value, work
-from pipefit.decisions import What
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Origin
 from pipefit.planner import Question, joint, solved
-from pipefit.planner.techniques import Technique, TensorCosts, mpress_choice
+from pipefit.planner.problem import Technique, TensorCosts, mpress_choice
+from pipefit.schema.decisions import What
+from pipefit.schema.layer_costs import Origin
 from tight import INPUT, cluster
 
 # MB, and in ms: live interval, recomputation, round trips to the host and over four lanes of NVLink; the choice

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from made_up import layer, measurement, profile, training, value
-from pipefit.devices import Host
 from pipefit.planner import Question
-from pipefit.planner.question import Split
-from pipefit.planner.updating import Update, _updates, busy_seconds, divided_updates
+from pipefit.planner.improvement import Update, _updates, busy_seconds, divided_updates
+from pipefit.planner.problem import Split
+from pipefit.schema.devices import Host
 from tight import cluster, keeping_layer, random_case
 
 
@@ -35,7 +35,7 @@ def every(updates: list[Update]) -> float:
 
 
 def found_by(monkeypatch: pytest.MonkeyPatch, updates: list[Update]) -> list[frozenset[int]]:
-    monkeypatch.setattr("pipefit.planner.updating._updates", lambda question, split: updates)
+    monkeypatch.setattr("pipefit.planner.improvement._updates", lambda question, split: updates)
     case = random_case(Random(0), ("1f1b",))
     question = Question(profile=case.profile, cluster=case.cluster, training=case.training)
     parts = divided_updates(question, Split((0, 1), (0,)))

@@ -6,14 +6,14 @@ from math import comb
 
 import pytest
 
-from pipefit.cluster import Cluster
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.models import build
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.simulator import simulate
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from random import Random
 import pytest
 
 from made_up import WHOLE_STAGES, block_sizes, devices, hostile, profile, skewed, training
-from pipefit.planner.minmax_search import solve
-from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import Options, Question
-from pipefit.planner.windows import Bounds
+from pipefit.planner.driver import stage_peaks
+from pipefit.planner.exact import Bounds, solve
+from pipefit.planner.problem import Options, Question
 from sampled import seeds
 
 

@@ -12,16 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipefit.actions import parse_action
 from pipefit.capture import Task
-from pipefit.cost.flight import Flights
-from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.layer_costs import LayerCost, Origin
+from pipefit.memory.microbatch import Flights
+from pipefit.memory.storages import StageStorages
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile, Target
-from pipefit.work import Work
-from pipefit.zoo import build
+from pipefit.schema.actions import parse_action
+from pipefit.schema.layer_costs import LayerCost, Origin, Work
+from pipefit.schema.profile import ModelProfile, Target
 from tiny import task_of
 
 OWN, INPUT, PARAMETER = Origin(kind="own"), Origin(kind="input"), Origin(kind="parameter")

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from feeding_back import FEEDING_BACK, WIDTH, Average, task_with
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.profile import ModelProfile
 
 
 class Constant(nn.Module):

@@ -14,19 +14,18 @@ from torch import nn
 
 from made_up import alike, skewed
 from made_up import profile as profile_of
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import plan_of as plan_made
-from pipefit.profiler.incremental import profile_incrementally, train
-from pipefit.profiler.partitionings import intervals
-from pipefit.profiles import Block
+from pipefit.profiler.training_runs.incremental import plan_of as plan_made
+from pipefit.profiler.training_runs.incremental import profile_incrementally, train
+from pipefit.profiler.training_runs.runs import intervals
 from pipefit.runtime import certify
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts, Block
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from sampled import seeds
 from tiny import plan_of, task_of
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipefit.layer_costs import LayerCost
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.training import Precision
-from pipefit.zoo import build
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.training import Precision
 
 SEEDS = 24  # of flash attention's dropout: two 8-byte numbers and their place
 SIZES = [(2, 32, 64, 4), (3, 64, 96, 6)]

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 import gallery
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.layer_costs import LayerCost
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.zoo import build
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.profile import ModelProfile
 
 
 class Placed(nn.Linear):

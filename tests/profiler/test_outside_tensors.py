@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.meter import MemoryMeter
+from pipefit.measure import MemoryMeter
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, trainer
-from pipefit.runtime.assembly import assemble
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.runtime.site import Site
-from pipefit.simulator import simulate
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.site import Site
+from pipefit.schema.grids import Grid, Stage
+from pipefit.simulate import simulate
 from random_cases import Case, accounts
 from tiny import alone, batch_of, plan_of
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.profiler.partitionings import intervals, partitionings, trimmed
+from pipefit.profiler.training_runs.runs import intervals, partitionings, trimmed
 
 
 def tells_apart(runs, layers: int) -> bool:

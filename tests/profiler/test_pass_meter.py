@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from adapted import adapted
-from pipefit.layer_costs import Span
 from pipefit.profiler import profile
 from pipefit.profiler.pass_meter import PassMeter
+from pipefit.schema.layer_costs import Alike, Span, Work
 from pipefit.texts import dtype_name
-from pipefit.work import Alike, Work
 
 KIB = 256  # floats in a KiB
 

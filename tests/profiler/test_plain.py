@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.profiler.plain import changed_name, plain_attributes
+from pipefit.profiler.feedback import changed_name, plain_attributes
 
 CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "list": ([1], lambda held: held.append(2)),

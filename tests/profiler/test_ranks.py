@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from pipefit.files import load
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiles import Measurement, ModelProfile
 from pipefit.report.show import describe
-from pipefit.work import Collective
-from pipefit.zoo import build
+from pipefit.schema.json_io import load
+from pipefit.schema.layer_costs import Collective
+from pipefit.schema.profile import Measurement, ModelProfile
 
 BATCH, SEQUENCE, HIDDEN, HEADS, WORDS, FLOAT = 2, 16, 64, 8, 50, 4
 VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN

@@ -12,18 +12,18 @@ from torch import nn
 
 from made_up import alike
 from made_up import profile as profile_of
-from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiler.trimmed import profile_trimmed
+from pipefit.profiler.training_runs.incremental import profile_incrementally
+from pipefit.profiler.training_runs.trimmed import profile_trimmed
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts
+from pipefit.schema.training import Training
 from sampled import sampled
 from tiny import task_of
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipefit.cli import main
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
-from pipefit.files import save
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
-from pipefit.simulator import simulate
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.json_io import save
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from pipefit.cluster import Cluster
-from pipefit.fits import Attempt, Fit
 from pipefit.planner import plan
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import fit_page
-from pipefit.report.page.growth import growth
+from pipefit.report.page.charts import growth
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import Attempt, Fit
 from pipefit.tables import plain
 from pipelines import random_profile
 

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from browser import browsed
-from pipefit.decisions import Decision, State, What
-from pipefit.grids import Grid
-from pipefit.places import parse_place
 from pipefit.planner import plan as planned
-from pipefit.plans import Plan
-from pipefit.predictions import Prediction
 from pipefit.report.page import page
-from pipefit.report.page.lesson import _own, axes_of, lesson, points
-from pipefit.simulator import simulate
+from pipefit.report.page.charts import _own, axes_of, lesson, points
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan, Prediction
+from pipefit.simulate import simulate
 from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
 from pipelines import equal_profile, make_cluster, make_plan, random_profile

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from opened import Opened, opened
-from pipefit.alternatives import Alternative
-from pipefit.plans import Plan
 from pipefit.report.page import page
+from pipefit.schema.plan import Alternative, Plan
 from report.test_page import planned, with_copies
 
 SECONDS = 1.0  # in which a page is open

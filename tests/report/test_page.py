@@ -17,21 +17,19 @@ from typing import Any
 import pytest
 
 from browser import CONTRASTS, browsed
-from pipefit.alternatives import Alternative
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.files import load_cluster
-from pipefit.grids import Grid, Stage
-from pipefit.places import Member, parse_place
 from pipefit.planner import plan
-from pipefit.plans import Plan
 from pipefit.report.page import markup, page
+from pipefit.report.page.charts import Stretch, topology, traffic
 from pipefit.report.page.scenes import scene
-from pipefit.report.page.topology import topology
-from pipefit.report.page.traffic import Stretch, traffic
-from pipefit.simulator import simulate
-from pipefit.trace import CATEGORIES, Trace
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import Member, parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.plan import Alternative, Plan
+from pipefit.schema.trace import CATEGORIES, Trace
+from pipefit.simulate import simulate
 from pipefit.units import format_bytes, format_seconds, parse_bytes
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from made_up import alike, devices, profile, training, vgg_like
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
-from pipefit.plans import Plan
-from pipefit.predictions import Prediction
-from pipefit.profiles import Block
 from pipefit.report.plan import describe_plan, stage_table, told_sharing
-from pipefit.simulator import simulate
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.plan import Plan, Prediction
+from pipefit.schema.profile import Block
+from pipefit.schema.trace import AllocatorPeaks, Stream, Trace
+from pipefit.simulate import simulate
 from pipefit.tables import plain
-from pipefit.trace import AllocatorPeaks, Stream, Trace
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_cluster, make_plan
 from profiles_in_slices import gridded

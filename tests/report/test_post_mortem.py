@@ -13,20 +13,19 @@ from torch import nn
 
 from browser import browsed
 from pipefit.cli import main
-from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.files import load, save
-from pipefit.plans import Plan
-from pipefit.post_mortems import PostMortem, of_dry_run
 from pipefit.report.page import page
-from pipefit.report.post_mortem import describe_post_mortem
-from pipefit.report.remedies import remedies
+from pipefit.report.post_mortem import describe_post_mortem, remedies
 from pipefit.runtime import certify, train
-from pipefit.runtime.out_of_memory import moment
-from pipefit.simulator import simulate
-from pipefit.simulator.contents import contents_at
+from pipefit.runtime.hardware import moment
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import load, save
+from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem, of_dry_run
+from pipefit.schema.trace import MemorySample
+from pipefit.simulate import simulate
+from pipefit.simulate.simulation import contents_at
 from pipefit.tables import Table, plain
-from pipefit.trace import MemorySample
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 TASK = task_of(lambda: [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipefit.program import parse_program
 from pipefit.report.show import describe
+from pipefit.schema.program import parse_program
 
 TEXT = """device 0: 0OFFLOAD0#0@host 0WAIT_OFFLOAD0#0@host 0SEND_F0 0RECV_B-1 0WAIT_RECV_B-1
 device 1:

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.kernels import KernelMemory
-from pipefit.layer_costs import Value
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.runtime.absent import mark, received, to_send, unmark
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.runtime.comm.collectives import mark, received, to_send, unmark
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.layer_costs import Value
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from slices import sliced_plan
 
 WIDTH, SIZE, COUNT = 8, 2, 2

@@ -12,11 +12,11 @@ import gallery
 from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
-from pipefit.meter.kernels import Kernels
-from pipefit.plans import Plan
+from pipefit.measure.kernels import Kernels
 from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.hardware import Hardware
+from pipefit.schema.plan import Plan
 from random_cases import plan_for, random_case
 from sampled import sampled, seeds
 from tiny import plan_of, task_of

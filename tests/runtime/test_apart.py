@@ -17,15 +17,15 @@ from torch.profiler import ProfilerActivity
 from entwined import MIXES, OPTIMIZERS, entwined, plain
 from moving_states import moving_states
 from oracle import measured_peaks
-from pipefit.actions import Kind
 from pipefit.capture import Task
-from pipefit.grids import SHARDINGS
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.apart import born_apart
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.simulator import simulate
+from pipefit.runtime.engine.flight import born_apart
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.actions import Kind
+from pipefit.schema.grids import SHARDINGS
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from random_cases import random_plan
 from replicated import Table
 from sampled import sampled, seeds

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.trace import Trace
+from pipefit.schema.trace import Trace
 from tiny import plan_of, profile_of
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,21 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moving_plans import movable, with_disk
-from pipefit.actions import Subject, parse_action
 from pipefit.capture import Task
-from pipefit.cost.residency import Whereabouts
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Link
-from pipefit.places import Member, parse_place
-from pipefit.plans import Plan
+from pipefit.memory.storages import StageStorages, Whereabouts
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.block_table import BlockTable
-from pipefit.runtime.copying import AtOnce, Part
-from pipefit.simulator import simulate
-from pipefit.trace import Stream
+from pipefit.runtime.offload.copying import AtOnce, Part
+from pipefit.runtime.offload.moving import BlockTable
+from pipefit.schema.actions import Subject, parse_action
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Link, Member, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Stream
+from pipefit.simulate import simulate
 from tiny import alone, batch_of, plan_of, task_of
 
 OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")

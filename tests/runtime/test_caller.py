@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.meter.cpu import Meter
+from pipefit.measure.cpu import Meter
 from pipefit.profiler import profile
-from pipefit.profiler.incremental import train as train_once
+from pipefit.profiler.training_runs.incremental import train as train_once
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
-from pipefit.simulator import simulate
+from pipefit.simulate import simulate
 from tiny import alone, batch_of, plan_of, task_of
 
 

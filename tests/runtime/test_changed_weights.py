@@ -11,20 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.places import parse_place
+from pipefit.lowering import lower
 from pipefit.planner import plan as plan_of_profile
-from pipefit.planner.choices import StageChoice, decisions_of
-from pipefit.planner.menus import Menu, Menus, Recipe
-from pipefit.planner.question import Question
-from pipefit.plans import Plan
+from pipefit.planner.choices import Menu, Menus, Recipe, StageChoice, decisions_of
+from pipefit.planner.problem import Question
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.schedule import lower
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import alone, batch_of, plan_of
 
 SIZE = 4

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from pipefit.message_order import channels
-from pipefit.runtime import transport
-from pipefit.runtime.coalescing import begin_together
-from pipefit.runtime.transport import Network
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.runtime.comm import transport
+from pipefit.runtime.comm.transport import Network, begin_together
+from pipefit.schema.program import channels
 from pipelines import equal_profile, make_plan
 
 

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from pipefit.cost.communicators import communicators
-from pipefit.plans import Plan
+from pipefit.lowering import lower
+from pipefit.memory.arenas import communicators
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import transport
-from pipefit.schedule import lower
-from pipefit.zoo import build
+from pipefit.runtime.comm import transport
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import plan_of
 from wide import wide, wide_profile
 

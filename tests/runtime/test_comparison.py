@@ -22,13 +22,15 @@ from pipefit.capture import Task, capture, traced
 from pipefit.capture.model import built
 from pipefit.capture.sample import sample
 from pipefit.errors import FileError, PipefitWarning, UsageError
-from pipefit.plans import Plan
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer, certify_numbers, comparison, launch, train
-from pipefit.runtime.comparison import comparable, compare_at_start, host_bytes, host_seconds
-from pipefit.runtime.host import free_bytes
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.runtime import Trainer, certify_numbers, train
+from pipefit.runtime.checks import comparison
+from pipefit.runtime.checks.comparison import comparable, compare_at_start, host_bytes, host_seconds
+from pipefit.runtime.hardware import free_bytes
+from pipefit.runtime.launch import launch
+from pipefit.schema.plan import Plan
 from slices import sliced_plan
 from tiny import batch_of, plan_of
 

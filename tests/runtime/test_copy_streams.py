@@ -14,21 +14,20 @@ import pytest
 
 from moving_plans import make_chain, moving
 from moving_states import moving_states
-from pipefit.cluster import Cluster
-from pipefit.devices import Link
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.lowering import lower
+from pipefit.memory.arenas import Arena, arenas_of
 from pipefit.runtime import Trainer
-from pipefit.runtime.copying import Slot
-from pipefit.runtime.cuda_copying import OnStreams
 from pipefit.runtime.hardware import Hardware
-from pipefit.runtime.lending import Lending
-from pipefit.runtime.memory import HostMemory
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import Arena, arenas_of
-from pipefit.simulator import simulate
-from pipefit.trace import Stream
+from pipefit.runtime.offload.copying import Slot
+from pipefit.runtime.offload.cuda import OnStreams
+from pipefit.runtime.offload.lending import HostMemory, Lending
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.schema.trace import Stream
+from pipefit.simulate import simulate
 from tiny import batch_of, plan_of
 
 Span = tuple[float, float]  # begin and end

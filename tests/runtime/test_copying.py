@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pipefit.runtime.copying import AtOnce, Beside, Copier, Part, Slot
+from pipefit.runtime.offload.copying import AtOnce, Beside, Copier, Part, Slot
 
 BYTES = 4096
 

@@ -26,25 +26,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moving_plans import make_chain, with_disk
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
-from pipefit.places import Member, MemberKind, parse_place
-from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.lowering import lower
+from pipefit.memory.arenas import Arena, arenas_of, pinned_sizes, room_needed
 from pipefit.runtime import Trainer
-from pipefit.runtime.copying import Part, Slot
-from pipefit.runtime.cuda_copying import OnStreams, StreamCopies
-from pipefit.runtime.cuda_driver import CudaDriver, Driver
-from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
-from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
 from pipefit.runtime.hardware import Hardware
-from pipefit.runtime.lending import Lending, check_lending
-from pipefit.runtime.memory import HostMemory
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import Arena, arenas_of
-from pipefit.schedule.room import pinned_sizes, room_needed
+from pipefit.runtime.offload.copying import Part, Slot
+from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, StreamCopies
+from pipefit.runtime.offload.disk import Buffers, DiskSlot, nameless_file
+from pipefit.runtime.offload.lending import CudaMemory, HostMemory, Lending, check_lending, pinned_slots
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Host, Member, MemberKind, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
 from pipelines import make_cluster
 from tiny import alone, batch_of, plan_of
 
@@ -428,7 +423,7 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
     pieces, on a peer and in a file are enough, and all are free at the end.
     """
-    monkeypatch.setattr("pipefit.runtime.cuda_memory._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
+    monkeypatch.setattr("pipefit.runtime.offload.lending._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
     driver, queue = AtOnce(), Settled()
     task, plan = make_chain(), replace(on_gpus(place), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from tiny import task_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)

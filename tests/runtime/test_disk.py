@@ -19,17 +19,16 @@ import torch
 
 import pipefit
 from moving_plans import make_chain, make_wide, with_disk
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Link
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.memory.arenas import Arena
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.copying import Part
-from pipefit.runtime.disk import DiskSlot, nameless_file, plain_buffers
-from pipefit.schedule.arenas import Arena
-from pipefit.trace import Stream
+from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.disk import DiskSlot, nameless_file, plain_buffers
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Link, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Stream
 from samples import samples
 from tiny import batch_of, plan_of
 
@@ -232,7 +231,7 @@ def test_a_full_disk_is_refused_before_a_worker_starts(tmp_path: Path, monkeypat
     def never(*_: Any) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr("pipefit.runtime.launch.start", never)
+    monkeypatch.setattr("pipefit.runtime.launch.launch.start", never)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * SLOT - 1, f_frsize=1))
     with pytest.raises(OutOfMemory, match=r"need 2.00 KiB in '.*', whose disk has 2.00 KiB free, 1 B less: move fewer"):
         pipefit.train(make_chain, to_disk(emulated(tmp_path)), steps=1)

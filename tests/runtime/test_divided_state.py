@@ -16,22 +16,22 @@ from torch import nn
 
 from divided import divided, grid_plan
 from fully_sharded import fully_sharded
-from pipefit.actions import Action
 from pipefit.capture.storages import without_memory
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.files import load_cluster
-from pipefit.grids import Sharding
-from pipefit.places import parse_place
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.buffers import move
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.runtime.saving import Saving
-from pipefit.simulator import simulate
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.engine.buffers import move
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.actions import Action
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Sharding
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from replicated import MODELS, plain_task, precise, replicated, tied
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
@@ -319,7 +319,7 @@ def test_a_device_never_has_room_for_what_others_own(precision: Any, monkeypatch
             moved.append(id(parameter))
         move(modules, device)
 
-    monkeypatch.setattr("pipefit.runtime.assembly.move", moving)
+    monkeypatch.setattr("pipefit.runtime.engine.assembly.move", moving)
     apart = Trainer(task, plan)
     assert moved
     for one in batches(task, plan, 2):

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from pipefit.cli import main
-from pipefit.cluster import Cluster
 from pipefit.errors import PipefitWarning
-from pipefit.files import save
-from pipefit.kernels import Kernel, KernelMemory
-from pipefit.meter import kernels
-from pipefit.meter.threads import threads_of
+from pipefit.measure import kernels
+from pipefit.measure.machine import threads_of
+from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import save
+from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 from random_cases import accounts, random_case
 
 SETTINGS = {"widths": (8, 16, 16, 4)}

@@ -22,20 +22,19 @@ from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, ski
 from moving_plans import make_chain, movable
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
-from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.places import Member
-from pipefit.plans import Plan
+from pipefit.lowering import ENDLESS, distinct_steps, step_programs, whole_run
+from pipefit.lowering.asynchronous import period
+from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.endless_folding import fewer
-from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
-from pipefit.schedule.arenas import arenas_of, lent_bytes
-from pipefit.schedule.endless import period
-from pipefit.simulator import Simulation, simulate
+from pipefit.runtime.dry_run.asynchronous import fewer
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.schema.devices import Host, Member
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import Simulation, simulate
 from replay import replayed
 from sampled import sampled
 from samples import samples, step_peaks_of

@@ -13,11 +13,12 @@ import torch
 from compaction import compacted
 from divided import GRIDS, MODELS, divided, grid_plan, profiled
 from endless_training import batches_of
-from pipefit.grids import SHARDINGS
-from pipefit.plans import Plan
-from pipefit.runtime import Trainer, certify, rehearsal, train
-from pipefit.schedule import ENDLESS, distinct_steps
-from pipefit.schedule.endless import period
+from pipefit.lowering import ENDLESS, distinct_steps
+from pipefit.lowering.asynchronous import period
+from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.dry_run import rehearsal
+from pipefit.schema.grids import SHARDINGS
+from pipefit.schema.plan import Plan
 from replay import replayed
 from sampled import sampled
 from samples import samples

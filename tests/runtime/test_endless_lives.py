@@ -11,16 +11,16 @@ from unittest import mock
 import pytest
 
 from compaction import compacted
-from pipefit.actions import Action, Kind
-from pipefit.allocator import AllocatorSettings
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, rehearsal
-from pipefit.runtime.endless_folding import Label, Labelled, fewer, labels
-from pipefit.runtime.endless_lives import EndlessLives
-from pipefit.schedule import ENDLESS, step_programs
-from pipefit.trace import Trace
+from pipefit.lowering import ENDLESS, step_programs
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.runtime import certify
+from pipefit.runtime.dry_run import rehearsal
+from pipefit.runtime.dry_run.asynchronous import EndlessLives, Label, Labelled, fewer, labels
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
 from tiny import plan_of
 from wide import on_gpus, wide, wide_profile
 

@@ -13,10 +13,10 @@ import torch
 
 from endless_mixed import mixed
 from moving_plans import make_chain
-from pipefit.actions import Action, Kind
+from pipefit.lowering import ENDLESS
 from pipefit.runtime import Trainer
-from pipefit.runtime.runner import DeviceRunner
-from pipefit.schedule import ENDLESS
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.schema.actions import Action, Kind
 from sampled import sampled
 from tiny import batch_of
 

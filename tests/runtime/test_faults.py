@@ -32,10 +32,11 @@ from faults import (
 from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
 from pipefit.errors import FileError, PipefitWarning, WorkerFailed
-from pipefit.files import save
-from pipefit.runtime import Trainer, launch, train
-from pipefit.runtime.root_cause import Sighting
-from pipefit.runtime.saving import Saving
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.launch import Sighting
+from pipefit.schema.json_io import save
 from resuming import SEED, named, plan_for, slow_link, undisturbed
 from sampled import sampled
 
@@ -146,7 +147,7 @@ def test_a_full_disk_under_the_metrics_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the step, and what is saved; the exit code is that of files."""
-    monkeypatch.setattr("pipefit.files.check_target", lambda path: None)  # it lets no device pass
+    monkeypatch.setattr("pipefit.schema.json_io.check_target", lambda path: None)  # it lets no device pass
     assert main(line(tmp_path, "--save", str(tmp_path / "runs"), "--every", "1", "--metrics", "/dev/full")) == 6
     err = capsys.readouterr().err
     said = "/dev/full cannot be written: No space left on device; step 0 was the last; steps done: 1, last saved: "
@@ -209,7 +210,7 @@ def test_a_damaged_shard_is_named_with_the_checkpoint_before(
     shard = runs / "step-00000004" / "worker-00001.safetensors"
     damage(shard)
     if word == "missing":  # which shows before a worker starts; the bytes are read by the workers
-        monkeypatch.setattr("pipefit.runtime.restarts.launch", None)
+        monkeypatch.setattr("pipefit.runtime.launch.restarts.launch", None)
     with pytest.raises(FileError) as caught:
         train(task, plan, steps=6, numbers=False, resume=shard.parent)
     said = str(caught.value)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from feeding_back import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.recompute_settings import recompute_decisions
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from random_cases import Case, accounts
 from sampled import sampled
 from tiny import batch_of, plan_of, task_of

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, What
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering import SCHEDULES, lower
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.runtime.folding import Folding, shortened
-from pipefit.schedule import SCHEDULES, lower
-from pipefit.training import Training
+from pipefit.runtime.dry_run.microbatches import Folding, shortened
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 from sampled import seeds
 from tiny import task_of
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oracle import measured_peaks
-from pipefit.actions import Kind
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
+from pipefit.lowering import lower
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule import lower
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.simulator import simulate
+from pipefit.schema.actions import Kind
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 from sampled import sampled
 from step_peaks import step_peaks
 from tiny import alone, batch_of, plan_of, task_of

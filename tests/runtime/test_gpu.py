@@ -22,12 +22,12 @@ import torch
 from elsewhere import elsewhere
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
-from pipefit.meter.cuda import CudaMeter, memory_figures
-from pipefit.plans import Plan
+from pipefit.measure.cuda import CudaMeter, memory_figures
+from pipefit.models import build
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
-from pipefit.trace import Category
-from pipefit.zoo import build
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Category
 from tiny import batch_of, plan_of
 
 pytestmark = [

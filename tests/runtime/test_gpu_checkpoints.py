@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from elsewhere import elsewhere
 from pipefit.capture import Task
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import batch_of, plan_of, task_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -14,19 +14,17 @@ from elsewhere import elsewhere
 from gpu_lender import lend
 from moving_plans import movable, with_disk
 from pipefit.capture import Task
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.places import Member, MemberKind, parse_place
-from pipefit.plans import Plan
+from pipefit.lowering import lower
+from pipefit.memory.arenas import Arena, arenas_of
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.copying import Part
-from pipefit.runtime.cuda_copying import OnStreams
-from pipefit.runtime.cuda_driver import CudaDriver
-from pipefit.runtime.cuda_memory import CudaMemory
-from pipefit.runtime.lending import Lending
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import Arena, arenas_of
-from pipefit.zoo import build
+from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.cuda import CudaDriver, OnStreams
+from pipefit.runtime.offload.lending import CudaMemory, Lending
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Member, MemberKind, parse_place
+from pipefit.schema.plan import Plan
 from tiny import batch_of, plan_of
 
 pytestmark = [

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from elsewhere import elsewhere
 from pipefit.capture import Task
-from pipefit.decisions import Decision, What
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.zoo import build
+from pipefit.schema.decisions import Decision, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
 from state_away import away
 from tiny import batch_of, plan_of
 

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.allocator import AllocatorSettings
 from pipefit.errors import UsageError
-from pipefit.fake.target import FakeTarget
-from pipefit.grids import Grid
-from pipefit.plans import Plan
-from pipefit.runtime import certify, joining
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import lower
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.runtime import certify
 from pipefit.runtime import trainer as trainer_module
+from pipefit.runtime.comm import joining
+from pipefit.runtime.comm.joining import HostBuffers
+from pipefit.runtime.comm.transport import Network
 from pipefit.runtime.hardware import Hardware, check_backwards, check_hosts
-from pipefit.runtime.host_buffers import HostBuffers
-from pipefit.runtime.transport import Network
-from pipefit.schedule import lower
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 GPU = torch.device("cuda", 0)

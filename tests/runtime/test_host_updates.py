@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.actions import Action, Kind
 from pipefit.capture import Task
-from pipefit.cost.time import HOST_BANDWIDTH_REACHED
-from pipefit.decisions import Decision, State, What
-from pipefit.devices import Host
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import Host, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Trace
+from pipefit.simulate import simulate
+from pipefit.timing import HOST_BANDWIDTH_REACHED
 from tiny import batch_of, plan_of, task_of
 
 

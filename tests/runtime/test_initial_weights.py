@@ -17,11 +17,11 @@ import first_weights
 import pipefit
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.runtime.saving import Saving
-from pipefit.training import Training
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 
 SEED = 5
 

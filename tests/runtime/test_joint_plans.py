@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from oracle import measured_peaks
-from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
+from pipefit.models import build
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
 from sampled import sampled
 
 MODELS: dict[str, dict[str, Any]] = {

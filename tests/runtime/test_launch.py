@@ -31,15 +31,15 @@ import accidents
 import asleep
 import network_workers
 import pipefit
-from pipefit import limits
+from pipefit import processes
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
-from pipefit.forks import adopt_orphans
-from pipefit.plans import Plan
-from pipefit.runtime import launch
+from pipefit.processes import adopt_orphans
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.processes import forks, start, tunables
-from pipefit.runtime.root_cause import Watch
+from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.launch import Watch
+from pipefit.runtime.launch.processes import forks, start, tunables
+from pipefit.schema.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300  # for a loaded machine; a worker needs about four
@@ -202,15 +202,15 @@ def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.
 
 def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
     """Without a file descriptor to spare, the message says why, and what to raise. With some, the next run trains."""
-    plan, limits = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    plan, processes = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
     ensure_running()
     fewest = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, processes[1]))
     try:
         with pytest.raises(WorkerFailed, match=r"^worker 0 of 2 cannot be started: Too many open files; .*ulimit"):
             pipefit.train(accidents.make, plan, steps=1)
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, processes)
     losses, _ = pipefit.train(accidents.make, plan, steps=1)
     assert len(losses) == 1
 
@@ -276,8 +276,8 @@ def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypat
         return start_new_thread(function, arguments)
 
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("a worker was started"))
-    monkeypatch.setattr(limits, "start_new_thread", start_thread)
-    monkeypatch.setattr(limits, "_soft", {"RLIMIT_NPROC": 77}.get)
+    monkeypatch.setattr(processes, "start_new_thread", start_thread)
+    monkeypatch.setattr(processes, "_soft", {"RLIMIT_NPROC": 77}.get)
     with pytest.raises(WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"):
         pipefit.train(accidents.make, plan_of(), steps=1)
     assert len(started) == 5

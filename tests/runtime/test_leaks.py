@@ -19,13 +19,12 @@ import pytest
 import pipefit
 from ends import HOW, make_ending
 from moving_plans import make_chain
-from pipefit.actions import Action, Kind
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.devices import Link
 from pipefit.errors import WorkerFailed
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import Link, parse_place
+from pipefit.schema.plan import Plan
 from tiny import plan_of
 
 ROOT = Path(__file__).parents[2]

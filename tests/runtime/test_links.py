@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.plans import Plan
-from pipefit.runtime.links import Position, waited_for
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.runtime.launch.launch import Position, waited_for
+from pipefit.schema.plan import Plan
 from pipelines import equal_profile, make_plan
 
 NEVER = 1 << 20  # behind all actions of a step

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 from moving_plans import moving
-from pipefit.allocator import AllocatorSettings
+from pipefit.lowering import lower
+from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.program import Program
-from pipefit.runtime import certify, dry_run, rehearsal, reserved
-from pipefit.runtime.folding import Folding
-from pipefit.runtime.lives import LivesMeter
-from pipefit.runtime.reserved import LivesOf
-from pipefit.schedule import lower
-from pipefit.trace import AllocatorPeaks
+from pipefit.runtime import certify
+from pipefit.runtime.dry_run import certify as dry_run
+from pipefit.runtime.dry_run import rehearsal, reserved
+from pipefit.runtime.dry_run.lives import LivesMeter
+from pipefit.runtime.dry_run.microbatches import Folding
+from pipefit.runtime.dry_run.reserved import LivesOf
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import Program
+from pipefit.schema.trace import AllocatorPeaks
 from random_cases import random_plan
 from tiny import plan_of, task_of
 from wide import on_gpus, wide, wide_profile

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
+from pipefit.lowering import lower
 from pipefit.planner import plan as plan_of_profile
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule import lower
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import batch_of, plan_of, task_of
 
 

@@ -16,13 +16,13 @@ import pytest
 from on_machines import EACH, MACHINES, SAVED, plain_training, plan_across
 from pipefit import save
 from pipefit.checkpoints import load_state_dict
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.places import Member
-from pipefit.runtime import memory
-from pipefit.runtime.transport import groups_in_order
-from pipefit.schedule.arenas import Arena
+from pipefit.memory.arenas import Arena
+from pipefit.runtime.comm.transport import groups_in_order
+from pipefit.runtime.offload import lending
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Member
+from pipefit.schema.grids import Grid
 from slices import equal
 
 ROOT, SAME, PLAN = Path(__file__).parents[2], 1e-12, "plan.json"
@@ -116,11 +116,11 @@ def test_tensor_groups_name_hosts_in_their_order() -> None:
 
 def test_memory_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process there may have the number of one here, and a file of the same number that is something else."""
-    lender = memory.HostMemory(Cluster.emulated((2, 1 << 20)), ())
+    lender = lending.HostMemory(Cluster.emulated((2, 1 << 20)), ())
     arena = Arena(Member.device(1), 0, 3, 4096)
     told, mapped = lender.lend(arena)
     assert len(lender.borrow(arena, told)) == 3
-    monkeypatch.setattr(memory, "_machine", lambda: "another")
+    monkeypatch.setattr(lending, "_machine", lambda: "another")
     with pytest.raises(UsageError, match=r"device 0 cannot use what device1 lends \(it is on another machine\)"):
         lender.borrow(arena, told)
     mapped()

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from copies_by_hand import FIRST_SCALE, ByHand
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import StepReport
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 
 Batch = tuple[Tensor, Tensor]
 SAMPLES, MICROBATCH = 8, 4

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.trace import CATEGORIES, Category, MemorySample
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import CATEGORIES, Category, MemorySample
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from sampled import sampled
 
 PRECISIONS = ("master-bfloat16", "master-float16")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.meter.cuda import CudaMeter
-from pipefit.plans import Plan
+from pipefit.measure.cuda import CudaMeter
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
-from pipefit.trace import Category, Trace
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Category, Trace
 from state_away import away
 from tiny import batch_of, plan_of, task_of
 

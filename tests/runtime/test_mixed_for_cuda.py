@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from huggingface_models import TINY
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from pipefit.planner import plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.specializations import Specialization, Specializations, Specialized, boundaries
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
-from pipefit.training import Precision
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.runtime.engine.specializations import Specialization, Specializations, Specialized, boundaries
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Trace
+from pipefit.schema.training import Precision
+from pipefit.simulate import simulate
 from sampled import sampled
 
 PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")

@@ -18,25 +18,24 @@ from torch import Tensor, nn
 from movable import movable
 from moving_plans import Attention, make_batch, make_chain, moving, with_disk
 from oracle import measured_peaks
-from pipefit.actions import Kind, Subject
 from pipefit.capture import Task
 from pipefit.capture.model import build_chain
-from pipefit.cluster import Cluster
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Run, SavedTensors, What
-from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.places import Member, parse_place
-from pipefit.plans import Plan
+from pipefit.lowering import lower
+from pipefit.memory.arenas import arenas_of, lent_bytes
+from pipefit.memory.storages import StageStorages
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.moving import Luggage
-from pipefit.runtime.repeated import Shortened
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import arenas_of, lent_bytes
-from pipefit.simulator import simulate
-from pipefit.trace import Category, Trace
+from pipefit.runtime.dry_run.layers import Shortened
+from pipefit.runtime.offload.moving import Luggage
+from pipefit.schema.actions import Kind, Subject
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import Host, Member, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Category, Trace
+from pipefit.simulate import simulate
 from random_cases import random_plan
 from samples import samples, step_peaks_of
 from tiny import alone, batch_of, plan_of, task_of

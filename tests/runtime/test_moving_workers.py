@@ -15,15 +15,14 @@ import torch
 import asleep
 import pipefit
 from moving_plans import make_chain, make_wide
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.devices import Host, Link
 from pipefit.errors import OutOfMemory, WorkerFailed
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.trace import Stream, Trace
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import Host, Link, parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Stream, Trace
+from pipefit.simulate import simulate
 from samples import samples
 from tiny import plan_of
 
@@ -108,7 +107,7 @@ def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pyte
     def never(*_: Any) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr("pipefit.runtime.launch.start", never)
+    monkeypatch.setattr("pipefit.runtime.launch.launch.start", never)
     plan = moved(plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe"), "host")
     with pytest.raises(OutOfMemory, match=r"host0 has .* and would have to keep"):
         pipefit.train(

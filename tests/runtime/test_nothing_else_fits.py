@@ -11,20 +11,20 @@ import torch
 
 import gallery
 import pipefit
-from pipefit.actions import Subject
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import InfeasibleError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.memory.storages import StageStorages
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import Simulation
-from pipefit.trace import Trace
-from pipefit.training import Training
+from pipefit.schema.actions import Subject
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from tiny import batch_of
 
 DEVICES, SIZE, MICROBATCHES, STEPS = 2, 8, 6, 3

@@ -10,8 +10,8 @@ import torch
 
 from odd_chains import odd_chain
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.schema.plan import Plan
 from random_cases import random_plan
 from sampled import seeds
 from step_peaks import too_low

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit.actions import message_of
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed, all_lines
-from pipefit.runtime import train, transport
-from pipefit.runtime.lost import lost
-from pipefit.runtime.out_of_memory import ran_out
-from pipefit.runtime.results import Result
-from pipefit.runtime.root_cause import died
-from pipefit.runtime.tensor_groups import BetweenWorkers
-from pipefit.runtime.transport import Network
-from pipefit.runtime.worker import BUILDING, _report
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.runtime import train
+from pipefit.runtime.comm import transport
+from pipefit.runtime.comm.transport import Network
+from pipefit.runtime.engine.execution import Result
+from pipefit.runtime.engine.tensor_groups import BetweenWorkers, lost
+from pipefit.runtime.hardware import ran_out
+from pipefit.runtime.launch.launch import died
+from pipefit.runtime.launch.worker import BUILDING, _report
+from pipefit.schema.actions import message_of
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 # As torch passes them on

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from pipefit.checkpoints import find, folders, owner
+from pipefit.checkpoints import find, folders, hold
 from pipefit.checkpoints.hold import LOCK, check_holder
 from pipefit.cli import main
 from pipefit.errors import DamagedCheckpoint, FileError, NotSaved, PipefitWarning, UsageError
 from pipefit.runtime import train
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.saving import Saving
+from pipefit.runtime.checkpoint.saving import Saving
 from resuming import SEED, batches_of, mortal, named, plan_for, trainer_for, undisturbed
 from trainings import EVERY, ROOT, STEPS, Training
 
@@ -334,7 +334,7 @@ def test_workers_that_torchrun_starts_again_take_no_steps_of_others(
     with pytest.raises(FileError, match=r"is of another training, .*, which saved it at .*, after this one had begun"):
         trainer_for("dropout", plan).load(tmp_path / "theirs")
     began = find(tmp_path / "theirs").manifest.saved_seconds + 1
-    monkeypatch.setattr(owner, "process_start", lambda pid: began)
+    monkeypatch.setattr(hold, "process_start", lambda pid: began)
     assert trainer_for("dropout", plan).load(tmp_path / "theirs") == 1
 
 

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader
 from huggingface_models import TINY
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.planned import plan as planned
-from pipefit.plans import Plan
+from pipefit.largest.task_plans import plan as planned
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulator import simulate
-from pipefit.training import Training
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from sampled import sampled
 from tiny import SGD
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule.recompute_settings import recompute_decisions
-from pipefit.simulator import simulate
+from pipefit.simulate import simulate
 from sampled import sampled
 from tiny import SGD, plan_of
 

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from endless_training import SEED, TASKS, Skipping, batches_of, differences, skipping, trained
 from oracle import measured_peaks
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Run, What
 from pipefit.errors import OutOfMemory
-from pipefit.meter.cpu import Meter
-from pipefit.meter.kernels import Kernels
-from pipefit.plans import Plan
+from pipefit.lowering import ENDLESS, distinct_steps, step_programs
+from pipefit.measure.cpu import Meter
+from pipefit.measure.kernels import Kernels
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.endless_folding import fewer
-from pipefit.schedule import ENDLESS, distinct_steps, step_programs
-from pipefit.simulator import simulate
-from pipefit.trace import CATEGORIES, Category
-from pipefit.training import Versions
+from pipefit.runtime.dry_run.asynchronous import fewer
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import CATEGORIES, Category
+from pipefit.schema.training import Versions
+from pipefit.simulate import simulate
 from replay import Numbers, replayed
 from sampled import sampled
 from tiny import plan_of, task_of

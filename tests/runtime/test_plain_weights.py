@@ -23,12 +23,12 @@ from pipefit.capture import Task
 from pipefit.checkpoints import export, find, load_state_dict, plain
 from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, restarts, train
-from pipefit.sharding.forms import Split
-from pipefit.sharding.shards import Shard
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.launch import restarts
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.tensor_parallel.forms import Shard, Split
 from pretrained_models import PRETRAINED
 from resuming import ADAMW
 from tiny import batch_of, plan_of

@@ -18,34 +18,25 @@ from pipefit.capture import Task, capture
 from pipefit.capture.comparison import NotComparable
 from pipefit.capture.model import built
 from pipefit.capture.sample import sample
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, SavedTensors, What
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import (
-    Trainer,
-    agreement,
-    assembly,
-    certify_numbers,
-    collectives,
-    comparison,
-    copying,
-    execution,
-    flight,
-    gradients,
-    master_weights,
-    passes,
-    transport,
-    updates,
-)
-from pipefit.runtime.plan_comparison import PlanNumbers, compare_plan
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions
-from pipefit.sharding import lockstep, shards
-from pipefit.training import Training
+from pipefit.runtime import Trainer, certify_numbers
+from pipefit.runtime.checks import comparison
+from pipefit.runtime.checks.plan_comparison import PlanNumbers, compare_plan
+from pipefit.runtime.comm import agreement, collectives, transport
+from pipefit.runtime.comm import collectives as gradients
+from pipefit.runtime.engine import assembly, execution, flight, passes
+from pipefit.runtime.offload import copying
+from pipefit.runtime.optim import half_precision, updates
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.tensor_parallel import forms, lockstep
 
 WIDTH, MICROBATCHES = 8, 3
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -182,15 +173,15 @@ def updates_of_owners(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_between_degrees(patch: pytest.MonkeyPatch) -> None:
-    from pipefit.runtime import exchange
+    from pipefit.runtime.engine import runner
 
-    part = exchange.Exchange._part
+    part = runner.Exchange._part
 
     def first_rows(self: Any, action: Any, message: Any, boundary: Any) -> Any:
         found = part(self, action, message, boundary)
         return None if found is None else found._replace(rows=(0, found.rows[1] - found.rows[0]))
 
-    patch.setattr(exchange.Exchange, "_part", first_rows)
+    patch.setattr(runner.Exchange, "_part", first_rows)
 
 
 def doubled_norm(patch: pytest.MonkeyPatch) -> None:
@@ -256,13 +247,13 @@ def other_draws(patch: pytest.MonkeyPatch) -> None:
 
 def offset_of_shards(patch: pytest.MonkeyPatch) -> None:
     """Every rank has the first one's part."""
-    local = shards.Shard.local
+    local = forms.Shard.local
 
     def first(self: Any, whole: Tensor) -> Tensor:
         begin = self.ranges[0][0] if self.ranges else 0
         return local(replace(self, ranges=tuple((start - begin, stop - begin) for start, stop in self.ranges)), whole)
 
-    patch.setattr(shards.Shard, "local", first)
+    patch.setattr(forms.Shard, "local", first)
 
 
 def sums_of_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -271,7 +262,7 @@ def sums_of_ranks(patch: pytest.MonkeyPatch) -> None:
 
 def copies_of_masters(patch: pytest.MonkeyPatch) -> None:
     """Float32 copies are updated, and not rounded into the parameters."""
-    update = master_weights.MasterWeights._update
+    update = half_precision.MasterWeights._update
 
     def forgotten(self: Any, stepper: Any, parameters: Any) -> None:
         before = [parameter.clone() for parameter in parameters]
@@ -279,7 +270,7 @@ def copies_of_masters(patch: pytest.MonkeyPatch) -> None:
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
 
-    patch.setattr(master_weights.MasterWeights, "_update", forgotten)
+    patch.setattr(half_precision.MasterWeights, "_update", forgotten)
 
 
 def inputs_of_another(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import pipefit
 import raising
 from pipefit.cli import main
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 
 PLACES = {
     "factory": "while it started",

@@ -13,17 +13,17 @@ from torch.nn import functional as F
 import gallery
 from gallery import CHAINS
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
+from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
+from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
-from pipefit.simulator import simulate
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from random_cases import accounts, plan_for, random_case
 from sampled import sampled, seeds
 from tiny import plan_of, profile_of

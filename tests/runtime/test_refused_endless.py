@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from endless_training import TASKS
-from pipefit.actions import Kind
 from pipefit.errors import UsageError
+from pipefit.lowering import lower
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule import lower
+from pipefit.schema.actions import Kind
 from tiny import plan_of, task_of
 
 

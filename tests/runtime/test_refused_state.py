@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit.cluster import Cluster
-from pipefit.decisions import State, What
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import plan
 from pipefit.runtime import Trainer
-from pipefit.simulator import simulate
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import State, What
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from state_away import away, one_stage, task_named
 from tiny import batch_of, plan_of, profile_of, task_of
 

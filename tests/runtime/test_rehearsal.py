@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pipefit.kernels import Kernel
-from pipefit.runtime.rehearsal import Rehearsed
+from pipefit.runtime.dry_run.rehearsal import Rehearsed
+from pipefit.schema.kernels import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 

@@ -17,22 +17,22 @@ from torch.nn import functional as F
 from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.capture.sample import sample
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, What
-from pipefit.fake import sizes
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.target import FakeTarget
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.fake_cuda import chain as sizes
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import SCHEDULES, lower
+from pipefit.lowering.passes.recomputation import RECOMPUTE, recompute_decisions
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.runtime.repeated import Shortened
-from pipefit.schedule import SCHEDULES, lower
-from pipefit.schedule.recompute_settings import RECOMPUTE, recompute_decisions
-from pipefit.training import Training
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.runtime.dry_run.layers import Shortened
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 from sampled import sampled
 
 

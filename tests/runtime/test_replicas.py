@@ -13,17 +13,17 @@ import torch
 
 from pipefit.capture import Chain, Task
 from pipefit.capture.sample import Sample
-from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.fake import sizes as sizes_of_a_model
-from pipefit.fake.chain import fake_chain
-from pipefit.fake.target import FakeTarget
-from pipefit.plans import Plan
+from pipefit.fake_cuda import chain as sizes_of_a_model
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import lower
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.schedule import lower
-from pipefit.simulator import simulate
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from replicated import MODELS, Table, replicated
 from sampled import sampled, seeds
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from entwined import MIXES, entwined
-from pipefit.allocator import AllocatorSettings
-from pipefit.cluster import Cluster
-from pipefit.grids import SHARDINGS, Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering import step_programs
+from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, rehearsal, reserved
-from pipefit.runtime.ownership import Ownership
-from pipefit.runtime.owning_meter import Event
-from pipefit.runtime.representatives import kin, owned_layers
-from pipefit.schedule import step_programs
-from pipefit.trace import Trace
-from pipefit.training import Training
+from pipefit.runtime import certify
+from pipefit.runtime.dry_run import rehearsal, reserved
+from pipefit.runtime.dry_run.devices import Ownership, kin, owned_layers
+from pipefit.runtime.dry_run.lives import Event
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import SHARDINGS, Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Trace
+from pipefit.schema.training import Training
 from replicated import precise, replicated
 from sampled import sampled, seeds
 from slices import random_grids, sliced_plan

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.devices import Overheads
 from pipefit.errors import UsageError
-from pipefit.fake.target import FakeTarget
-from pipefit.plans import Plan
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import lower
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.runtime.reserved import allocator_peaks, form
-from pipefit.schedule import lower
-from pipefit.trace import AllocatorPeaks, Trace
-from pipefit.zoo import build
+from pipefit.runtime.dry_run.reserved import allocator_peaks, form
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Overheads
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import AllocatorPeaks, Trace
 from plain_allocator import Pages, Plain
 from tiny import plan_of, task_of
 from wide import on_gpus, wide, wide_profile

@@ -19,14 +19,14 @@ import torch
 
 import pipefit
 from pipefit.checkpoints import folders
-from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFailed
-from pipefit.plans import Plan
+from pipefit.lowering import lower
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.saving import Saving
-from pipefit.schedule import lower
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from pipefit.texts import counted
 from resuming import SEED, mortal, named, plan_for, undisturbed
 

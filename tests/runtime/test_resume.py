@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
 from resuming import ENDLESS, FEATURES, SYNCHRONOUS, broken, plan_for, unbroken
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipefit.errors import OutOfMemory, PeerLost, PipefitError, WorkerFailed
-from pipefit.runtime.root_cause import Sighting, Watch, died, hanging, root_cause
+from pipefit.runtime.launch.launch import Sighting, Watch, died, hanging, root_cause
 
 LOST, OWN, MEMORY, DEAD = PeerLost("lost"), WorkerFailed("own"), OutOfMemory("full"), died(-9, starting=False)
 ABORTED, CRASHED = died(-6, starting=False, on_gpu=True), died(-6, starting=False)

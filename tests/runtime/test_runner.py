@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import FileError, OutOfMemory, UsageError
-from pipefit.plans import Plan
+from pipefit.lowering import lower
 from pipefit.profiler import profile
-from pipefit.program import Program, parse_program
-from pipefit.runtime import Trainer, certify, joining, trainer
-from pipefit.schedule import lower
+from pipefit.runtime import Trainer, certify, trainer
+from pipefit.runtime.comm import joining
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, parse_program
 from tiny import batch_of, plan_of, task_of, trainer_of
 
 
@@ -210,7 +211,7 @@ def with_program(
 ) -> Trainer:
     """A trainer that executes the program in `text`."""
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
-    monkeypatch.setattr("pipefit.runtime.programs.lower", lambda plan, **_: program)
+    monkeypatch.setattr("pipefit.runtime.engine.batches.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     monkeypatch.setattr(joining, "whole_run", lambda plan: program)
     return trainer_of(task, split, microbatches=microbatches)

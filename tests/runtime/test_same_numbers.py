@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import gallery
 from gallery import CHAINS
-from pipefit.actions import Action
 from pipefit.capture import Task
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.draws import seed_layer
-from pipefit.runtime.stage import StageRunner
-from pipefit.zoo import build
+from pipefit.runtime.engine.passes import seed_layer
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.schema.actions import Action
+from pipefit.schema.plan import Plan
 from random_cases import random_plan
 from sampled import seeds
 from tiny import plan_of, profile_of

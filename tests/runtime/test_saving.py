@@ -22,7 +22,8 @@ from pipefit.checkpoints import find, folders, load_state_dict
 from pipefit.checkpoints.manifest import dumps
 from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
-from pipefit.runtime import Trainer, checkpointing, saver
+from pipefit.runtime import Trainer
+from pipefit.runtime.checkpoint import checkpointing, saver
 from pipefit.texts import dtype_name
 from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
 from state_away import SWAPPED, one_stage, task_named

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from divided import WIDTH, Degrees, divided, grid_plan
 from movable import movable
 from pipefit.capture import Task
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify, joining, train
-from pipefit.runtime.tensor_groups import without_peers
-from pipefit.simulator import simulate
+from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.comm import joining
+from pipefit.runtime.engine.tensor_groups import without_peers
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from sampled import sampled
 from slices import Plain, batches, equal
 from step_peaks import step_peaks

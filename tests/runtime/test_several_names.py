@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.fits import Attempt
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.report.plan import stage_table
 from pipefit.runtime import Trainer
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import Attempt
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
 from pipefit.units import format_bytes
 from several_names import MODELS, Plain, task_of
 from tiny import batch_of

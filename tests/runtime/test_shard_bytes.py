@@ -13,16 +13,17 @@ from torch import Tensor
 
 from divided import MODELS, divided, grid_plan
 from movable import movable
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, joining
-from pipefit.runtime.tensor_groups import without_peers
-from pipefit.simulator import simulate
-from pipefit.zoo import build
+from pipefit.runtime import certify
+from pipefit.runtime.comm import joining
+from pipefit.runtime.engine.tensor_groups import without_peers
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from sampled import sampled
 from step_peaks import step_peaks
 

@@ -17,17 +17,17 @@ from divided import GRIDS, MODELS, divided, grid_plan, profiled
 from movable import movable
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
-from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.grids import Grid
-from pipefit.places import parse_place
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, certify_numbers, train
-from pipefit.runtime.saving import Saving
-from pipefit.runtime.tensor_groups import Together
-from pipefit.sharding import seams
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.engine.tensor_groups import Together
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel import collectives
 from sampled import sampled
 from slices import Plain, batches, equal
 from tiny import batch_of, in_one_process
@@ -408,7 +408,7 @@ def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.
     """Before it trains, and so does a certificate of numbers; both say which layer."""
     task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)])
     assert "what 2 tensor-parallel ranks have agrees with 5 distinct blocks" in str(certify_numbers(task, plan))
-    monkeypatch.setattr(seams._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+    monkeypatch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
     for refused in (Trainer, certify_numbers):
         with pytest.raises(UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"):
             refused(task, plan)

@@ -25,19 +25,18 @@ from huggingface_models import TEXT, TINY
 from movable import movable, random_place
 from pipefit.capture import Task, capture
 from pipefit.capture.chain import Chain
-from pipefit.capture.endings import the_loss
-from pipefit.capture.exporting import arguments
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.capture.exporting import arguments, the_loss
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS
-from pipefit.places import parse_place
-from pipefit.plans import Plan
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.sharding.tracing import blocks_begin
-from pipefit.simulator import simulate
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import SHARDINGS
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
+from pipefit.tensor_parallel.tracing import blocks_begin
 from sampled import sampled
 from sharded import InDouble
 from unseen_models import UNSEEN

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.buffers import move
-from pipefit.simulator import simulate
+from pipefit.runtime.engine.buffers import move
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.plan import Plan
+from pipefit.simulate import simulate
 from step_peaks import step_peaks
 from tiny import SGD, alone, batch_of, plan_of, task_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.profiler import profile
-from pipefit.schedule.recompute_settings import Recompute
 from sampled import sampled
 from step_peaks import step_peaks
 from tiny import plan_of, task_of

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipefit.runtime.single_numbers import kept_beside
+from pipefit.runtime.optim.updates import Updates, kept_beside
 from pipefit.runtime.trainer import Trainer
-from pipefit.runtime.updates import Updates
 from tiny import plan_of, task_of
 
 SHAPES = [(3, 4), (5,), ()]

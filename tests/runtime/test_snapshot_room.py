@@ -13,14 +13,13 @@ import pytest
 from divided import divided
 from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
 from pipefit.errors import OutOfMemory, PipefitWarning
-from pipefit.places import Member
-from pipefit.plans import Plan
+from pipefit.lowering import whole_run
+from pipefit.memory.arenas import arenas_of, room_needed, snapshot_bytes
 from pipefit.runtime import Trainer, train
-from pipefit.runtime.saver import Saved
-from pipefit.runtime.saving import Saving
-from pipefit.schedule import whole_run
-from pipefit.schedule.arenas import arenas_of
-from pipefit.schedule.room import room_needed, snapshot_bytes
+from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.schema.devices import Member
+from pipefit.schema.plan import Plan
 from resuming import ADAMW, FEATURES, SEED, batches_of, mortal, named, plan_for, tied, trainer_for, undisturbed
 from slices import batches
 from state_away import SWAPPED, one_stage

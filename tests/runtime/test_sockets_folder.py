@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.runtime import sockets_folder
+from pipefit.runtime.launch import processes
 
 SECONDS = 300  # for a loaded machine
 SCRIPT = f"""
 import os, signal, sys
-sys.path.insert(0, {str(Path(sockets_folder.__file__).parent)!r})
+sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
 import sockets_folder
 from multiprocessing.util import get_temp_dir
 def mkdir(folder, mode):
@@ -66,7 +66,7 @@ def test_however_a_program_ends_the_folder_goes(end: str) -> None:
 def test_what_the_program_made_before_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that multiprocessing has is used; the folder for temporary files is what it was."""
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(sockets_folder, "get_temp_dir", (tmp_path / "theirs").mkdir)
-    sockets_folder.make_sockets_folder()
+    monkeypatch.setattr(processes, "get_temp_dir", (tmp_path / "theirs").mkdir)
+    processes.make_sockets_folder()
     assert tempfile.tempdir is None
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

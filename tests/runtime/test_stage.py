@@ -14,7 +14,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.trace import Category, MemorySample
+from pipefit.schema.trace import Category, MemorySample
 from sampled import sampled
 from tiny import alone, batch_of, plan_of, task_of, trainer_of
 

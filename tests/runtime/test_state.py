@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
 from sampled import sampled
 from tiny import batch_of, plan_of, task_of
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipefit.actions import Action
-from pipefit.decisions import Decision
+from pipefit.lowering import lower
 from pipefit.runtime import Trainer
 from pipefit.runtime.state import StageState
-from pipefit.schedule import lower
+from pipefit.schema.actions import Action
+from pipefit.schema.decisions import Decision
 from samples import step_peaks_of
 from state_away import EACH, assert_same, one_stage, task_named
 from tiny import batch_of

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from moving_states import runs
-from pipefit.actions import Kind, Subject
-from pipefit.decisions import Decision, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.places import Member
-from pipefit.plans import Plan
+from pipefit.lowering import lower
+from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import arenas_of, lent_bytes
-from pipefit.simulator import simulate
+from pipefit.schema.actions import Kind, Subject
+from pipefit.schema.decisions import Decision, StateKind, What
+from pipefit.schema.devices import Member
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import simulate
 from replicated import precise, replicated
 from slices import batches, equal, sliced_plan
 from state_away import away

@@ -12,15 +12,14 @@ from torch import nn
 from moving_plans import make_chain, moving
 from moving_states import moving_states
 from oracle import measured_peaks
-from pipefit.decisions import Decision, What
-from pipefit.devices import Host
 from pipefit.errors import OutOfMemory
-from pipefit.places import Member
+from pipefit.lowering import lower
+from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.runtime import Trainer, certify, train
-from pipefit.schedule import lower
-from pipefit.schedule.arenas import arenas_of, lent_bytes
-from pipefit.simulator import simulate
-from pipefit.trace import Trace
+from pipefit.schema.decisions import Decision, What
+from pipefit.schema.devices import Host, Member
+from pipefit.schema.trace import Trace
+from pipefit.simulate import simulate
 from random_cases import random_plan
 from samples import samples, step_peaks_of
 from state_away import EACH, KINDS, STEPS, assert_same, away, clipping, found, one_stage, task_named, trained

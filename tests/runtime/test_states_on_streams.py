@@ -21,19 +21,19 @@ from endless_mixed import mixed
 from lagging_gpu import LaggingGpu, Machine
 from moving_plans import make_chain, moving
 from moving_states import moving_states
-from pipefit.actions import Action, Kind
-from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
+from pipefit.lowering import lower
 from pipefit.profiler import profile
-from pipefit.program import Program
 from pipefit.runtime import Trainer
-from pipefit.runtime.agreement import Agreement, LossScale
+from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.hardware import Hardware
-from pipefit.runtime.lending import Lending, check_lending
+from pipefit.runtime.offload.lending import Lending, check_lending
+from pipefit.runtime.optim.updates import Updates
 from pipefit.runtime.state import StageState
-from pipefit.runtime.updates import Updates
-from pipefit.schedule import lower
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.program import Program
 from random_cases import random_plan
 from state_away import EACH, KINDS, STEPS, UPDATED, assert_same, away, clipping, found, one_stage, task_named
 from tiny import batch_of, plan_of, task_of

@@ -24,10 +24,10 @@ import pipefit
 from network_workers import late, show
 from pipefit.errors import PeerLost, PipefitWarning
 from pipefit.runtime.callbacks import StepReport
-from pipefit.runtime.launch import _Supervisor
-from pipefit.runtime.orders import Orders
-from pipefit.runtime.processes import forks, start
-from pipefit.runtime.token import TOKEN
+from pipefit.runtime.comm.transport import TOKEN
+from pipefit.runtime.launch.launch import _Supervisor
+from pipefit.runtime.launch.orders import Orders
+from pipefit.runtime.launch.processes import forks, start
 from resuming import SEED, patient, plan_for, undisturbed
 
 ROOT = Path(__file__).parents[2]

@@ -15,13 +15,14 @@ import torch
 
 from pipefit.checkpoints import find, folders
 from pipefit.errors import FileError, NotSaved, PipefitWarning, UsageError, WorkerFailed
-from pipefit.runtime import Trainer, launch, train
-from pipefit.runtime.orders import Orders
-from pipefit.runtime.processes import forks, start
-from pipefit.runtime.saver import Saved
-from pipefit.runtime.saving import Saving
-from pipefit.runtime.worker import SAVES_TOGETHER, SAVING, Heartbeat
-from pipefit.schedule import lower, lower_drain
+from pipefit.lowering import lower, lower_drain
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.launch import launch
+from pipefit.runtime.launch.orders import Orders
+from pipefit.runtime.launch.processes import forks, start
+from pipefit.runtime.launch.worker import SAVES_TOGETHER, SAVING, Heartbeat
 from resuming import (
     SEED,
     crowded,

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import JsonLines, StepReport
 from pipefit.runtime.hardware import Hardware
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 
 MICROBATCH = 4
 

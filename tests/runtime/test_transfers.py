@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipefit.actions import Message, parse_action
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Value
-from pipefit.runtime.transfers import Part, Transfers
-from pipefit.runtime.transport import InProcess
+from pipefit.runtime.comm.transfers import Part, Transfers
+from pipefit.runtime.comm.transport import InProcess
+from pipefit.schema.actions import Message, parse_action
+from pipefit.schema.layer_costs import Value
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 MESSAGE = Message(forward=True, receiver=1, microbatch=3, part=None, source=0, target=1)

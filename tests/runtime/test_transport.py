@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from network_workers import talk, what_is_sent
-from pipefit.actions import Message, message_of, parse_action
 from pipefit.errors import PeerLost, UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.message_order import Channel
-from pipefit.runtime.processes import forks
-from pipefit.runtime.transport import InProcess, Network, connect
-from pipefit.schedule import lower
-from pipefit.training import Training
+from pipefit.lowering import lower
+from pipefit.runtime.comm.transport import InProcess, Network, connect
+from pipefit.runtime.launch.processes import forks
+from pipefit.schema.actions import Message, message_of, parse_action
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.program import Channel
+from pipefit.schema.training import Training
 from pipelines import equal_profile, make_plan
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")

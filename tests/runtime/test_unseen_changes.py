@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from feeding_back import WIDTH, Average, task_with
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from tiny import batch_of, plan_of
 
 MICROBATCHES, STEPS = 3, 2

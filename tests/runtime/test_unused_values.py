@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pipefit.training import Training
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
 from step_peaks import step_peaks
 from tiny import alone, batch_of, plan_of, task_of, trainer_of
 

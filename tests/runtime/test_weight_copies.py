@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from endless_mixed import moved
-from pipefit.actions import Action, Kind
 from pipefit.capture import Task
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, Run, State, What
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.plans import Plan
+from pipefit.memory.stage import Costs
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.report.profile import describe_profile
+from pipefit.report.show import describe_profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.weight_copies import WeightCopy, using
-from pipefit.sharding.turns import Turn, pause
-from pipefit.simulator import simulate
-from pipefit.simulator.contents import contents
-from pipefit.trace import Category
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.runtime.optim.half_precision import WeightCopy, using
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import Decision, Run, State, What
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.trace import Category
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
+from pipefit.simulate.simulation import contents
+from pipefit.tensor_parallel.lockstep import Turn, pause
 from sampled import sampled
 from slices import sliced_plan
 from step_peaks import step_peaks

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from moving_plans import make_batch, make_chain
-from pipefit.actions import Action, parse_action
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.lowering import lower
+from pipefit.memory.stage import Costs
 from pipefit.runtime import Trainer
-from pipefit.schedule import lower
-from pipefit.simulator import Simulation
-from pipefit.simulator.ledger import Ledger
+from pipefit.schema.actions import Action, parse_action
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.simulate import Simulation
+from pipefit.simulate.ledger import Ledger
 from tiny import plan_of
 
 Rearrange = Callable[[list[Action]], list[Action]]

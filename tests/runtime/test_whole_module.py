@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from pipefit import Cluster, Plan, Task, Trainer, Training, profile
 from pipefit import plan as make_plan
-from pipefit.decisions import Decision, Run, State, What
-from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
+from pipefit.schema.decisions import Decision, Run, State, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.profile import ModelProfile
 
 WIDTH, SIZE = 16, 4
 

@@ -10,18 +10,17 @@ import pytest
 
 from compaction import compacted
 from endless import one_program
-from pipefit.actions import COPIES, RECEIVES, UPDATES, Action, Kind
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Parameter
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.program import Program, parse_program
-from pipefit.schedule import ENDLESS, lower, lower_drain, step_programs
-from pipefit.schedule.endless import period
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import Simulation
+from pipefit.lowering import ENDLESS, lower, lower_drain, step_programs
+from pipefit.lowering.asynchronous import period
+from pipefit.schema.actions import COPIES, RECEIVES, UPDATES, Action, Kind
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.layer_costs import Parameter, SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import Program, parse_program
+from pipefit.simulate import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 
 HOST = parse_place("host")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.program import parse_program
-from pipefit.schedule import lower, lower_evaluation
-from pipefit.simulator import Simulation, simulate
-from pipefit.trace import Category
+from pipefit.lowering import lower, lower_evaluation
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import parse_program
+from pipefit.schema.trace import Category
+from pipefit.simulate import Simulation, simulate
 from profiles_in_slices import gridded
 
 

@@ -9,13 +9,13 @@ from itertools import product
 import pytest
 
 from endless import one_program
-from pipefit.actions import Action, Kind
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
-from pipefit.program import Program, parse_program
-from pipefit.schedule import ENDLESS, SCHEDULES, lower, lower_drain, step_programs
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import Simulation
+from pipefit.lowering import ENDLESS, SCHEDULES, lower, lower_drain, step_programs
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, parse_program
+from pipefit.simulate import Simulation
 from pipelines import equal_profile, make_plan
 from sampled import sampled
 

@@ -7,20 +7,18 @@ from dataclasses import replace
 import pytest
 
 from made_up import layer, measurement, profile, value
-from pipefit.actions import parse_action
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.schedule import lower, schedule_named
-from pipefit.schedule.bundles import bundles_of
-from pipefit.schedule.communication import communicated
-from pipefit.schedule.copies import copied
-from pipefit.schedule.order import Order, computes
-from pipefit.schedule.recomputation import recomputed
-from pipefit.schedule.recompute_settings import Recompute, recompute_decisions, recomputed_microbatches
-from pipefit.sharing import SharedParameter
+from pipefit.lowering import lower, schedule_named
+from pipefit.lowering.passes.communication import communicated
+from pipefit.lowering.passes.offload import bundles_of, copied
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions, recomputed, recomputed_microbatches
+from pipefit.lowering.schedules import Order, computes
+from pipefit.schema.actions import parse_action
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
 from pipelines import equal_profile, make_plan
 
 

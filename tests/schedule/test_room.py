@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.devices import Host
 from pipefit.errors import OutOfMemory
-from pipefit.places import Member, MemberKind
-from pipefit.plans import Plan
-from pipefit.schedule.arenas import Arena
-from pipefit.schedule.room import check_room, pinned_sizes, room_needed
+from pipefit.memory.arenas import Arena, check_room, pinned_sizes, room_needed
+from pipefit.schema.devices import Host, Member, MemberKind
+from pipefit.schema.plan import Plan
 from pipelines import equal_profile, make_cluster, make_plan
 
 HOST, DISK = Member.host(0), Member(MemberKind.DISK, 0)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.actions import Kind
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.program import parse_program
-from pipefit.schedule import SCHEDULES, Compute, lower, schedule_named
-from pipefit.schedule.order import computes
-from pipefit.simulator import Simulation
+from pipefit.lowering import SCHEDULES, Compute, lower, schedule_named
+from pipefit.lowering.schedules import computes
+from pipefit.schema.actions import Kind
+from pipefit.schema.grids import Grid
+from pipefit.schema.program import parse_program
+from pipefit.simulate import Simulation
 from pipelines import equal_profile, make_cluster, make_plan
 from sampled import sampled
 

@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from pipefit.actions import SENDS, message_of
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
-from pipefit.program import parse_program
-from pipefit.schedule import lower
-from pipefit.sharing import SharedParameter
+from pipefit.lowering import lower
+from pipefit.schema.actions import SENDS, message_of
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import parse_program
 from shards import sharded
 
 

@@ -9,15 +9,15 @@ from random import Random
 
 import pytest
 
-from pipefit.actions import MESSAGES, Action, Kind
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.plans import Plan
-from pipefit.program import Program, joined, parse_program
-from pipefit.runtime.programs import Programs
-from pipefit.schedule import ENDLESS, Entered, lower, lower_evaluation
-from pipefit.sharing import SharedParameter
-from pipefit.training import Training, Versions
+from pipefit.lowering import ENDLESS, Entered, lower, lower_evaluation
+from pipefit.runtime.engine.batches import Programs
+from pipefit.schema.actions import MESSAGES, Action, Kind
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, joined, parse_program
+from pipefit.schema.training import Training, Versions
 from pipelines import equal_profile, make_cluster, make_plan
 from profiles_in_slices import gridded, resized
 
@@ -103,7 +103,7 @@ def test_equal_degrees_exchange_one_to_one() -> None:
 
 
 def test_gradients_of_a_shared_parameter_are_added_up_over_all_replicas_at_once() -> None:
-    """A stage's own sum leaves them out (`runtime.gradients`); the shared one has the devices of both stages."""
+    """A stage's own sum leaves them out (`runtime.comm.collectives`); the shared one has the devices of both stages."""
     tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
     program = lower(gridded(2, 1, shared=(tied,), clip_norm=1.0))
     ends = [" ".join(str(action) for action in actions[-8:]) for actions in program.actions]

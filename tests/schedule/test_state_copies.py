@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.decisions import Decision, Run, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.schedule import lower, lower_evaluation
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import Simulation
+from pipefit.lowering import lower, lower_evaluation
+from pipefit.schema.decisions import Decision, Run, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.simulate import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 
 HOST = parse_place("host")

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cluster import Cluster
-from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.places import ALIGNMENT, Member, parse_place
-from pipefit.schedule.striping import neighbours, striped
+from pipefit.lowering.passes.offload import neighbours, striped
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import ALIGNMENT, Link, Member, parse_place
 from pipelines import make_cluster
 
 LATENCY = 1e-5

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pipefit.actions import MESSAGES, Kind
-from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.plans import Plan
-from pipefit.schedule import lower, lower_drain, step_programs
-from pipefit.schedule.sums import bucket_edges
-from pipefit.sharing import SharedParameter
-from pipefit.simulator import simulate
-from pipefit.trace import Category
+from pipefit.lowering import lower, lower_drain, step_programs
+from pipefit.lowering.passes.collectives import bucket_edges
+from pipefit.schema.actions import MESSAGES, Kind
+from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Category
+from pipefit.simulate import simulate
 from profiles_in_slices import gridded
 
 

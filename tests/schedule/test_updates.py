@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.program import parse_program
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import parse_program
 from pipelines import equal_profile, make_plan
 
 

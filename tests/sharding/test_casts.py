@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task, capture
-from pipefit.sharding import Alone
-from pipefit.sharding.chain import shard_chain
+from pipefit.tensor_parallel import Alone
+from pipefit.tensor_parallel.stage import shard_chain
 
 
 class Scaled(nn.Module):

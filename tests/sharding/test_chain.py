@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.chain import ChainLayer, as_values, packing_of
-from pipefit.capture.orders import contiguous, orders_of
 from pipefit.capture.random_state import seed_torch
-from pipefit.sharding import LockstepCollectives, ShardedChain, assembled, in_lockstep, shard_chain
-from pipefit.sharding.tracing import blocks_begin
-from pipefit.zoo import build
+from pipefit.capture.storages import contiguous, orders_of
+from pipefit.models import build
+from pipefit.tensor_parallel import LockstepCollectives, ShardedChain, assembled, in_lockstep, shard_chain
+from pipefit.tensor_parallel.tracing import blocks_begin
 from sampled import sampled
 from sharded import CHEAP, DEAR, Case, InDouble, Listening
 

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.sharding import ShardedChain, seams, shard_chain, tracing
-from pipefit.sharding.comparison import Compared, compare_blocks
-from pipefit.sharding.forms import join, take
-from pipefit.sharding.rules import products
-from pipefit.sharding.rules.products import with_bias
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
+from pipefit.tensor_parallel import ShardedChain, collectives, shard_chain, tracing
+from pipefit.tensor_parallel.comparison import Compared, compare_blocks
+from pipefit.tensor_parallel.forms import join, take
+from pipefit.tensor_parallel.rules import products
+from pipefit.tensor_parallel.rules.products import with_bias
 from sharded import CHEAP
 
 Broken = Callable[[pytest.MonkeyPatch], None]
@@ -86,7 +86,7 @@ def test_equal_blocks_are_compared_once_and_nothing_else_changes() -> None:
 
 
 def no_sum_backward(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(seams._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+    broken.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
 
 
 def no_sum_forward(broken: pytest.MonkeyPatch) -> None:
@@ -94,20 +94,20 @@ def no_sum_forward(broken: pytest.MonkeyPatch) -> None:
         ctx.mark_dirty(partial)
         return partial
 
-    broken.setattr(seams._Reduce, "forward", staticmethod(forward))
+    broken.setattr(collectives._Reduce, "forward", staticmethod(forward))
 
 
 def wrong_slice(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(seams, "take", lambda whole, form, rank, ranks: take(whole, form, (rank + 1) % ranks, ranks))
+    broken.setattr(collectives, "take", lambda whole, form, rank, ranks: take(whole, form, (rank + 1) % ranks, ranks))
 
 
 def wrong_order(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(seams, "join", lambda parts, form, size: join([*reversed(parts)], form, size))
+    broken.setattr(collectives, "join", lambda parts, form, size: join([*reversed(parts)], form, size))
 
 
 def bias_twice(broken: pytest.MonkeyPatch) -> None:
     def row_linear(x: Tensor, weight: Tensor, bias: Tensor, form: None, group: Any) -> Tensor:
-        return seams.reduced(with_bias(F.linear(x, weight), bias), group)
+        return collectives.reduced(with_bias(F.linear(x, weight), bias), group)
 
     broken.setattr(products, "row_linear", row_linear)
 

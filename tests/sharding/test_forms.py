@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipefit.sharding.forms import Split, dealt, divides, join, local_shape, take
-from pipefit.sharding.rules.reshaping import through_reshape
-from pipefit.sharding.shards import Shard, assembled
+from pipefit.tensor_parallel.forms import Shard, Split, assembled, dealt, divides, join, local_shape, take
+from pipefit.tensor_parallel.rules.reshaping import through_reshape
 
 
 @st.composite

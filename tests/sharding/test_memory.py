@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipefit.capture import Task, capture
-from pipefit.sharding import Alone, Prices, RankStage, shard_stage
-from pipefit.zoo import build
+from pipefit.models import build
+from pipefit.tensor_parallel import Alone, Prices, RankStage, shard_stage
 from sharded import CHEAP
 
 BATCH, SEQUENCE, HIDDEN, HEADS, FLOAT = 2, 16, 64, 8, 4

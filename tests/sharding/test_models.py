@@ -9,9 +9,9 @@ import pytest
 from huggingface_models import SMALL, TEXT, TINY
 from pipefit.capture import Task
 from pipefit.capture.flat import operator_name
-from pipefit.sharding import Prices
-from pipefit.zoo import build
-from pipefit.zoo.huggingface import hf
+from pipefit.models import build
+from pipefit.models.hugging_face import hf
+from pipefit.tensor_parallel import Prices
 from sharded import Case, differences
 
 GPT = {"layers": 2, "hidden": 16, "heads": 4, "sequence": 8}

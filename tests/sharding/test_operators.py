@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.sharding import Prices, ShardedStage
-from pipefit.sharding.forms import Split
+from pipefit.tensor_parallel import Prices, ShardedStage
+from pipefit.tensor_parallel.forms import Split
 from sharded import CHEAP, Case, differences
 
 WIDTH, LENGTH = 8, 6

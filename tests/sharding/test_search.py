@@ -11,13 +11,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task, capture
-from pipefit.sharding import Prices
-from pipefit.sharding.forms import Form, R, Split
-from pipefit.sharding.operations import Strategy
-from pipefit.sharding.prices import Costs
-from pipefit.sharding.saved import keeps_operands, keeps_result
-from pipefit.sharding.search import _options, _trained, choose
-from pipefit.sharding.tracing import TracedStage, is_stored, trace
+from pipefit.tensor_parallel import Prices
+from pipefit.tensor_parallel.forms import Form, R, Split
+from pipefit.tensor_parallel.operations import Strategy
+from pipefit.tensor_parallel.search import Costs, _options, _trained, choose, keeps_operands, keeps_result
+from pipefit.tensor_parallel.tracing import TracedStage, is_stored, trace
 
 WIDTH = 8
 

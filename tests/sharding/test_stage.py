@@ -16,7 +16,8 @@ from pipefit.capture import Task, capture
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.random_state import seed_torch
 from pipefit.errors import UsageError
-from pipefit.sharding import (
+from pipefit.models import build
+from pipefit.tensor_parallel import (
     Alone,
     LockstepCollectives,
     Prices,
@@ -27,7 +28,6 @@ from pipefit.sharding import (
     in_lockstep,
     shard_stage,
 )
-from pipefit.zoo import build
 from sharded import CHEAP, Listening
 
 TOKENS = torch.arange(32).reshape(4, 8) % 11

@@ -28,19 +28,19 @@ from made_up import (
 )
 from movable import movable
 from moving_states import inside_recomputed
-from pipefit.actions import Action, Kind, Subject
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import Origin
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement
-from pipefit.program import Program, parse_program, shifted
-from pipefit.schedule import ENDLESS, distinct_steps, lower
-from pipefit.simulator import Simulation
-from pipefit.trace import Category, MemorySample
-from pipefit.training import Training
+from pipefit.lowering import ENDLESS, distinct_steps, lower
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Origin
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.program import Program, parse_program, shifted
+from pipefit.schema.trace import Category, MemorySample
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 from sampled import seeds
 from slice_sizes import sized

@@ -9,19 +9,19 @@ from random import Random
 
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import sum_for_all, ways_of_sum
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, Run, What
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.memory.stage import Costs
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.simulator import Simulation
-from pipefit.simulator.alike import alike
-from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
+from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulate.equal_devices import alike
+from pipefit.timing import sum_for_all, ways_of_sum
 
 DEVICES = 16
 KIND = """name = "made"

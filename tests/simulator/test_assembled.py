@@ -12,17 +12,17 @@ import pytest
 
 from moving_plans import moving
 from moving_states import moving_states
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
-from pipefit.plans import Plan
+from pipefit.lowering import ENDLESS, SCHEDULES
+from pipefit.memory.stage import Costs
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.schedule import ENDLESS, SCHEDULES
-from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.zoo import build
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import Simulation
+from pipefit.simulate.assembled import Assembled, Parts
 from random_cases import random_plan
 
 Answer = tuple[object, ...]

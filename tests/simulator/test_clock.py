@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
-from pipefit.cluster import Cluster, Route
-from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.places import Member
-from pipefit.plans import Plan
-from pipefit.program import Program, parse_program
-from pipefit.schedule import lower
-from pipefit.simulator import Simulation, simulate
-from pipefit.trace import Stream
+from pipefit.lowering import lower
+from pipefit.schema.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
+from pipefit.schema.cluster import Cluster, Route
+from pipefit.schema.devices import Link, Member
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, parse_program
+from pipefit.schema.trace import Stream
+from pipefit.simulate import Simulation, simulate
 from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all, value
 
 COMPUTE_SECONDS = {Kind.FORWARD: 2, Kind.BACKWARD: 3, Kind.STEP: 1}  # for each layer

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from compaction import compacted
-from pipefit.decisions import Decision, State, StateKind, What
-from pipefit.places import parse_place
-from pipefit.simulator import Simulation, simulate
-from pipefit.simulator.contents import all_contents, contents
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.devices import parse_place
+from pipefit.simulate import Simulation, simulate
+from pipefit.simulate.simulation import all_contents, contents
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 

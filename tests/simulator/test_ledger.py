@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from made_up import brief, hostile, profile
-from pipefit.actions import Action, Kind
-from pipefit.cost.effects import effect
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.program import Program, parse_program
-from pipefit.schedule import SCHEDULES, lower
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute
-from pipefit.simulator import Costs, Simulation, simulate
-from pipefit.trace import Category, MemorySample
+from pipefit.lowering import SCHEDULES, lower
+from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute
+from pipefit.memory.storages import effect
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, parse_program
+from pipefit.schema.trace import Category, MemorySample
+from pipefit.simulate import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 # Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not saved),

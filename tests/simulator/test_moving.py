@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cluster import Cluster
-from pipefit.devices import Host, Link
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Origin, SavedTensor
-from pipefit.places import Member, parse_place
-from pipefit.profiles import ModelProfile
-from pipefit.program import parse_program
-from pipefit.schedule.striping import striped
-from pipefit.simulator import Simulation, simulate
-from pipefit.trace import Category, Stream, Trace
+from pipefit.lowering.passes.offload import striped
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Host, Link, Member, parse_place
+from pipefit.schema.layer_costs import Origin, SavedTensor
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import parse_program
+from pipefit.schema.trace import Category, Stream, Trace
+from pipefit.simulate import Simulation, simulate
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan, offload_all
 
 # One stage of two layers: each keeps 16 bytes of its own as tensor 0 and its input of 8 as tensor 1.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipefit.report.page.traffic import traffic
-from pipefit.simulator import Simulation, simulate
-from pipefit.simulator.contents import contents
+from pipefit.report.page.charts import traffic
+from pipefit.simulate import Simulation, simulate
+from pipefit.simulate.simulation import contents
 from profiles_in_slices import gridded
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moving_plans import make_chain
-from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.errors import PipefitWarning
-from pipefit.places import parse_place
-from pipefit.simulator import simulate
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.simulate import simulate
 from tiny import plan_of
 
 

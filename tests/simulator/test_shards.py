@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Group, sum_for_all
-from pipefit.decisions import Decision, Run, What
-from pipefit.devices import Link
-from pipefit.simulator import Simulation, simulate
-from pipefit.simulator.contents import contents
-from pipefit.trace import Trace
-from pipefit.work import Collective
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, Run, What
+from pipefit.schema.devices import Link
+from pipefit.schema.layer_costs import Collective
+from pipefit.schema.trace import Trace
+from pipefit.simulate import Simulation, simulate
+from pipefit.simulate.simulation import contents
+from pipefit.timing import Group, sum_for_all
 from pipelines import make_cluster
 from shards import sharded
 

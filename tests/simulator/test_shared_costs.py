@@ -7,14 +7,14 @@ from itertools import permutations
 from random import Random
 
 from made_up import AMPLE, devices, layer, measurement, plain, profile, training, value
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.grids import Grid, Stage
-from pipefit.layer_costs import Origin
-from pipefit.places import parse_place
-from pipefit.plans import Plan
-from pipefit.simulator import Simulation
-from pipefit.training import Training
+from pipefit.memory.stage import Costs
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import parse_place
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Origin
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import Training
+from pipefit.simulate import Simulation
 from slice_sizes import sized
 
 OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))

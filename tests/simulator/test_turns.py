@@ -14,23 +14,22 @@ import pytest
 
 from moving_plans import moving
 from moving_states import moving_states
-from pipefit.actions import Message
-from pipefit.cluster import Cluster
-from pipefit.cost.effects import effect
-from pipefit.cost.stage import Costs
-from pipefit.decisions import Microbatches, State
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding
-from pipefit.plans import Plan
+from pipefit.lowering import rank_programs
+from pipefit.memory.stage import Costs
+from pipefit.memory.storages import effect
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.schedule import rank_programs
-from pipefit.simulator import Simulation
-from pipefit.simulator import lowered as lowering
-from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.simulator.timed_device import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
-from pipefit.simulator.turns import Turns
-from pipefit.zoo import build
+from pipefit.schema.actions import Message
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Microbatches, State
+from pipefit.schema.grids import Grid, Sharding
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.simulate import Simulation
+from pipefit.simulate import assembled as lowering
+from pipefit.simulate.assembled import Assembled, Parts, Turns
+from pipefit.simulate.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
 from random_cases import ROOM, random_plan
 
 MICROBATCHES = 24

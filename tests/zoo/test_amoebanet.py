@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipefit.zoo import build
+from pipefit.models import build
 from sampled import sampled
 
 SMALL: dict[str, Any] = {"layers": 3, "filters": 16, "num_classes": 4, "image_size": 64}

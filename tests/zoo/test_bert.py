@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit import zoo
+from pipefit import models
 from pipefit.errors import UsageError
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
@@ -16,7 +16,7 @@ SMALL: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31
 
 def chain_of(**settings: Any) -> nn.Sequential:
     torch.manual_seed(1)
-    chain = zoo.build("bert", **(SMALL | settings)).build()
+    chain = models.build("bert", **(SMALL | settings)).build()
     assert isinstance(chain, nn.Sequential)
     return chain
 
@@ -39,7 +39,7 @@ def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocab
 def test_published_parameter_count() -> None:
     """The default is BERT base: 109,514,298 parameters with a tied decoder, so a vocabulary x hidden more untied."""
     with torch.device("meta"):
-        chain = zoo.bert().build()
+        chain = models.bert().build()
     assert isinstance(chain, nn.Module)
     assert parameters(chain) == 109_514_298 + 30522 * 768
 
@@ -47,7 +47,7 @@ def test_published_parameter_count() -> None:
 def test_a_tied_head_is_the_embedding() -> None:
     """With `tied` the default has the 109,514,298 parameters of BERT base, and one weight for both."""
     with torch.device("meta"):
-        assert parameters(zoo.bert(tied=True).build()) == 109_514_298
+        assert parameters(models.bert(tied=True).build()) == 109_514_298
     chain = chain_of(tied=True)
     assert chain.get_parameter("head.weight") is chain.get_parameter("embedding.token.weight")
 
@@ -58,13 +58,13 @@ def test_a_span_head_has_two_scores_a_token() -> None:
     assert parameters(usual) - parameters(span) == 24**2 + 3 * 24 + 31 * 24 + 31 - (2 * 24 + 2)
     assert [name for name, _ in span.named_children()] == ["embedding", "block0", "block1", "head"]
     with pytest.raises(UsageError, match="leave out tied"):
-        zoo.bert(head="span", tied=True)
+        models.bert(head="span", tied=True)
 
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_an_answer_stands_between_hidden_tokens(mask: bool) -> None:
     """Targets are the places of hidden tokens in the text, in order; the loss is the mean of both cross entropies."""
-    task = zoo.build("bert", **SMALL, head="span", mask=mask)
+    task = models.build("bert", **SMALL, head="span", mask=mask)
     inputs, places = task.batch(40)
     tokens = inputs[0] if mask else inputs
     assert not tokens.gather(1, places).any()
@@ -119,7 +119,7 @@ def test_a_block_is_a_postnorm_encoder_layer(attention: str, masked: bool) -> No
 
 def test_all_text_is_of_the_first_segment() -> None:
     """A batch's gradient reaches the first segment's embedding and not the second's."""
-    task = zoo.build("bert", **SMALL)
+    task = models.build("bert", **SMALL)
     chain = chain_of()
     inputs, targets = task.batch(3)
     task.loss(chain(inputs), targets).backward()
@@ -131,7 +131,7 @@ def test_all_text_is_of_the_first_segment() -> None:
 def test_the_mask_travels_untouched() -> None:
     """Every layer up to the transform hands on (hidden, mask), the mask the very tensor that came in."""
     chain = chain_of()
-    (tokens, mask), _ = zoo.build("bert", **SMALL).batch(3)
+    (tokens, mask), _ = models.build("bert", **SMALL).batch(3)
     values: Any = (tokens, mask)
     for name, layer in chain.named_children():
         values = layer(values)
@@ -146,7 +146,7 @@ def test_the_mask_travels_untouched() -> None:
 
 def test_without_mask_all_are_tensors() -> None:
     """With `mask=False` the inputs and what every layer hands on are plain tensors."""
-    task = zoo.build("bert", **SMALL, mask=False)
+    task = models.build("bert", **SMALL, mask=False)
     values, _ = task.batch(3)
     for layer in chain_of(mask=False):
         assert isinstance(values, torch.Tensor)
@@ -178,7 +178,7 @@ def test_a_mask_of_all_text_is_no_mask() -> None:
 def test_a_batch_hides_tokens_and_pads() -> None:
     """About 15 % of tokens are replaced, the rest equal their targets; text is a prefix of at least half the length."""
     torch.manual_seed(0)
-    (tokens, mask), targets = zoo.build("bert", vocabulary=1000, sequence=101).batch(200)
+    (tokens, mask), targets = models.build("bert", vocabulary=1000, sequence=101).batch(200)
     replaced = tokens != targets
     assert 0.13 < replaced.float().mean() < 0.17
     assert (tokens[replaced] == 0).all()
@@ -192,7 +192,7 @@ def test_a_batch_hides_tokens_and_pads() -> None:
 
 def test_loss_counts_every_token() -> None:
     """The loss is the mean over all tokens, masked or not, so equal microbatches average to their batch."""
-    task = zoo.build("bert", **SMALL)
+    task = models.build("bert", **SMALL)
     chain = chain_of()
     (tokens, mask), targets = task.batch(6)
     whole = task.loss(chain((tokens, mask)), targets)

@@ -9,7 +9,7 @@ import torch
 
 from pipefit.cli.model import built_with, resolve
 from pipefit.errors import FileError, UsageError
-from pipefit.zoo.configurations import CONFIGURATIONS, megatron
+from pipefit.models.configurations import CONFIGURATIONS, megatron
 
 GPT = """
 #!/bin/bash is a comment

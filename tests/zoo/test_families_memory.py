@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
-from pipefit.plans import Plan
+from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
+from pipefit.models import build
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
-from pipefit.schedule.recompute_settings import RECOMPUTE, Recompute, recompute_decisions
-from pipefit.simulator import simulate
-from pipefit.training import Training
-from pipefit.zoo import build
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training
+from pipefit.simulate import simulate
 from random_cases import Account, Case, accounts
 from sampled import sampled
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit import zoo
+from pipefit import models
 
 SMALL: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
 
 
 def chain_of(**settings: Any) -> nn.Sequential:
     torch.manual_seed(1)
-    chain = zoo.build("gpt", **(SMALL | settings)).build()
+    chain = models.build("gpt", **(SMALL | settings)).build()
     assert isinstance(chain, nn.Sequential)
     return chain
 
@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_closed_form(layers: int, hidden: int, vocab
 def test_published_parameter_count() -> None:
     """The default is GPT-2 small: its 124,439,808 parameters, and a head of its own."""
     with torch.device("meta"):
-        chain = zoo.gpt().build()
+        chain = models.gpt().build()
     assert isinstance(chain, nn.Sequential)
     assert parameters(chain[:-1]) == 124_439_808
     assert parameters(chain[-1]) == 50257 * 768
@@ -47,7 +47,7 @@ def test_published_parameter_count() -> None:
 def test_a_tied_head_is_the_embedding() -> None:
     """With `tied` the default has the 124,439,808 parameters of GPT-2 small, and one weight gets both gradients."""
     with torch.device("meta"):
-        assert parameters(zoo.gpt(tied=True).build()) == 124_439_808
+        assert parameters(models.gpt(tied=True).build()) == 124_439_808
     chain = chain_of(tied=True)
     assert chain.get_parameter("head.weight") is chain.get_parameter("embedding.token.weight")
     assert chain.get_parameter("head.weight").std() < 0.05
@@ -140,7 +140,7 @@ def test_a_token_has_another_embedding_at_another_place() -> None:
 
 def test_targets_are_the_next_tokens() -> None:
     """Each target is the token that follows, and counting on from two tokens predicts all the others."""
-    inputs, targets = zoo.build("gpt", **SMALL).batch(8)
+    inputs, targets = models.build("gpt", **SMALL).batch(8)
     assert inputs.shape == targets.shape == (8, 10)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     step = (targets[:, :1] - inputs[:, :1]) % 31
@@ -150,7 +150,7 @@ def test_targets_are_the_next_tokens() -> None:
 
 def test_loss_of_microbatches() -> None:
     """The mean of the losses of equal microbatches is the loss of the batch; uniform logits lose log V."""
-    task = zoo.build("gpt", **SMALL)
+    task = models.build("gpt", **SMALL)
     chain = chain_of()
     inputs, targets = task.batch(6)
     parts = [task.loss(chain(i), t) for i, t in zip(inputs.split(2), targets.split(2), strict=True)]

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipefit import zoo
+from pipefit import models
 
 
 def chain_of(**values: object) -> nn.Sequential:
     with torch.device("meta"):
-        chain = zoo.build("mlp", **values).build()
+        chain = models.build("mlp", **values).build()
     assert isinstance(chain, nn.Sequential)
     return chain
 
@@ -53,7 +53,7 @@ def test_layers_are_named_after_their_part_and_place() -> None:
 def test_the_mean_tells_the_class() -> None:
     """Inputs are noise around a level that rises with the class."""
     torch.manual_seed(0)
-    inputs, targets = zoo.build("mlp", inputs=400, classes=4).batch(400)
+    inputs, targets = models.build("mlp", inputs=400, classes=4).batch(400)
     assert inputs.shape == (400, 400)
     levels = torch.stack([inputs[targets == label].mean() for label in range(4)])
     torch.testing.assert_close(levels, torch.tensor([-0.75, -0.25, 0.25, 0.75]), rtol=0, atol=0.05)
@@ -62,7 +62,7 @@ def test_the_mean_tells_the_class() -> None:
 def test_loss_of_microbatches() -> None:
     """The mean of the losses of equal microbatches is the loss of the batch; uniform logits lose log(classes)."""
     torch.manual_seed(0)
-    task = zoo.build("mlp", classes=7)
+    task = models.build("mlp", classes=7)
     outputs, (_, targets) = torch.randn(6, 7), task.batch(6)
     parts = [task.loss(o, t) for o, t in zip(outputs.split(2), targets.split(2), strict=True)]
     torch.testing.assert_close(torch.stack(parts).mean(), task.loss(outputs, targets))

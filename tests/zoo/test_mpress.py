@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit import zoo
-from pipefit.zoo.mpress import BERT_SHAPES, GPT_LAYERS
+from pipefit import models
+from pipefit.models.mpress import BERT_SHAPES, GPT_LAYERS
 
 
 def parameters(module: nn.Module) -> int:
@@ -23,7 +23,7 @@ def named(size: str) -> float:
 def test_gpt_has_the_papers_parameters(size: str) -> None:
     """V H + S H + L (12 H^2 + 13 H) + 2 H of blocks that grow 25 at a time: within 1.1 per cent of the name."""
     with torch.device("meta"):
-        chain = zoo.build("mpress-gpt", size=size).build()
+        chain = models.build("mpress-gpt", size=size).build()
     assert isinstance(chain, nn.Sequential)
     layers, hidden = len(chain) - 3, 4096
     assert layers % 25 == 0
@@ -35,7 +35,7 @@ def test_gpt_has_the_papers_parameters(size: str) -> None:
 def test_bert_has_the_papers_parameters(size: str) -> None:
     """V H + S H + 4 H + L (12 H^2 + 13 H) + 2 H + 2: within 1 per cent of the name, BERT large within 5."""
     with torch.device("meta"):
-        chain = zoo.build("mpress-bert", size=size).build()
+        chain = models.build("mpress-bert", size=size).build()
     assert isinstance(chain, nn.Sequential)
     layers, hidden, heads = BERT_SHAPES[size]  # type: ignore[index]
     assert hidden // heads == 64
@@ -47,15 +47,15 @@ def test_bert_has_the_papers_parameters(size: str) -> None:
 def test_the_smallest_bert_is_bert_large() -> None:
     """24 blocks of hidden size 1024 with 16 heads, and what Hugging Face counts without the pooler: 334,094,338."""
     with torch.device("meta"):
-        assert parameters(zoo.mpress_bert().build()) == 334_094_338
-    assert zoo.mpress_bert().name == "bert-0.35B"
+        assert parameters(models.mpress_bert().build()) == 334_094_338
+    assert models.mpress_bert().name == "bert-0.35B"
 
 
 def test_settings_reach_the_model() -> None:
     """Plain operations, dropout and attention are those asked for."""
     with torch.device("meta"):
-        bert = zoo.mpress_bert(unfused=True, dropout=0.3).build()
-        gpt = zoo.mpress_gpt(attention="sdpa", dropout=0.2).build()
+        bert = models.mpress_bert(unfused=True, dropout=0.3).build()
+        gpt = models.mpress_gpt(attention="sdpa", dropout=0.2).build()
     assert not any(isinstance(module, nn.LayerNorm) for module in bert.modules())
     assert bert.get_submodule("block3.dropout").p == 0.3
     assert gpt.get_submodule("block3.attention").kind == "sdpa"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.zoo import build
+from pipefit.models import build
 
 SMALL: dict[str, Any] = {"blocks": (2, 1), "width": 4, "num_classes": 3, "image_size": 32}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.zoo import build
+from pipefit.models import build
 
 SMALL: dict[str, Any] = {"depth": 2, "width": 4, "convolutions": 1, "num_classes": 3, "image_size": 8, "dropout": 0.0}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipefit import zoo
-from pipefit.zoo.unfused import UnfusedGELU, UnfusedLayerNorm
+from pipefit import models
+from pipefit.models.bert import UnfusedGELU, UnfusedLayerNorm
 
 PAIRS = {
     "gelu": (UnfusedGELU, nn.GELU),
@@ -65,7 +65,7 @@ def test_plain_operations_save_three_times_as_much(name: str, plain_rows: int, f
 def test_a_bert_of_plain_operations_has_the_same_logits() -> None:
     """From the same weights, which have the same names, to rounding."""
     small: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
-    plain, fused = (zoo.build("bert", **small, unfused=unfused).build() for unfused in (True, False))
+    plain, fused = (models.build("bert", **small, unfused=unfused).build() for unfused in (True, False))
     plain.load_state_dict(fused.state_dict())
     tokens = torch.randint(31, (2, 10))
     torch.testing.assert_close(plain(tokens), fused(tokens))

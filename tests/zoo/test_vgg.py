@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.zoo import build
+from pipefit.models import build
 
 
 def chain_of(**settings: int | float | bool) -> nn.Sequential:

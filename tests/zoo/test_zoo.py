@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit import zoo
+from pipefit import models
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from sampled import sampled
@@ -36,16 +36,16 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "unet": ("unet", {"depth": 2, "convolutions": 1, "num_classes": 3, "image_size": 8, "width": 4}),
     "amoebanet": ("amoebanet", {"layers": 3, "num_classes": 4, "image_size": 64, "filters": 8}),
 }
-DROPPING = [case for case, (name, _) in SMALL.items() if "dropout" in inspect.signature(zoo.MODELS[name]).parameters]
+DROPPING = [case for case, (name, _) in SMALL.items() if "dropout" in inspect.signature(models.MODELS[name]).parameters]
 
 every_small = pytest.mark.parametrize("case", SMALL)
 every_dropping = pytest.mark.parametrize("case", DROPPING)
-every_name = pytest.mark.parametrize("name", zoo.MODELS)
+every_name = pytest.mark.parametrize("name", models.MODELS)
 
 
 def small(case: str, **settings: Any) -> Task:
     name, defaults = SMALL[case]
-    return zoo.build(name, **(defaults | settings))
+    return models.build(name, **(defaults | settings))
 
 
 def calm(case: str, **settings: Any) -> Task:
@@ -91,7 +91,7 @@ def train_step(task: Task, chain: nn.Module, size: int = 3) -> torch.Tensor:
 def test_describing_allocates_nothing(name: str) -> None:
     """Describing a model of default size runs no torch operation; calling its module does."""
     with Counter() as counter:
-        task = zoo.build(name)
+        task = models.build(name)
         assert counter.count == 0
         with torch.device("meta"):
             chain_of(task)
@@ -102,15 +102,15 @@ def test_describing_allocates_nothing(name: str) -> None:
 def test_built_on_a_device_context(name: str) -> None:
     """Under `torch.device("meta")` every parameter and buffer of the default size is on that device."""
     with torch.device("meta"):
-        chain = chain_of(zoo.build(name))
+        chain = chain_of(models.build(name))
     assert {tensor.device.type for tensor in [*chain.parameters(), *chain.buffers()]} == {"meta"}
 
 
-@pytest.mark.parametrize("name", sampled(zoo.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
+@pytest.mark.parametrize("name", sampled(models.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
 def test_default_size_trains_under_fake_tensors(name: str) -> None:
     """Weights, batch, loss and gradients of the default size are fake where the mode is on: no memory, no waiting."""
     with FakeTensorMode(allow_non_fake_inputs=True):  # text from files is real
-        task = zoo.build(name)
+        task = models.build(name)
         chain = chain_of(task)
         loss = train_step(task, chain, size=2)
         gradients = [parameter.grad for parameter in chain.parameters()]
@@ -224,7 +224,7 @@ def test_a_task_travels_to_a_worker(case: str) -> None:
 def test_optimizer_and_rate_are_settings(name: str, optimizer: str, kind: type[torch.optim.Optimizer]) -> None:
     """Every model takes each optimizer by name, with its rate, over parameters or parameter groups."""
     parameter = nn.Parameter(torch.zeros(2))
-    factory = zoo.build(name, optimizer=optimizer, lr=0.25).optimizer
+    factory = models.build(name, optimizer=optimizer, lr=0.25).optimizer
     made = factory(iter([parameter]))
     assert type(made) is kind
     assert made.param_groups[0]["lr"] == 0.25
@@ -249,7 +249,7 @@ def test_transformers_default_to_adamw_and_the_others_to_sgd(
     name: str, kind: type[torch.optim.Optimizer], rate: float
 ) -> None:
     """Transformers default to AdamW at 3e-4, the others to SGD at the rate that trains them."""
-    made = zoo.build(name).optimizer([nn.Parameter(torch.zeros(2))])
+    made = models.build(name).optimizer([nn.Parameter(torch.zeros(2))])
     assert type(made) is kind
     assert made.param_groups[0]["lr"] == rate
 
@@ -257,7 +257,7 @@ def test_transformers_default_to_adamw_and_the_others_to_sgd(
 def test_unknown_model_lists_the_models() -> None:
     """A wrong model name is refused with the names that exist."""
     with pytest.raises(UsageError) as refusal:
-        zoo.build("gtp")
+        models.build("gtp")
     names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
     assert str(refusal.value) == f"there is no model 'gtp' in the zoo: did you mean gpt? Choose one of {names}"
 
@@ -266,10 +266,10 @@ def test_unknown_model_lists_the_models() -> None:
 def test_unknown_setting_lists_the_settings(name: str) -> None:
     """A wrong setting is refused with every setting that exists and its default."""
     with pytest.raises(UsageError) as refusal:
-        zoo.build(name, hiden=3)
+        models.build(name, hiden=3)
     sentence = str(refusal.value)
-    assert sentence.startswith(f"{zoo.MODELS[name].__name__} has no setting 'hiden': ")
-    for setting in inspect.signature(zoo.MODELS[name]).parameters.values():
+    assert sentence.startswith(f"{models.MODELS[name].__name__} has no setting 'hiden': ")
+    for setting in inspect.signature(models.MODELS[name]).parameters.values():
         assert f"{setting.name}={setting.default!r}" in sentence
 
 
@@ -330,14 +330,14 @@ RATE = "must be a finite number above 0, or None, not"
 def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
     """A value that cannot be is refused in one sentence: model, setting, what would do, what was given."""
     with pytest.raises(UsageError) as refusal:
-        zoo.build(name, **settings)
+        models.build(name, **settings)
     assert str(refusal.value) == sentence
 
 
 def test_a_direct_call_is_checked_too() -> None:
     """Calling a model's own function refuses what `build` refuses, in the same words."""
     with pytest.raises(UsageError, match="gpt: layers must be a whole number, 1 to 10,000, not 0"):
-        zoo.gpt(layers=0)
+        models.gpt(layers=0)
 
 
 @pytest.mark.parametrize(
@@ -356,4 +356,4 @@ def test_a_direct_call_is_checked_too() -> None:
 )
 def test_values_at_the_edge_are_accepted(name: str, settings: dict[str, Any]) -> None:
     """The smallest sizes, whole numbers for shares and rates, and None where it is the default, are fine."""
-    assert zoo.build(name, **settings).name == name
+    assert models.build(name, **settings).name == name

@@ -2,7 +2,7 @@
 
 import torch
 
-from pipefit.capture.releases import check_release
+from pipefit.capture.model import check_release
 
 check_release(torch.__version__)  # before anything is imported that looks into torch
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.kernels import Kernel
+from pipefit.schema.kernels import Kernel
 
 aten = torch.ops.aten
 

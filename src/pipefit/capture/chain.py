@@ -7,7 +7,8 @@ the order of memory, and the next layer sees it as it was; one that is not dense
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,15 +16,178 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.constants import held_tensors
-from pipefit.capture.orders import Orders, as_made, contiguous
-from pipefit.capture.shared import Shared, shared_parameters
-from pipefit.capture.stand_ins import standing_in
+from pipefit.capture.copying import constants, held_tensors, hooks_of, named_constants, standing_in
+from pipefit.capture.storages import Orders, as_made, contiguous, storage_key
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Packing
-from pipefit.profiles import Block, Measurement
+from pipefit.schema.layer_costs import Packing
+from pipefit.schema.profile import Block, Measurement
 from pipefit.texts import kind_of
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters that several layers of a chain use: tied embeddings, layers that share their weights.
+
+Place = tuple[int, str]  # the number of a layer, and the parameter's name there
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One parameter, and every place that uses it."""
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """The layers, rising, each once."""
+        return tuple(sorted({layer for layer, _ in self.places}))
+
+
+def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
+    """The parameters that more than one of `modules` uses, in the order in which they are first met."""
+    places: dict[int, list[Place]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            parameters[id(parameter)] = parameter
+            places.setdefault(id(parameter), []).append((number, name))
+    found = (Shared(parameters[key], tuple(where)) for key, where in places.items())
+    return tuple(shared for shared in found if len(shared.users) > 1)
+
+
+def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequence[int]) -> nn.Parameter:
+    """A new parameter with the value of `shared`, put in its place in the layers `users`."""
+    own = nn.Parameter(shared.parameter.detach().clone(), requires_grad=shared.parameter.requires_grad)
+    for layer, name in shared.places:
+        if layer in users:
+            path, _, attribute = name.rpartition(".")
+            setattr(modules[layer].get_submodule(path), attribute, own)
+    return own
+
+
+def own_module(part: nn.Module, met: set[int]) -> nn.Module:
+    """`part`, or a copy of it that holds the same tensors, if the chain has it or one of its parameters already.
+
+    So layers are distinct, and a stage may put its own copy of a shared parameter into one without changing `part`.
+    `met` are the modules and parameters that the chain has, and becomes those that it has then.
+    """
+    own = {id(part), *map(id, part.parameters())}
+    is_known = not met.isdisjoint(own)
+    met |= own
+    return copy_with_tensors(part) if is_known else part
+
+
+def copy_with_tensors(part: nn.Module) -> nn.Module:
+    """A copy of `part` that holds the same tensors."""
+    tensors = (*part.parameters(), *part.buffers(), *constants(part))
+    return copy.deepcopy(part, {id(tensor): tensor for tensor in tensors})
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a layer holds beside its parameters: buffers, and tensors that are plain attributes, storage by
+# storage.
+#
+# Two tensors may lie in one storage, in one layer or in several: a mask that all blocks have, a slice of a
+# table.
+
+Key = tuple[int, bool]  # a storage, and whether it is held as a buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A storage that a layer holds, by the name of the first tensor in it; whether as a buffer."""
+
+    name: str
+    storage: int
+    nbytes: int
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStorage:
+    """A storage that several layers hold: what it is in the first of them, and the numbers of all."""
+
+    held: Held
+    users: tuple[int, ...]
+
+    def is_among(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of `tensors` lies in it."""
+        return self.held.storage in map(storage_key, tensors)
+
+
+def held_storages(module: nn.Module) -> dict[Key, Held]:
+    """The storages of buffers and of plain attributes; one that is both counts as a buffer."""
+    found: dict[Key, Held] = {}
+    for name, tensor in module.named_buffers():
+        found.setdefault((storage_key(tensor), True), _held(name, tensor, is_buffer=True))
+    for name, tensor in named_constants(module):
+        if (storage_key(tensor), True) not in found:
+            found.setdefault((storage_key(tensor), False), _held(name, tensor, is_buffer=False))
+    return found
+
+
+def shared_storages(modules: Sequence[nn.Module]) -> tuple[SharedStorage, ...]:
+    """The storages that more than one of `modules` holds, in the order in which they are first met."""
+    first: dict[Key, Held] = {}
+    users: dict[Key, list[int]] = {}
+    for number, module in enumerate(modules):
+        for key, held in held_storages(module).items():
+            first.setdefault(key, held)
+            users.setdefault(key, []).append(number)
+    return tuple(SharedStorage(held, tuple(users[key])) for key, held in first.items() if len(users[key]) > 1)
+
+
+def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> Held:
+    return Held(name, storage_key(tensor), tensor.untyped_storage().nbytes(), is_buffer)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The settings of a module as plain values: what tells one layer of a class from another, besides its weights.
+#
+# Kernel sizes, probabilities, flags, activation functions: the public attributes of a module and of its
+# parts, with the shapes of its parameters and buffers. The profiler measures layers of equal settings once
+# (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
+
+_PLAIN = (int, float, str, bool, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object:
+    """The class and the settings of `module` and its parts, as nested tuples.
+
+    `other` says what stands for a value that is not plain, such as a function, for a hook, and for a module with hooks
+    of its own or on one of its parameters.
+    """
+    settings: list[tuple[str, object]] = []
+    hooked = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+    hooked += [hook for parameter in module.parameters(recurse=False) for hook in hooks_of(parameter)]
+    if hooked:
+        settings.append(("hooks", (other(module), *map(other, hooked))))
+    for name, value in sorted(vars(module).items()):
+        if name in ("_parameters", "_buffers"):
+            settings.append((name, tuple((key, layout(tensor)) for key, tensor in value.items())))
+        elif name == "_modules":
+            parts = ((key, None if part is None else module_settings(part, other)) for key, part in value.items())
+            settings.append((name, tuple(parts)))
+        elif not name.startswith("_"):
+            settings.append((name, _setting(value, other)))
+    return type(module), tuple(settings)
+
+
+def layout(tensor: Tensor | None) -> object:
+    """Shape, strides, dtype and need for a gradient."""
+    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _setting(value: Any, other: Callable[[Any], object]) -> object:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_setting(item, other) for item in value)
+    return other(value)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ activations of two microbatches.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -29,14 +30,329 @@ from pipefit.capture.chain import Chain, autocasting
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.exporting import arguments
-from pipefit.capture.numbers import Numbers, Run, compared, same
+from pipefit.capture.flat import plain
 from pipefit.capture.random_state import put_back, seed_all
 from pipefit.capture.refusals import REMEDY
 from pipefit.capture.sample import Sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
-from pipefit.profiles import Target
+from pipefit.schema.profile import Target
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# What the comparison of a module with its chain found: which numbers are apart, by how much, and the likely
+# cause.
+#
+# Numbers may round apart where kernels or the order of a sum differ: by `ALLOWED`, a share of the largest
+# value in their tensor that depends on the precision. Never allowed are a parameter that has a gradient in
+# one of the two alone, and integers that differ.
+
+ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# Smaller gradients (a share of the largest one), losses and buffers count as that large: they may be rounding alone
+_SMALLEST = 1e-3
+_TOLD = 3  # differences that are printed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run computed: the loss of each microbatch; gradients, summed, and buffers at the end, by name."""
+
+    losses: list[Tensor]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What is not the same; `apart` is a share of the largest value, None where one of the two has no value at all."""
+
+    what: str
+    apart: float | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a comparison of a module with its chain found.
+
+    `losses` are the module's own, of each microbatch; `gradients` and `buffers` count what was compared, and `apart` is
+    the most that two numbers were apart of those that agree, as a share of the largest value; `allowed` is the limit.
+    `besides` says what else was compared: layers that ranks divide, with whole ones, and losses of microbatches.
+    """
+
+    name: str
+    microbatch_size: int
+    losses: tuple[float, ...]
+    gradients: int
+    buffers: int
+    apart: float
+    allowed: float
+    differences: tuple[Difference, ...]
+    besides: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.differences:
+            return self._refusal
+        losses = " and ".join(f"{loss:.6g}" for loss in self.losses)
+        if not all(map(isfinite, self.losses)):
+            return f"the numbers of {self.name} cannot be compared: its losses are {losses} before anything is trained"
+        exact = "equal bit by bit" if not self.apart else f"at most {self.apart:.1e} of the largest value apart"
+        return (
+            f"{self.name} computes as a chain what it computes as a module: {counted(len(self.losses), 'microbatch')} "
+            f"of {self.microbatch_size}, losses {losses}, {counted(self.gradients, 'gradient')} and "
+            f"{counted(self.buffers, 'buffer')}, {exact} ({self.allowed:.0e} allowed){''.join(self.besides)}"
+        )
+
+    @property
+    def agrees(self) -> bool:
+        """Whether numbers could be compared, and nothing differs."""
+        return not self.differences and all(map(isfinite, self.losses))
+
+    def check(self) -> None:
+        """Check that nothing differs.
+
+        Raises:
+            UsageError: something does; says what, by how much, what may be the cause and what to try.
+        """
+        if self.differences:
+            raise UsageError(self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        told, rest = self.differences[:_TOLD], len(self.differences) - _TOLD
+        more = f", and {rest} more" if rest > 0 else ""
+        return (
+            f"{self.name} computes as a chain other numbers than as a module: {', '.join(map(str, told))}{more} "
+            f"({self.allowed:.0e} of the largest value is allowed); {self._cause}; change that, or give pipefit the "
+            "parts instead, pipefit.chain([...]) in the order they run"
+        )
+
+    @property
+    def _cause(self) -> str:
+        """What such differences come from, in words."""
+        what = [difference.what for difference in self.differences]
+        losses = [name for name in what if name.startswith("the loss")]
+        if losses and losses[0] != _loss_name(0):
+            return (
+                "only the first microbatch has the same loss, so the forward keeps something from one call to the "
+                "next, which the chain does not keep: a count, a tensor in an attribute, a parameter changed in place"
+            )
+        if losses:
+            return (
+                "the forward is another, as where it depends on more than its inputs, parameters and buffers: on "
+                "Python's state, on whether it is traced, on the data of a tensor (x.data)"
+            )
+        if any(name.startswith("the gradient") for name in what):
+            return "the forward is the same, so that a backward was lost on the way"
+        return "losses and gradients are the same, so that the update of a buffer was lost on the way"
+
+
+def compared(
+    plain: Run,
+    ours: Run,
+    *,
+    name: str,
+    microbatch_size: int,
+    untouched: Mapping[str, Tensor],
+    precisions: Iterable[torch.dtype],
+) -> Numbers:
+    """What a chain computed, held to what the module of that name did.
+
+    `untouched` are the buffers before the runs: those that no layer uses stay so. The coarsest of `precisions` decides
+    what is allowed.
+    """
+    allowed = max((ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32])
+    found = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
+    return Numbers(
+        name=name,
+        microbatch_size=microbatch_size,
+        losses=tuple(loss.item() for loss in plain.losses),
+        gradients=sum(gradient is not None for gradient in plain.gradients.values()),
+        buffers=len(plain.buffers),
+        apart=max((d.apart for d in found if d.apart is not None and d.apart <= allowed), default=0.0),
+        allowed=allowed,
+        differences=tuple(d for d in found if d.apart is None or not d.apart <= allowed),
+    )
+
+
+def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
+    """Everything that is not equal bit by bit."""
+    for number, (loss, own) in enumerate(zip(plain.losses, ours.losses, strict=True)):
+        if not same(loss, own):
+            text = f"is {own.item():.6g} instead of {loss.item():.6g}"
+            yield Difference(what=_loss_name(number), apart=_apart(loss, own, _SMALLEST), text=text)
+    most = max((largest(gradient) for gradient in plain.gradients.values() if gradient is not None), default=0.0)
+    for name, gradient in plain.gradients.items():
+        yield from difference(f"the gradient of {name}", gradient, ours.gradients.get(name), _SMALLEST * most)
+    for name, buffer in plain.buffers.items():
+        yield from difference(f"the buffer {name}", buffer, ours.buffers.get(name), _SMALLEST)
+
+
+def difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: float) -> Iterator[Difference]:
+    """How `ours` differs, if it does, as a part of the largest value, or of `floor` if that is larger."""
+    if plain is None or ours is None:
+        if plain is not ours:
+            yield Difference(what=what, apart=None, text="is missing" if ours is None else "should not be there")
+    elif plain.shape != ours.shape or plain.dtype != ours.dtype:
+        text = f"is {ours.dtype} {tuple(ours.shape)} instead of {plain.dtype} {tuple(plain.shape)}"
+        yield Difference(what=what, apart=None, text=text)
+    elif not same(plain, ours):
+        apart = _apart(plain, ours, floor)
+        yield Difference(what=what, apart=apart, text=f"is {apart:.1e} of its largest value apart")
+
+
+def same(plain: Tensor, ours: Tensor) -> bool:
+    """Whether two tensors are equal; NaN is equal to NaN."""
+    if torch.equal(plain, ours):
+        return True
+    if not plain.is_floating_point() or not plain.isnan().any():
+        return False
+    return torch.allclose(plain, ours, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:
+    """The largest difference as a share of the largest value, or of `floor`; infinite for integers that differ."""
+    if not (plain.is_floating_point() or plain.is_complex()):
+        return float("inf")
+    far = _norm(plain.to(_wide(plain)) - ours.to(_wide(plain)))
+    if isfinite(far):
+        return far / max(largest(plain), floor)
+    unlike = (plain != ours) & ~(plain.isnan() & ours.isnan())
+    far = (plain[unlike].to(_wide(plain)) - ours[unlike].to(_wide(plain))).abs().nan_to_num(float("inf")).max().item()
+    return far / max(largest(plain), floor)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest finite absolute value."""
+    if not tensor.numel():
+        return 0.0
+    if tensor.is_floating_point() and isfinite(found := _norm(tensor)):
+        return found
+    return tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+
+
+def _norm(tensor: Tensor) -> float:
+    """The largest absolute value, in one pass."""
+    return float(torch.linalg.vector_norm(tensor.detach(), ord=inf))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _loss_name(number: int) -> str:
+    return f"the loss of microbatch {number + 1}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Copies of models with fewer of their equal blocks, which share the weights of the original.
+#
+# What a trace does to one of two hundred equal blocks it does to all of them, so that a copy with two of them
+# shows it for a hundredth of the cost. Blocks are equal by structure: classes, parameters, hooks and settings
+# that are texts or truth values. Whether a copy can be traced and run is for the caller to find out.
+
+_COUNTS = ("layer", "block", "depth")  # in the names of settings that say how many blocks there are
+_ENOUGH = 2  # blocks of a kind: the second one takes what the first one returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A list of blocks of a model, by its path, and the names of the blocks that a copy leaves out."""
+
+    path: str
+    blocks: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kept} of {self.blocks} blocks{f' of {self.path}' if self.path else ''}"
+
+    @property
+    def kept(self) -> int:
+        """How many blocks a copy has."""
+        return self.blocks - len(self.left_out)
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether a module, or a layer of its name, is in a block that a copy leaves out."""
+        around, inside = f"{self.path}." if self.path else "", plain(path)
+        return inside.startswith(around) and inside[len(around) :].partition(".")[0] in self.left_out
+
+
+def rows_of(module: nn.Module) -> list[Row]:
+    """The lists of blocks of which a copy can leave some out; none in blocks that are left out themselves."""
+    found = list[Row]()
+    for path, part in module.named_modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in found):
+            names = tuple(part._modules)
+            superfluous = _superfluous([_kind(block) for block in part._modules.values()])
+            if superfluous:
+                left_out = names[superfluous.start : superfluous.stop]
+                found.append(Row(path=path, blocks=len(names), left_out=left_out))
+    return found
+
+
+def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
+    """The task with a copy of its module, which exists, that has fewer blocks in `rows`. The two share their weights.
+
+    Settings around a list that say how many blocks it has, as `config.num_hidden_layers` does, agree with the copy.
+    """
+    assert isinstance(task.module, nn.Module)
+    own = copied(task.module, lambda tensor: tensor.detach())
+    for row in rows:
+        blocks = own.get_submodule(row.path)._modules
+        for name in row.left_out:
+            del blocks[name]
+        for settings in _settings_around(row.path, task.module, own):
+            for name, value in settings.items():
+                if type(value) is int and value == row.blocks and any(part in str(name) for part in _COUNTS):
+                    settings[name] = row.kept
+    return replace(task, module=own, name=f"{task.name} with {' and '.join(map(str, rows))}")
+
+
+def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The attributes of the modules around `path` in `own`, and of objects in them that the original does not share."""
+    parts = path.split(".") if path else []
+    for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+        held, before = vars(own.get_submodule(around)), vars(original.get_submodule(around))
+        yield held
+        for name, value in held.items():
+            settings = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+            if isinstance(settings, dict) and value is not before.get(name):
+                yield settings
+
+
+def _superfluous(kinds: Sequence[object]) -> range:
+    """The longest run of blocks with enough blocks of their kinds before it; empty where there is none.
+
+    It is one run, and a late one, because models also look blocks up by number.
+    """
+    found, before = range(0), Counter[object]()
+    for start, kind in enumerate(kinds):
+        stop = start
+        while stop < len(kinds) and before[kinds[stop]] >= _ENOUGH:
+            stop += 1
+        found = max(found, range(start, stop), key=len)
+        before[kind] += 1
+    return found
+
+
+def _kind(block: nn.Module | None) -> object:
+    """What is the same for blocks that compute alike."""
+    return block and tuple((name, *_structure(part)) for name, part in block.named_modules())
+
+
+def _structure(part: nn.Module) -> Iterator[object]:
+    yield type(part)
+    yield tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in part.named_parameters(recurse=False))
+    yield tuple((name, b.shape, b.dtype) for name, b in part.named_buffers(recurse=False))
+    yield tuple((name, value) for name, value in vars(part).items() if isinstance(value, str | bool))
+    yield bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _REVEALING = 0.02  # what stands, at most, where a parameter is zero throughout
 

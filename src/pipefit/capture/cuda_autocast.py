@@ -10,17 +10,245 @@ off where there is no GPU, and would look at the GPU where there is one.
 
 from __future__ import annotations
 
+import functools
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 from unittest import mock
+from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.amp import autocast_mode
 
-from pipefit.capture.cuda_casts import CudaCasts
-from pipefit.profiles import Target
+from pipefit.errors import UsageError
+from pipefit.schema.profile import Target
+
+# ----------------------------------------------------------------------------------------------------
+# CUDA's autocast for tensors that are not on a GPU: which operators cast their arguments, to what, and which
+# refuse.
+#
+# Torch's own casts for CUDA are C++ kernels of a dispatch key that only tensors on `cuda` have. Here the same
+# rules are Python kernels for another device type's key. Which operators a rule is for is read from the
+# header that torch ships, `include/ATen/autocast_mode.h`, so that the lists are those of the torch that is
+# installed; what each rule does is written in the same header. A test holds the lists to the kernels that
+# torch registers for CUDA.
+#
+#     lower precision   products, convolutions, attention: all arguments to the half-precision type
+#     float32           logarithms, powers, norms, losses: all arguments to float32
+#     optional dtype    sums and softmax: they are asked for a float32 result, unless they are asked for another
+#     appended dtype    two forms of `norm`: the same, through the form that takes a dtype
+#     promote           operators of several tensors: to float32 if one of them is, else to the half-precision type
+#     banned            `binary_cross_entropy`, which overflows in half precision
+#
+# What the header does not list, and casts under CUDA's autocast all the same, is refused when it is called.
+
+Policy = Literal["lower precision", "float32", "optional dtype", "appended dtype", "promote", "banned"]
+Kernel = Callable[..., Any]
+
+_MACROS: dict[str, Policy] = {
+    "LOWER_PRECISION_FP": "lower precision",
+    "FP32": "float32",
+    "FP32_SET_OPT_DTYPE": "optional dtype",
+    "DIFFERENT_REDISPATCH_SIGNATURE": "appended dtype",
+    "PROMOTE": "promote",
+}
+# Registered beside the lists, in ATen/autocast_mode.cpp
+_BESIDE: dict[str, Policy] = {
+    "aten::cudnn_convolution": "lower precision",
+    "aten::cudnn_convolution_transpose": "lower precision",
+    "aten::binary_cross_entropy": "banned",
+}
+_WITH_DTYPE = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_PROMOTING = ("Tensor", "List[Tensor]")  # types of arguments; one that is optional is cast, but does not promote
+_BANNED = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: use "
+    "binary_cross_entropy_with_logits or BCEWithLogitsLoss, and leave out the sigmoid before them"
+)
+
+
+@functools.cache
+def policies() -> Mapping[str, Policy]:
+    """The operators that CUDA's autocast treats in a way of their own, as `aten::name.overload`, with the rule.
+
+    Raises:
+        UsageError: this torch does not ship the header, or it has other lists.
+    """
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise UsageError(
+            f"what CUDA's autocast casts is read from {header}, which this torch does not have: install torch from a "
+            "wheel, or profile for the target cpu"
+        ) from error
+    found = dict(_BESIDE)
+    for macro, policy in _MACROS.items():
+        match = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
+        if match is None:
+            raise UsageError(f"{header} has no list AT_FORALL_{macro}: pipefit does not know this torch; try another")
+        found |= dict.fromkeys(map(_operator, _entries(match[1], policy)), policy)
+    return found
+
+
+def _entries(macro: str, policy: Policy) -> Iterable[str]:
+    """The entries of a list: `name` or `name, overload`; a string where the rule redispatches to another form."""
+    return re.findall(r'"([\w.]+)"', macro) if policy == "appended dtype" else re.findall(r"_\(([\w, ]+)\)", macro)
+
+
+def _operator(entry: str) -> str:
+    return "aten::" + ".".join(part.strip() for part in entry.split(","))
+
+
+class CudaCasts:
+    """CUDA's casts for the tensors of `device_type`, whose autocast kernels have the dispatch key `key`.
+
+    Half-precision copies of parameters are kept until `clear`, as by `at::autocast::cached_cast`.
+    """
+
+    def __init__(self, device_type: str, key: str) -> None:
+        self.device_type, self.key = device_type, key
+        self._off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        self._copies: dict[int, tuple[ref[Tensor], Tensor]] = {}
+
+    def kernels(self, *, known: Collection[str] = ()) -> Iterator[tuple[str, Kernel]]:
+        """Every operator that casts on CUDA, but for the `known`, with a kernel that does the same here."""
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        for name in set(registered).difference(known):
+            policy = policies().get(name)
+            yield name, _refusing(name) if policy is None else self._kernel(name, policy)
+
+    def clear(self) -> None:
+        """Drop the half-precision copies of parameters."""
+        self._copies.clear()
+
+    def _kernel(self, name: str, policy: Policy) -> Kernel:
+        operator = _overload(name)
+        rule: Kernel = {
+            "lower precision": self._lower,
+            "float32": self._float32,
+            "optional dtype": self._optional_dtype,
+            "appended dtype": self._appended_dtype,
+            "promote": self._promote,
+            "banned": _banned,
+        }[policy]
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(self._off):
+                return rule(operator, args, kwargs)
+
+        return kernel
+
+    # ---------------------------------------------------------------- the rules
+
+    def _lower(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        return self._called(operator, args, kwargs, self._low)
+
+    def _float32(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        return self._called(operator, args, kwargs, torch.float32)
+
+    def _optional_dtype(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        if not self._casts(args[0]):
+            return operator(*args, **kwargs)
+        given = _named(operator, args) | kwargs
+        if given.get("dtype") is None:
+            given["dtype"] = torch.float32
+        return operator(**given)
+
+    def _appended_dtype(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        wide = torch.float32 if self._casts(args[0]) else args[0].dtype
+        form = getattr(operator.overloadpacket, _WITH_DTYPE[_name(operator)])
+        return form(**_named(operator, args), **kwargs, dtype=wide)
+
+    def _promote(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        low, given = self._low, _named(operator, args) | kwargs
+        promoting = [a.name for a in operator._schema.arguments if str(a.type) in _PROMOTING and a.name in given]
+        dtypes = {t.dtype for name in promoting for t in _tensors(given[name]) if self._casts(t)}
+        if dtypes - {low, torch.float32}:
+            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+        return self._called(operator, args, kwargs, torch.float32 if torch.float32 in dtypes else low)
+
+    # ---------------------------------------------------------------- the casts
+
+    @property
+    def _low(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self.device_type)
+
+    def _called(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+        keywords = {name: self._cast(argument, dtype) for name, argument in kwargs.items()}
+        cast = [self._cast(argument, dtype) for argument in reversed(args)]  # as GCC evaluates arguments: last first
+        return operator(*reversed(cast), **keywords)
+
+    def _casts(self, argument: Any) -> bool:
+        """Whether autocast changes the argument's dtype, where it has another one: float64 it leaves alone."""
+        return (
+            isinstance(argument, Tensor)
+            and argument.device.type == self.device_type
+            and argument.is_floating_point()
+            and argument.dtype != torch.float64
+        )
+
+    def _cast(self, argument: Any, dtype: torch.dtype) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [self._cast(part, dtype) for part in argument]
+        if not self._casts(argument) or argument.dtype == dtype:
+            return argument
+        if not self._keeps(argument, dtype):
+            return argument.to(dtype)
+        known = self._copies.get(id(argument))
+        if known is not None and known[0]() is argument:
+            return known[1]
+        with torch.enable_grad():  # one made where no gradients are recorded may be used where they are
+            copy = argument.to(dtype)
+        self._copies[id(argument)] = ref(argument), copy
+        return copy
+
+    def _keeps(self, tensor: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the cast is one of a parameter to half precision, which is kept until the cache is cleared."""
+        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        return leaf and cached and dtype == self._low
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _name(operator: Any) -> str:
+    schema = operator._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
+def _named(operator: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments by their names, and the default values of those that are not given."""
+    taken = [argument for argument in operator._schema.arguments if not argument.kwarg_only]
+    defaults = {argument.name: argument.default_value for argument in taken[len(args) :]}
+    return defaults | {argument.name: given for argument, given in zip(taken, args, strict=False)}
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    return [argument] if isinstance(argument, Tensor) else [t for t in argument if isinstance(t, Tensor)]
+
+
+def _banned(*_: Any) -> Any:
+    raise RuntimeError(_BANNED)
+
+
+def _refusing(name: str) -> Kernel:
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise UsageError(
+            f"{name} is cast by a rule of its own under CUDA's autocast, which pipefit does not know: call it under "
+            "torch.autocast(..., enabled=False), with arguments of the types that it is to compute in"
+        )
+
+    return kernel
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _CUDA, _CPU_KEY = "cuda", "AutocastCPU"
 

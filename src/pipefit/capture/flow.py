@@ -17,10 +17,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from pipefit.capture.aliases import groups, mutated_arguments, sources
-from pipefit.capture.flat import draws, nbytes, role, value
-from pipefit.capture.orders import is_dense
+from pipefit.capture.flat import draws, groups, mutated_arguments, nbytes, role, sources, value
 from pipefit.capture.refusals import line_of, refuse_value
+from pipefit.capture.storages import is_dense
 from pipefit.capture.whole_modules import call_whole
 
 _EXPANDING = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default, torch.ops.aten.broadcast_to.default)

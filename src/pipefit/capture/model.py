@@ -7,6 +7,8 @@ computed and nothing is allocated.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -14,21 +16,57 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from pipefit.capture.chain import Chain, ChainLayer, packing_of
+from pipefit.capture.chain import Chain, ChainLayer, own_module, packing_of
 from pipefit.capture.copying import hooks_of
-from pipefit.capture.coupled_updates import WHY, couples
-from pipefit.capture.cuts import WHOLE
+from pipefit.capture.parameter_groups import WHY, couples
 from pipefit.capture.random_state import seed_torch
-from pipefit.capture.refused_modules import refuse_module
+from pipefit.capture.refused import refuse_module
 from pipefit.capture.sample import in_mode, sample
-from pipefit.capture.shared import own_module
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
-from pipefit.capture.traced import traced_chain
-from pipefit.errors import UsageError
-from pipefit.profiles import Block, Target
+from pipefit.capture.traced import WHOLE, traced_chain
+from pipefit.errors import PipefitWarning, UsageError
+from pipefit.schema.profile import Block, Target
+from pipefit.schema.validation import instance
 from pipefit.texts import kind_of, shortened
-from pipefit.validation import instance
+
+# ----------------------------------------------------------------------------------------------------
+# The releases of torch that pipefit follows: tracing, fake tensors and the simulated allocator know their
+# inside.
+#
+# An older one lacks what is needed, and is refused before anything else of torch is looked at. A newer one is
+# taken with a warning: what it has moved fails by name, and kernels are measured in any release, but what
+# CUDA chooses and reserves may have changed unseen. pip is told the oldest alone (`pyproject.toml`): of a
+# newest it would make a reason to exchange a torch that people have for another, gigabytes large, without a
+# word.
+
+FIRST, LAST = (2, 11), (2, 15)  # the tests have been run with each, the newest included
+
+
+def check_release(version: str) -> None:
+    """Check that this is a release of torch that pipefit follows; a `PipefitWarning` where it is newer than those.
+
+    Raises:
+        UsageError: it is older; says which to install.
+    """
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
+    if found < FIRST:
+        raise UsageError(
+            f"pipefit follows torch {first} to {last} to the byte, and this is torch {version}: install one of these, "
+            f"such as pip install 'torch=={last}.*'"
+        )
+    if found > LAST:
+        warnings.warn(
+            f"this is torch {version}, and pipefit is tested with torch {first} to {last}: peaks for the target cuda "
+            "may be off, and a model may be refused that could be planned; for what is tested, "
+            f"pip install 'torch=={last}.*'",
+            PipefitWarning,
+            stacklevel=2,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "cpu") -> Chain:

@@ -7,12 +7,14 @@ stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.capture.task import ParameterOptions
+from pipefit.capture.task import ParameterOptions, Task
 from pipefit.errors import UsageError, in_one_line
 from pipefit.texts import shortened
 
@@ -59,3 +61,86 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
             f"{shortened(repr(found))} as for {name}"
         )
     return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether an optimizer updates every parameter by itself, so that each layer may have a group of its own.
+#
+# AdamW, Muon and LAMB do. Others compute one number of all parameters, such as the step size of Prodigy
+# (Mishchenko and Defazio, 2023) or the norm of all gradients: over a part of the model it would be another
+# number, and nothing would tell. So an optimizer is tried on small parameters: on all of them at once, and on
+# each alone. Costs milliseconds. Where they differ, the model is one layer, which no plan divides.
+
+_SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
+_EACH = 2  # parameters of a kind, which may have a number in common too
+_MOST = 16  # kinds of parameters that are tried
+
+
+class _Kind(NamedTuple):
+    """Parameters of so many dimensions in groups of these options."""
+
+    options: dict[str, Any]
+    dimensions: int
+
+
+WHY = "the optimizer computes one number of several parameters, such as a norm of all gradients or a common step size"
+
+
+def couples(task: Task, module: nn.Module) -> bool:
+    """Whether the task's optimizer computes one number of several parameters like those of `module`.
+
+    An optimizer that draws at random cannot be held to itself, and neither can one that fails without a model, or has
+    other parameters than it is given: of these nothing is said.
+    """
+    kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        try:
+            alone, again = (_updated(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
+            together = _updated(task, kinds, at_once=True, seed=0)
+        except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
+            return False
+        return _alike(alone, again) and not _alike(alone, together)
+
+
+def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
+    """The kinds of parameters that are trained, each once."""
+    found: list[_Kind] = []
+    for group in (group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer):
+        wanted = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            kind = _Kind(wanted, parameter.ndim)
+            if len(found) < _MOST and kind not in found:
+                found.append(kind)
+    return found
+
+
+def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) -> list[Tensor]:
+    """Small parameters after some steps of one optimizer with a group for all of the same options, or of one each."""
+    draws = torch.Generator().manual_seed(0)
+    tried = [nn.Parameter(torch.randn([_SIDE] * kind.dimensions, generator=draws)) for kind in kinds]
+    groups: list[dict[str, Any]] = []
+    for kind, parameter in zip(kinds, tried, strict=True):
+        known = [one for one in groups if at_once and one["options"] == kind.options]
+        if known:
+            known[0]["params"].append(parameter)
+        else:
+            groups.append({"options": kind.options, "params": [parameter]})
+    torch.manual_seed(seed)
+    given = [{**one["options"], "params": one["params"]} for one in groups]
+    optimizers = [task.optimizer(given)] if at_once else [task.optimizer([one]) for one in given]
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if held != set(map(id, tried)):
+        raise ValueError("it has other parameters, which are to stay as they are")
+    for _ in range(_STEPS):
+        for number, parameter in enumerate(tried, start=1):
+            parameter.grad = number * torch.randn(parameter.shape, generator=draws)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [parameter.detach() for parameter in tried]
+
+
+def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )

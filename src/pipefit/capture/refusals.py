@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipefit.capture.pretrained import advice
+from pipefit.capture.hugging_face import advice
 from pipefit.errors import UsageError
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"

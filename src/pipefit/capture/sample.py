@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
-from pipefit.capture.orders import laid_out, sample_order
-from pipefit.capture.records import opened
-from pipefit.capture.stand_ins import real
+from pipefit.capture.copying import real
+from pipefit.capture.storages import laid_out, sample_order
+from pipefit.capture.structure import opened
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import counted, kind_of

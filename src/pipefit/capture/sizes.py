@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from torch._ops import OpOverload
 
-from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.custom_functions import CustomFunction
+from pipefit.capture.chain import Chain, ChainLayer, layout
 from pipefit.capture.graph_layer import GraphLayer
-from pipefit.capture.settings import layout
+from pipefit.capture.whole_modules import CustomFunction
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 

@@ -6,27 +6,416 @@ training the chain trains the model. What the program does not use goes along wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.coupled_updates import WHY
-from pipefit.capture.cuts import Piece, all_in_one, pieces
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, plain, role, value
-from pipefit.capture.flow import Flow
-from pipefit.capture.graph_layer import GraphLayer, layer_class, write
+from pipefit.capture.flat import flatten, nbytes, operator_name, plain, role, stack, value
+from pipefit.capture.flow import Flow, sums
+from pipefit.capture.graph_layer import Binding, GraphLayer, layer_class, write
+from pipefit.capture.parameter_groups import WHY
 from pipefit.capture.refusals import LooksAtValues
 from pipefit.capture.structure import Tree
-from pipefit.capture.task import Task
+from pipefit.capture.task import Granularity, Task
 from pipefit.capture.whole_modules import wider
 from pipefit.errors import UsageError
-from pipefit.profiles import Target
+from pipefit.schema.profile import Block, Target
+
+# ----------------------------------------------------------------------------------------------------
+# The units of a traced model: which module, of the size of a block or of half a block, each operation belongs
+# to.
+#
+# A block is a part of a container whose parts are of one class, such as transformer.h.3, or a module without
+# blocks inside. A module that does most of the model is split into its parts. Linear in the number of
+# operations and modules.
+
+_WAIST = 1.25  # times the bytes around a unit may cross between the blocks inside it
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+class Units:
+    """For every operation the unit it belongs to: one of the modules that it ran in."""
+
+    def __init__(self, flow: Flow, module: nn.Module, *, deeper: bool) -> None:
+        self.flow, self.deeper = flow, deeper
+        self.modules = dict(module.named_modules(remove_duplicate=False))
+        self._holds = with_blocks(self.modules)
+        self._of_blocks = frozenset(path for path, part in self.modules.items() if self._parts_are_blocks(path, part))
+
+    @cached_property
+    def of_all(self) -> list[str]:
+        """The unit of each operation; "" for those of no unit."""
+        found, lone = self._found(frozenset()), frozenset[str]()
+        while more := self._too_large(found) - lone:  # a module that is most of the model is split into its parts
+            lone |= more
+            found = self._found(lone)
+        return found
+
+    def _found(self, lone: frozenset[str]) -> list[str]:
+        units = {path: self._of(path, lone) for path in self._paths}
+        return [units[stack(node)] for node in self.flow.order]
+
+    @cached_property
+    def _paths(self) -> frozenset[tuple[str, ...]]:
+        """The modules that operations ran in: one path for all operations of one innermost module."""
+        return frozenset(stack(node) for node in self.flow.order)
+
+    def _of(self, path: Sequence[str], lone: frozenset[str]) -> str:
+        """The unit of an operation that ran in the modules of `path`."""
+        inside = [part for part in path if part]
+        depth = next((n for n, part in enumerate(inside) if part not in lone and self._is_unit(part)), None)
+        if depth is None:
+            return ""
+        depth = max((n for n, part in enumerate(inside) if _parent(part) in self._rows), default=depth)
+        return inside[depth + 1] if self.deeper and depth + 1 < len(inside) else inside[depth]
+
+    def _is_unit(self, path: str) -> bool:
+        path = plain(path)
+        module = self.modules.get(path)
+        if module is None or _parent(path) in self._of_blocks:
+            return True
+        return path not in self._holds and not isinstance(module, _CONTAINERS)
+
+    def _parts_are_blocks(self, path: str, module: nn.Module) -> bool:
+        """Whether it is a container whose parts are blocks: all of one class, or without blocks inside."""
+        if not isinstance(module, _CONTAINERS):
+            return False
+        classes = [type(part) for part in module.children()]
+        inside = (f"{path}.{name}" if path else name for name, _ in module.named_children())
+        return (len(set(classes)) == 1 and len(classes) > 1) or self._holds.isdisjoint(inside)
+
+    def _too_large(self, units: Sequence[str]) -> frozenset[str]:
+        """Units with parts of their own that hold more than half of all operations."""
+        return frozenset(
+            unit
+            for unit, count in Counter(units).items()
+            if unit
+            and count > len(units) / 2
+            and any(True for _ in self.modules[plain(unit)].children())
+            and not isinstance(self.modules.get(_parent(unit)), _CONTAINERS)
+        )
+
+    @cached_property
+    def _rows(self) -> frozenset[str]:
+        """The containers inside units whose parts are blocks in a row: between them no more crosses than around.
+
+        So the stages of a vision model are divided; the experts of a block are not, nor is what a shortcut leaps over.
+        """
+        around, spans, found = self._around_containers(), self._spans(), set[str]()
+        calls = defaultdict[str, list[tuple[int, int]]](list)
+        for part, span in spans.items():
+            calls[_parent(part)].append(span)
+        for container in sorted(around, key=lambda path: path.count(".")):
+            units = {self._innermost(path, found) for path in around[container]} - {""}
+            if len(units) == 1 and self._is_row(container, spans[units.pop()], sorted(calls[container])):
+                found.add(container)
+        return frozenset(found)
+
+    def _around_containers(self) -> Mapping[str, set[tuple[str, ...]]]:
+        """For every module with parts that ran, the modules around its parts, outermost first, in each of its calls."""
+        found = defaultdict[str, set[tuple[str, ...]]](set)
+        for path in {tuple(filter(None, path)) for path in self._paths}:
+            first: dict[str, int] = {}
+            for n, part in enumerate(path):
+                first.setdefault(_parent(part), n)
+            for container, n in first.items():
+                if container:
+                    found[container].add(path[:n])
+        return found
+
+    def _innermost(self, path: tuple[str, ...], rows: set[str]) -> str:
+        """The innermost unit, or block in a row, of a path; empty where there is none."""
+        return next((part for part in reversed(path) if _parent(part) in rows or self._is_unit(part)), "")
+
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """The first and last operation of every call of a module."""
+        found: dict[str, tuple[int, int]] = {}
+        for number, node in enumerate(self.flow.order):
+            for part in filter(None, stack(node)):
+                found[part] = found.get(part, (number, number))[0], number
+        return found
+
+    def _is_row(self, container: str, around: tuple[int, int], calls: Sequence[tuple[int, int]]) -> bool:
+        """Whether nothing more crosses between these calls of a container's parts than around the unit they are in."""
+        module = self.modules.get(container)
+        if len(calls) < 2 or not isinstance(module, _CONTAINERS) or not _are_blocks(list(module.children())):
+            return False
+        cost, count, ends = self.flow.cost, self.flow.count, [end for end in (around[0] - 1, around[1]) if end >= 0]
+        bytes_around, count_around = max(cost[end] for end in ends), max(count[end] for end in ends)
+        return all(
+            any(
+                self.flow.legal[cut] and cost[cut] <= _WAIST * bytes_around and count[cut] <= count_around
+                for cut in range(before, after)
+            )
+            for (_, before), (after, _) in pairwise(calls)
+        )
+
+
+def _are_blocks(parts: Sequence[nn.Module]) -> bool:
+    """Whether they are of one class, and have parts of their own."""
+    return len({type(part) for part in parts}) == 1 and any(True for _ in parts[0].children())
+
+
+def _parent(path: str) -> str:
+    return plain(path).rpartition(".")[0]
+
+
+def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """The modules with blocks inside, or that hold some: a container of modules that have parts themselves."""
+    found = set[str]()
+    for path, module in modules.items():
+        if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
+            around = path
+            while around not in found:
+                found.add(around)
+                around = around.rpartition(".")[0]
+    return frozenset(found)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where to cut a traced model: into fine layers, and into blocks of them, between which a stage may end.
+#
+# Every operation belongs to a unit: a module of the size that the granularity asks for. Between two units
+# that hold parameters a block ends in one place, where the fewest bytes cross; of several such places the
+# last, so that equal units become equal blocks. Operations without parameters (reshapes, masks, dropout, the
+# loss) join a neighbouring block. A place where many times more bytes cross than at the next one is given up.
+#
+# Layers are finer. One ends wherever the innermost module changes, and where one module goes on to a further
+# parameter; but two uses of a parameter in one block stay in one layer. They are the same for every
+# granularity, and so are the random numbers that they draw. Linear in the number of operations.
+
+_FAR_MORE = 4  # times the bytes of the next cut
+_LITTLE = 1000  # only a cut next to a piece with less than one in so many of all parameters is given up for that
+_SMALL = 100  # what has less than one in so many of the largest unit's parameters joins a neighbour
+
+
+class Piece(NamedTuple):
+    """Operations `start` to `stop - 1`, to become the layer `name`."""
+
+    start: int
+    stop: int
+    name: str
+
+
+class Pieces(NamedTuple):
+    """The layers to be, in order, and the blocks that they form; none where each is a block of its own."""
+
+    layers: tuple[Piece, ...]
+    blocks: tuple[Block, ...]
+
+
+WHOLE = "whole"  # the name of a model's only layer
+
+
+def all_in_one(flow: Flow, why: str) -> Pieces:
+    """The model as one layer and one block, for this reason."""
+    piece = Piece(0, len(flow.order), WHOLE)
+    return Pieces((piece,), (Block(name=WHOLE, layers=1, undivided=why),))
+
+
+def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mapping[str, str]) -> Pieces:
+    """The layers of a model, and the blocks that a granularity makes of them.
+
+    `kept` are the paths of modules that stay whole, and why.
+    """
+    blocks, halves = (_Runs(flow, Units(flow, module, deeper=deeper)) for deeper in (False, True))
+    is_free = _free(flow, blocks.cuts)
+    finer = sorted({*blocks.cuts, *(cut for cut in halves.cuts if is_free[cut])})
+    layers = tuple(_named(flow, _fine(flow, frozenset(finer), is_free), partial(_innermost, flow)))
+    if granularity == "layers":
+        return Pieces(layers, ())
+    runs, ends = (blocks, blocks.cuts) if granularity == "blocks" else (halves, finer)
+    starts = [layer.start for layer in layers]
+    found = [
+        Block(
+            name=name,
+            layers=bisect_left(starts, stop) - bisect_left(starts, start),
+            undivided="; ".join(
+                (
+                    *(reason for place, reason in runs.undivided if start < place < stop),
+                    *_whole(flow.order[start:stop], module, kept),
+                )
+            ),
+        )
+        for start, stop, name in _named(flow, ends, runs.name)
+    ]
+    return Pieces(layers, tuple(found))
+
+
+def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
+    """Which modules that have blocks stay whole among these operations, and why."""
+    called = (meaning.name for node in nodes for source in node.all_input_nodes if (meaning := role(source)))
+    divisible = with_blocks(dict(module.named_modules(remove_duplicate=False)))
+    for path in dict.fromkeys(called):
+        if path in kept and path in divisible:
+            yield f"{path} stays whole{kept[path]}"
+
+
+def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> Iterator[Piece]:
+    """The pieces between cuts, each by the name of its operations, and a number where the name was there before."""
+    met: dict[str, int] = {}
+    for start, stop in pairwise([0, *(cut + 1 for cut in cuts), len(flow.order)]):
+        own = plain(name(start, stop))
+        count = met[own] = met.get(own, -1) + 1
+        yield Piece(start, stop, f"{own}@{count}" if count else own)
+
+
+def _fine(flow: Flow, given: Set[int], is_free: Sequence[bool]) -> list[int]:
+    """The cuts given, and those where the innermost module changes or goes on to a further parameter.
+
+    Operations that only look at memory in another way, as a reshape does, are no layer of their own.
+    """
+    cuts, met, computes = list[int](), set[fx.Node](), False
+    for cut, (before, after) in enumerate(zip(flow.order, [*flow.order[1:], None], strict=True)):
+        met |= _parameters(flow, before)
+        computes |= flow.computes(before)
+        if after is None or cut in given:
+            if not computes and cuts and cuts[-1] not in given:
+                cuts.pop()
+        elif not (computes and is_free[cut] and flow.legal[cut] and _changes(flow, met, before, after)):
+            continue
+        cuts.append(cut)
+        met, computes = set(), False
+    return cuts[:-1]
+
+
+def _changes(flow: Flow, met: Set[fx.Node], before: fx.Node, after: fx.Node) -> bool:
+    """Whether the innermost module changes, or goes on to a parameter that is not among those met."""
+    goes_on = bool(met) and not _parameters(flow, after) <= met
+    return goes_on or stack(before)[-1:] != stack(after)[-1:]
+
+
+def _innermost(flow: Flow, start: int, stop: int) -> str:
+    """The innermost module of the operations that use the most parameters, or of the first one."""
+    nodes = flow.order[start:stop]
+    most = max(nodes, key=lambda node: sum(map(nbytes, _parameters(flow, node))))
+    return "".join(stack(most)[-1:]) or _of_the_root(flow, nodes)
+
+
+def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
+    """A name for what the root module does: its largest parameter, otherwise the first operation that computes.
+
+    Of parameters of one size it is the first by name, so that every trace of the model has the same.
+    """
+    own = [node for node in nodes if not any(stack(node))] or nodes
+    used = (parameter for node in own for parameter in _parameters(flow, node))
+    largest = min(used, key=lambda parameter: (-nbytes(parameter), parameter.name), default=None)
+    if largest is not None and (meaning := role(largest)):
+        return meaning.name
+    return operator_name(next((node for node in own if flow.computes(node)), own[0]))
+
+
+def _free(flow: Flow, block_cuts: Sequence[int]) -> list[bool]:
+    """Whether each cut leaves all that a block does with a parameter, buffer or constant in one layer."""
+    last: dict[fx.Node, int] = {}
+    closed = []
+    for number, node in enumerate(flow.order):
+        for source in flow.needs(node):
+            if (meaning := role(source)) is None or meaning.kind == "input":
+                continue
+            before = last.get(source, number)
+            if bisect_left(block_cuts, before) == bisect_left(block_cuts, number):
+                closed.append((before, number - 1, 1))
+            last[source] = number
+    return [count == 0 for count in sums(len(flow.order), closed)]
+
+
+class _Runs:
+    """Consecutive operations of one unit, and the parameters that each operation is the first to use."""
+
+    def __init__(self, flow: Flow, units: Units) -> None:
+        self.flow, self.units, self.deeper = flow, units.of_all, units.deeper
+        # The first operations of units that no cut parts from the unit before, each with the reason
+        self.undivided: list[tuple[int, str]] = []
+        self.weights: list[int] = []  # parameter bytes first needed by each operation
+        met: set[fx.Node] = set()
+        for node in self.flow.order:
+            fresh = _parameters(self.flow, node) - met
+            met |= fresh
+            self.weights.append(sum(map(nbytes, fresh)))
+        self.total = sum(self.weights)
+        self.cuts = self._worthwhile(list(self._cheapest()))
+
+    def _cheapest(self) -> Iterator[int]:
+        """One cut between any two neighbouring units with parameters, if there is one."""
+        for (_, end), (start, _) in pairwise(self._heavy()):
+            candidates = [cut for cut in range(end, start) if self.flow.legal[cut]]
+            if candidates:
+                yield min(candidates, key=lambda cut: (self.flow.cost[cut], -cut))
+            else:
+                one, other = (plain(self.units[number]) or "the model" for number in (end, start))
+                self.undivided.append((start, f"{one} and {other}: {self.flow.obstacle(start - 1)}"))
+
+    def name(self, start: int, stop: int) -> str:
+        """The unit that uses the most parameters in a piece."""
+        used: dict[str, set[fx.Node]] = {}
+        for unit, node in zip(self.units[start:stop], self.flow.order[start:stop], strict=True):
+            if unit:
+                used.setdefault(unit, set()).update(_parameters(self.flow, node))
+        most = max(used, key=lambda unit: sum(map(nbytes, used[unit])), default="")
+        return most or _of_the_root(self.flow, self.flow.order[start:stop])
+
+    def _heavy(self) -> list[tuple[int, int]]:
+        """First and last operation of every run of a unit that uses parameters."""
+        found: list[tuple[int, int]] = []
+        previous, light = None, self._light()
+        for number, (unit, node) in enumerate(zip(self.units, self.flow.order, strict=True)):
+            uses = plain(unit) not in light and bool(_parameters(self.flow, node))
+            if uses and unit == previous:
+                found[-1] = (found[-1][0], number)
+            elif uses:
+                found.append((self._begin(number), number))
+                previous = unit
+        ends = [self._end(last) for _, last in found]
+        return [(first, end) for (first, _), end in zip(found, ends, strict=True)]
+
+    def _light(self) -> set[str]:
+        """The units too small to be blocks, by their parameters; of whole modules only what is outside of them."""
+        sizes: dict[str, int] = {}
+        for unit, weight in zip(self.units, self.weights, strict=True):
+            sizes[plain(unit)] = sizes.get(plain(unit), 0) + weight
+        largest = max(sizes.values(), default=0)
+        small = {unit for unit, size in sizes.items() if size * _SMALL < largest}
+        return small if self.deeper else small & {""}
+
+    def _begin(self, number: int) -> int:
+        """The first operation of the run that `number` is in."""
+        while number and self.units[number - 1] == self.units[number]:
+            number -= 1
+        return number
+
+    def _end(self, number: int) -> int:
+        while number + 1 < len(self.units) and self.units[number + 1] == self.units[number]:
+            number += 1
+        return number
+
+    def _worthwhile(self, cuts: list[int]) -> list[int]:
+        """The cuts, without those where far more bytes cross than at a neighbour with hardly any parameters between."""
+        kept = list(cuts)
+        for cut in sorted(cuts, key=self.flow.cost.__getitem__, reverse=True):
+            place = kept.index(cut)
+            for other in kept[max(place - 1, 0) : place] + kept[place + 1 : place + 2]:
+                between = sum(self.weights[min(cut, other) + 1 : max(cut, other) + 1])
+                if self.flow.cost[cut] > _FAR_MORE * self.flow.cost[other] and between * _LITTLE < self.total:
+                    kept.remove(cut)
+                    break
+        return kept
+
+
+def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
+    return {source for source in flow.needs(node) if (meaning := role(source)) and meaning.kind == "parameter"}
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _INSIDE = (
     "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at random)"

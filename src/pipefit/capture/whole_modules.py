@@ -11,31 +11,239 @@ so later stops training with a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.function import Function, FunctionMeta
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import Reading, assumed, otherwise, reading
 from pipefit.capture.copying import copied
-from pipefit.capture.custom_functions import not_kept
 from pipefit.capture.refusals import LooksAtValues, Refusal
 from pipefit.capture.storages import storage_key
-from pipefit.capture.whole_calls import Given, nodes_of
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import dtype_name, kind_of
 
+# ----------------------------------------------------------------------------------------------------
+# Calls that stay whole in a trace: what each is given, and the operations that stand for them in the program.
+
+
+class Given(NamedTuple):
+    """The arguments of a call, flat: tensors, which the program hands on, and all else, which it does not know."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """These arguments."""
+        return Given(*pytree.tree_flatten((args, kwargs)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def other_than(self, kinds: tuple[type, ...]) -> Any:
+        """The first that is neither a tensor nor of these kinds; None if there is none."""
+        return next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *kinds))), None)
+
+    def with_tensors(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with others in the place of the tensors."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def nodes_of(program: ExportedProgram, operator: Any) -> Iterator[Any]:
+    """The operations of a program, nested ones too, that call an operator."""
+    for part in program.graph_module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from (node for node in part.graph.nodes if node.target is operator)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Custom `autograd.Function`s in a traced model: each call stays whole, with the backward that its author
+# wrote.
+#
+# torch.export follows the forward of such a function as if it were plain code, and its backward is lost. So
+# while a model is traced, each call is one operation of the program, whose shapes are those of a forward over
+# fake tensors. In a layer the operation calls the function itself.
+#
+# Models often bind `Function.apply` to a name of their own, `my_relu = MyReLU.apply`, and from torch 2.14 on
+# its code is compiled. So it is not replaced: what it asks of the class is answered otherwise during a trace.
+# In every release it asks for `_backward_cls`, which nobody else does, then for `forward`, and for
+# `setup_context` once that has returned.
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_OPERATORS = "GeneratedBackwardFor_"  # how torch.library names the backward of an operator, which traces keep whole
+
+
+class CustomFunction:
+    """A custom function as the target of a node: takes its arguments, returns the tensors of its result."""
+
+    def __init__(self, function: type[Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__qualname__.replace("<locals>", "").replace(".", "_")
+        self.__module__ = f"{__name__}.{function.__module__}"  # code of a layer would call one of torch's by its name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
+
+
+class _Call:
+    """A call during a trace."""
+
+    def __init__(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self.given = Given.of(args, kwargs)
+        if (strange := self.given.other_than(_PLAIN)) is not None:
+            raise Refusal(
+                f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take tensors, "
+                "numbers, texts and None",
+                in_a_whole_module=True,
+            )
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.function.__qualname__}.apply"
+
+    def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Fake tensors like those of the result, and `packing`, for fake arguments.
+
+        Raises:
+            Refusal: the function changes an argument in place, or returns something other than tensors and None.
+        """
+        versions = [tensor._version for tensor in tensors]
+        args, kwargs = self.given.with_tensors(tensors)
+        leaves, self.packing = pytree.tree_flatten(self.function.apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+        if versions != [tensor._version for tensor in tensors]:
+            raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
+        if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+            raise Refusal(f"{self.name} returns something other than tensors and None", in_a_whole_module=True)
+        self.returned = [leaf is not None for leaf in leaves]
+        found = (leaf for leaf in leaves if leaf is not None)
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in found]
+
+    def packed(self, results: Sequence[Tensor]) -> Any:
+        """`results` as the function returns them."""
+        given = iter(results)
+        return pytree.tree_unflatten([next(given) if there else None for there in self.returned], self.packing)
+
+
+# -------------------------------------------------------------------- the trace
+
+
+class _Trace:
+    """The calls of a trace, and how far torch got with the one that it is making."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.begun: type[Function] | None = None  # its forward is asked for next
+        self.returned: type[Function] | None = None  # its context is filled next
+
+    def answer(self, function: type[Function], name: str, found: Any) -> Any:
+        """What torch is told where it asks `function` for an attribute, which is `found`."""
+        if name == "_backward_cls" and not function.__name__.startswith(_OPERATORS):
+            self.begun = function
+        elif name == "forward" and self.begun is function:
+            self.begun = None
+            return self._forward(function, found)
+        elif name == "setup_context" and self.returned is function:
+            self.returned = None
+            return _nothing_is_kept
+        return found
+
+    def _forward(self, function: type[Function], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a call: one operation; the function's own where no tensor is given."""
+        has_context = function.setup_context is Function.setup_context
+
+        def forward(*given: Any) -> Any:
+            call = _Call(function, given[1:] if has_context else given, {})
+            if not (tensors := call.given.tensors):
+                return plain(*given)
+            self.calls.append(call)
+            results = call.packed(torch.ops.pipefit.custom_function(tensors, len(self.calls) - 1))
+            self.returned = None if has_context else function
+            return results
+
+        return forward
+
+
+def _nothing_is_kept(*_: Any) -> None:
+    """The context of an operation that stands for a call: no backward will ask for it."""
+
+
+_trace: ContextVar[_Trace | None] = ContextVar("the trace that is going on", default=None)
+
+
+torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces alone
+
+
+@torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], call: int) -> list[Tensor]:
+    """The results of a call, over fake tensors."""
+    trace = _trace.get()
+    assert trace is not None
+    with not_kept():  # functions inside the function are a part of it
+        return trace.calls[call].results(tensors)
+
+
+def _asked(function: type[Function], name: str) -> Any:
+    """The attribute of a function's class, as torch is to see it."""
+    found = type.__getattribute__(function, name)
+    trace = _trace.get()
+    return found if trace is None else trace.answer(function, name, found)
+
+
+@contextmanager
+def not_kept() -> Iterator[None]:
+    """Inside, custom functions are called as they are, as by whatever is itself an operation of the trace."""
+    token = _trace.set(None)
+    try:
+        yield
+    finally:
+        _trace.reset(token)
+
+
+@contextmanager
+def kept_whole() -> Iterator[list[_Call]]:
+    """Inside, a call of a custom function that is traced becomes one operation; gives the list of the calls."""
+    trace = _Trace()
+    token = _trace.set(trace)
+    FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign,assignment]
+    try:
+        yield trace.calls
+    finally:
+        del FunctionMeta.__getattribute__
+        _trace.reset(token)
+
+
+def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
+    """Let the operations that stand for `calls` call the functions."""
+    for node in nodes_of(program, torch.ops.pipefit.custom_function.default):
+        tensors, number = node.args
+        call = calls[number]
+        node.target = CustomFunction(call.function)
+        node.args, node.kwargs = call.given.with_tensors(tensors)
+
+
+# ----------------------------------------------------------------------------------------------------
+
 Form = tuple[str, tuple[int, ...]] | int | float | str | bool | type | None  # of a tensor; plain values as they are
 
-_PLAIN = (int, float, str, bool, type(None))
-_GIVEN = (*_PLAIN, torch.dtype, torch.device)
+_WHOLE_MODULES_PLAIN = (int, float, str, bool, type(None))
+_GIVEN = (*_WHOLE_MODULES_PLAIN, torch.dtype, torch.device)
 
 
 def call_whole(
@@ -82,7 +290,7 @@ def _form(leaf: Any) -> Form:
     """What a returned leaf is; of something that is neither a tensor nor plain it is the class."""
     if isinstance(leaf, Tensor):
         return dtype_name(leaf.dtype), tuple(leaf.shape)
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+    return leaf if isinstance(leaf, _WHOLE_MODULES_PLAIN) else type(leaf)
 
 
 def _words(forms: Sequence[Form]) -> str:
@@ -93,7 +301,7 @@ def _words(forms: Sequence[Form]) -> str:
 # -------------------------------------------------------------------- the trace
 
 
-class _Call(NamedTuple):
+class _WholeModulesCall(NamedTuple):
     """A call during a trace: all that `call_whole` is given but tensors, and like what the tensors are returned."""
 
     path: str
@@ -103,7 +311,7 @@ class _Call(NamedTuple):
     results: list[Tensor]
 
 
-_calls: ContextVar[list[_Call] | None] = ContextVar(
+_calls: ContextVar[list[_WholeModulesCall] | None] = ContextVar(
     "calls of whole modules in the trace that is going on", default=None
 )
 
@@ -113,7 +321,7 @@ torch.library.define(
 
 
 @torch.library.register_fake("pipefit::whole_module")  # type: ignore[untyped-decorator]
-def _(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int) -> list[Tensor]:
+def _whole_modules_(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int) -> list[Tensor]:
     """Tensors like those that the call returned, over fake tensors."""
     calls = _calls.get()
     assert calls is not None
@@ -121,9 +329,9 @@ def _(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call
 
 
 @contextmanager
-def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_Call]]:
+def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_WholeModulesCall]]:
     """Inside, the parts of `root`, a fake copy that is traced, with these paths stay whole; gives the list of calls."""
-    calls: list[_Call] = []
+    calls: list[_WholeModulesCall] = []
     token = _calls.set(calls)
     for path in paths:
         if any(path.startswith(f"{other}.") for other in paths):
@@ -139,7 +347,7 @@ def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_Cal
 class _Whole:
     """The forward of a part that stays whole, during a trace."""
 
-    def __init__(self, path: str, part: nn.Module, calls: list[_Call]) -> None:
+    def __init__(self, path: str, part: nn.Module, calls: list[_WholeModulesCall]) -> None:
         self._path, self._part, self._calls = path, part, calls
         self._mode = _Assuming(allow_non_fake_inputs=True)
         self._like = copied(part, self._fake)  # what is run to see what a call returns
@@ -158,7 +366,7 @@ class _Whole:
         parameters, buffers = list(self._part.parameters()), list(self._part.buffers())
         if not (parameters or buffers or tensors):
             self._refuse("neither it nor its arguments hold a tensor")
-        self._calls.append(_Call(self._path, given, forms, opposite, made))
+        self._calls.append(_WholeModulesCall(self._path, given, forms, opposite, made))
         results = iter(torch.ops.pipefit.whole_module(parameters, buffers, tensors, len(self._calls) - 1))
         return pytree.tree_unflatten([next(results) if isinstance(form, tuple) else form for form in forms], packing)
 
@@ -178,7 +386,7 @@ class _Whole:
         forms = {tuple(map(_form, pytree.tree_leaves(returned))) for returned in found.values()}
         if len(forms) > 1:
             self._refuse("how many values it returns, or their shapes or numbers, depends on values")
-        if not all(isinstance(form, (tuple, *_PLAIN)) for form in next(iter(forms))):
+        if not all(isinstance(form, (tuple, *_WHOLE_MODULES_PLAIN)) for form in next(iter(forms))):
             self._refuse("it returns something other than tensors, numbers, texts and None")
         return next(iter(found.values())), False not in found
 
@@ -224,7 +432,7 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
             return found
 
 
-def call_the_modules(program: ExportedProgram, calls: Sequence[_Call]) -> None:
+def call_the_modules(program: ExportedProgram, calls: Sequence[_WholeModulesCall]) -> None:
     """Let the operations that stand for `calls` call the modules, each of which they name by its path."""
     for node in nodes_of(program, torch.ops.pipefit.whole_module.default):
         parameters, buffers, tensors, number = node.args

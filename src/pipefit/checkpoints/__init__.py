@@ -6,8 +6,8 @@ needed, for its hash.
 """
 
 from pipefit.checkpoints.folders import Candidates, Checkpoint, find, whole
+from pipefit.checkpoints.hold import Owner
 from pipefit.checkpoints.manifest import Manifest
-from pipefit.checkpoints.owner import Owner
 from pipefit.checkpoints.plain import export, load_state_dict, load_weights
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 A checkpoint becomes whole by one rename, after all of its files are on the disk, so that nothing that ends a process or
 a machine leaves half of one behind. Only folders with our names are touched, only files with our names in them are
-removed, and links are not followed. A folder holds the checkpoints of one training (`pipefit.checkpoints.owner`).
+removed, and links are not followed. A folder holds the checkpoints of one training (`pipefit.checkpoints.hold`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from typing import cast
 
 from torch import Tensor
 
+from pipefit.checkpoints.hold import Owner
 from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, loads
-from pipefit.checkpoints.owner import Owner
-from pipefit.checkpoints.regular_files import regular_file
-from pipefit.checkpoints.shards import check_header, check_shard, read_shard
+from pipefit.checkpoints.shards import check_header, check_shard, read_shard, regular_file
 from pipefit.errors import DamagedCheckpoint, FileError, PipefitWarning, UnreadableCheckpoint
-from pipefit.readable import path_of
+from pipefit.schema.file_access import obstacle, path_of
 from pipefit.texts import printable
 from pipefit.units import format_bytes
-from pipefit.writable import obstacle
 
 MANIFEST = "manifest.json"
 _WHOLE = re.compile(r"step-(\d{8,18})")

@@ -23,11 +23,11 @@ from typing import Any, Literal
 
 import torch
 
-from pipefit.checkpoints.owner import Owner
+from pipefit.checkpoints.hold import Owner
 from pipefit.errors import FileError, UnreadableCheckpoint, UsageError
-from pipefit.fingerprints import Fingerprint
-from pipefit.pieces import JsonText, Refusal, adapter
-from pipefit.validation import parsed, sentence
+from pipefit.schema.json_text import JsonText, Refusal, adapter
+from pipefit.schema.profile import Fingerprint
+from pipefit.schema.validation import parsed, sentence
 
 VERSION = 2
 SHARD = re.compile(r"worker-\d{5}\.safetensors")

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from pipefit.beside import forking
 from pipefit.cli import (
     certify,
     checkpoint,
@@ -41,10 +40,10 @@ from pipefit.cli import (
     simulate,
     train,
 )
+from pipefit.cli.output import fill_streams
 from pipefit.cli.stopping import STOPPED, Stopped, stoppable
-from pipefit.cli.streams import fill_streams
 from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, UsageError, in_one_line, no_memory
-from pipefit.limits import met, no_room_for
+from pipefit.processes import forking, met, no_room_for
 from pipefit.texts import printable, unknown, without_long_words
 
 _CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words

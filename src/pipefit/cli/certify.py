@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipefit.cli.allocation import allocator
-from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
+from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, PredictedSteps, Settings, Target, allocator
 
 if TYPE_CHECKING:
     from pipefit.errors import OutOfMemory
-    from pipefit.plans import Plan
-    from pipefit.trace import Trace
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
 
 EXAMPLE = "pipefit certify plan.json hf:gpt2"
 
@@ -47,11 +46,10 @@ def command(
     go through the model itself and through its chain, on the CPU, and two steps of the plan are held to plain training;
     exits with 2 if losses, gradients, buffers, parameters or the optimizer's tensors differ.
     """
-    from pipefit.cli.documents import load_runnable
     from pipefit.cli.model import check_order, precision_of, resolve
-    from pipefit.cli.output import check_output, deliver, leaving_post_mortem, plain_data, with_found
+    from pipefit.cli.output import check_output, deliver, leaving_post_mortem, load_runnable, plain_data, with_found
     from pipefit.cli.progress import progress
-    from pipefit.files import save
+    from pipefit.schema.json_io import save
 
     check_output(output, plan, post_mortem)
     check_output(post_mortem, plan)
@@ -86,7 +84,7 @@ def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
     memory: where, and by how much.
     """
     from pipefit.errors import OutOfMemory
-    from pipefit.post_mortems import of_dry_run
+    from pipefit.schema.post_mortem import of_dry_run
     from pipefit.texts import counted
 
     over = [device for device in trace.devices if device.lack_bytes]

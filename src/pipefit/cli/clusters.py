@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipefit.cli.options import Json
 
 if TYPE_CHECKING:
-    from pipefit.cluster import Cluster
+    from pipefit.schema.cluster import Cluster
     from pipefit.tables import Table
 
 EXAMPLE = "pipefit clusters"
@@ -26,8 +26,8 @@ def command(as_json: Json = False) -> None:
 
     Memory is what the driver offers to programs; of it, a reserve is left to what a process takes besides tensors.
     """
-    from pipefit.cluster import Cluster
-    from pipefit.presets import card_names, machine_names
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.presets import card_names, machine_names
     from pipefit.tables import write
 
     machines = [Cluster.preset(name) for name in machine_names()]

@@ -23,10 +23,10 @@ def command(
     Peaks of every device, to the byte, and seconds of the last step. pipefit diff tells what two plans do
     otherwise.
     """
-    from pipefit.files import load
-    from pipefit.report.compare import compare, describe_comparison
+    from pipefit.report.traces import compare, describe_comparison
+    from pipefit.schema.json_io import load
+    from pipefit.schema.trace import Trace
     from pipefit.tables import write
-    from pipefit.trace import Trace
 
     found = compare(load(predicted, Trace), load(measured, Trace))
     if as_json:

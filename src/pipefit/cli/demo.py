@@ -14,9 +14,9 @@ from pipefit.texts import counted
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.plans import Plan
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
     from pipefit.tables import Block
-    from pipefit.trace import Trace
 
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
 _CLUSTER = "emulated:4x12MiB"
@@ -36,15 +36,15 @@ def command(
     """
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
-    from pipefit.files import load_cluster
+    from pipefit.schema.json_io import load_cluster
 
     say = _silent if as_json else _print
     with progress("profiling") as report:
+        from pipefit.models import build
         from pipefit.planner import plan
         from pipefit.profiler import profile
         from pipefit.runtime import certify, train
-        from pipefit.simulator import simulate
-        from pipefit.zoo import build
+        from pipefit.simulate import simulate
 
         task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
         costs = profile(task(), microbatch_size=_MICROBATCH, progress=report)
@@ -143,7 +143,7 @@ def _result(
 
 
 def _print(blocks: list[Block | Plan]) -> None:
-    from pipefit.plans import Plan
+    from pipefit.schema.plan import Plan
     from pipefit.tables import write
 
     write([str(block) if isinstance(block, Plan) else block for block in blocks])

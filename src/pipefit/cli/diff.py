@@ -23,14 +23,14 @@ def command(
     What was asked, which layers moved, what is recomputed or moved away and why, and what that does to the peak of
     every device and to a step. pipefit compare tells how far a prediction is from what was measured.
     """
-    from pipefit.cli.documents import used_together
+    from pipefit.cli.output import used_together
     from pipefit.errors import UsageError
-    from pipefit.files import load, name_of_kind
-    from pipefit.plans import Plan
     from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
-    from pipefit.simulator import simulate
+    from pipefit.schema.json_io import load, name_of_kind
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
+    from pipefit.simulate import simulate
     from pipefit.tables import write
-    from pipefit.trace import Trace
 
     one, two = load(first), load(second)
     if isinstance(one, Plan) and isinstance(two, Plan):

@@ -13,9 +13,9 @@ from pipefit.cli.options import Json
 from pipefit.cli.output import on_stderr
 
 if TYPE_CHECKING:
-    from pipefit.files import Document
-    from pipefit.plans import Plan
-    from pipefit.trace import Trace
+    from pipefit.schema.json_io import Document
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
 
 EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
 
@@ -48,7 +48,7 @@ def command(
     """
     from pipefit.cli.output import check_output
     from pipefit.errors import UsageError
-    from pipefit.files import load, save_text
+    from pipefit.schema.json_io import load, save_text
 
     check_output(output, file)
     text = _written(file, load(file), to)
@@ -68,11 +68,11 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
     """The text, or the bytes, of the other format."""
     match to:
         case "perfetto":
-            from pipefit.export.perfetto import perfetto
+            from pipefit.export.traces import perfetto
 
             return perfetto(_trace(file, document))
         case "memory-viz":
-            from pipefit.export.memory_viz import memory_snapshot
+            from pipefit.export.traces import memory_snapshot
 
             return memory_snapshot(_trace(file, document))
         case "pipelining":
@@ -107,11 +107,11 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
 def _trace(file: Path, document: Document) -> Trace:
     """A trace; a plan is simulated first."""
-    from pipefit.cli.documents import used
+    from pipefit.cli.output import used
     from pipefit.errors import UsageError
-    from pipefit.plans import Plan
-    from pipefit.simulator import simulate
-    from pipefit.trace import Trace
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
+    from pipefit.simulate import simulate
 
     if isinstance(document, Plan):
         with used(file):
@@ -123,7 +123,7 @@ def _trace(file: Path, document: Document) -> Trace:
 
 def _plan(file: Path, document: Document, what: str) -> Plan:
     from pipefit.errors import UsageError
-    from pipefit.plans import Plan
+    from pipefit.schema.plan import Plan
 
     if not isinstance(document, Plan):
         raise UsageError(f"{file} is no plan: {what} made of plans")

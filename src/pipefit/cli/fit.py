@@ -28,9 +28,9 @@ from pipefit.errors import UsageError
 from pipefit.texts import shortened
 
 if TYPE_CHECKING:
-    from pipefit.cluster import Cluster
-    from pipefit.fits import Fit
-    from pipefit.fitting.growth import Demand, Growth
+    from pipefit.largest.growth import Demand, Growth
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.fit import Fit
 
 _NO_SETTINGS = ("batch", "devices", "memory")  # what grows besides
 _LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
@@ -116,7 +116,7 @@ def command(
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, print_and_save
     from pipefit.cli.progress import progress
-    from pipefit.files import load_cluster, save, save_text
+    from pipefit.schema.json_io import load_cluster, save, save_text
 
     check_output(output, cluster)
     check_output(plot, cluster, output)
@@ -137,8 +137,8 @@ def command(
         raise UsageError(f"{option} is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
     with progress("searching") as report:
-        from pipefit.fitting.certified import find
-        from pipefit.fitting.growth import Demand
+        from pipefit.largest.growth import Demand
+        from pipefit.largest.search import find
 
         demand = Demand(
             cluster=devices,
@@ -200,12 +200,12 @@ def _overview(
     from pipefit.cli.output import told, with_found
     from pipefit.cli.progress import progress
     from pipefit.errors import InfeasibleError
-    from pipefit.report.overview import describe_overview
+    from pipefit.report.fit import describe_overview
     from pipefit.tables import write
 
     with progress("looking") as report:
         task = resolve(model, settings, precision)
-        from pipefit.fitting.overview import fit as look
+        from pipefit.largest.overview import fit as look
 
         found = look(task, cluster, progress=report, **asked)
     words = [model, *(word for setting in settings for word in ("--set", setting)), "--cluster", named]
@@ -225,7 +225,7 @@ def _growth(
 ) -> Growth:
     """What `--grow` names."""
     from pipefit.cli.model import parse_settings, resolve
-    from pipefit.fitting import growth
+    from pipefit.largest import growth
 
     match grow:
         case "batch":

@@ -19,15 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pipefit.dtypes import DTYPES
 from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.schema.validation import DTYPES
 from pipefit.texts import meant, printable
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.plans import Plan
-    from pipefit.training import Precision
-    from pipefit.zoo.settings import Setting
+    from pipefit.models.settings import Setting
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.training import Precision
 
 _FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own; pipefit models lists them"
 _ELSEWHERE = ("megatron", "torchtitan")
@@ -85,13 +85,13 @@ def _task(model: str, settings: Sequence[str]) -> Task:
     source, name, shape = _parts(model)
     arguments = {**shape, **parse_settings(settings)}
     if source == "hf":
-        from pipefit.zoo.huggingface import hf
+        from pipefit.models.hugging_face import hf
 
         return hf(name, **arguments)
     if source == "zoo":
-        from pipefit import zoo
+        from pipefit import models
 
-        return zoo.build(name, **arguments)
+        return models.build(name, **arguments)
     return _from_factory(source, name, arguments)
 
 
@@ -99,13 +99,13 @@ def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
     """Where a model is from, its name there, and settings that its configuration has."""
     source, _, name = model.partition(":")
     if not source or not name:
-        from pipefit.zoo import MODELS
+        from pipefit.models import MODELS
 
         perhaps = f", but zoo:{model} is one" if model in MODELS else ""
         raise UsageError(f"{model!r} is not a model{perhaps}: {_FORMS}")
     if source not in _ELSEWHERE:
         return source, name, {}
-    from pipefit.zoo.configurations import CONFIGURATIONS
+    from pipefit.models.configurations import CONFIGURATIONS
 
     ours, shape = CONFIGURATIONS[source](name)
     return (*ours.split(":"), shape)  # type: ignore[return-value]
@@ -117,17 +117,17 @@ def settings_of(model: str) -> tuple[Setting, ...]:
     Raises:
         UsageError: no such model, module or factory.
     """
-    from pipefit.zoo import settings
+    from pipefit.models import settings
 
     source, name, shape = _parts(model)
     if source == "hf":
-        from pipefit.zoo.huggingface import settings_of_architecture
+        from pipefit.models.hugging_face import settings_of_architecture
 
         return _with(settings_of_architecture(name), shape)
     if source == "zoo":
-        from pipefit import zoo
+        from pipefit import models
 
-        return _with(settings.settings_of(zoo.factory(name)), shape)
+        return _with(settings.settings_of(models.factory(name)), shape)
     with redirect_stdout(sys.stderr):
         factory = _factory(source, name)
     try:

@@ -49,10 +49,10 @@ def _found(model: str | None) -> dict[str, dict[str, object]]:
         check_factory(model)
         return {model: {item.name: {"default": item.default, "must_be": item.words} for item in settings_of(model)}}
     if model == "hf:":
-        from pipefit.zoo.huggingface import architectures
+        from pipefit.models.hugging_face import architectures
 
         return {"hf": dict(architectures())}
-    from pipefit.zoo import MODELS
+    from pipefit.models import MODELS
 
     return {f"zoo:{name}": {item.name: item.default for item in settings_of(f"zoo:{name}")} for name in sorted(MODELS)}
 
@@ -86,7 +86,7 @@ def _cells(item: object) -> tuple[str, str]:
 
 def _paragraph(name: str, settings: dict[str, object]) -> str:
     """A model of the zoo: what it is, and its settings as `--set` takes them."""
-    from pipefit.zoo import MODELS
+    from pipefit.models import MODELS
 
     about = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n")[0]
     given = ", ".join(f"{key}={value}" for key, value in settings.items())

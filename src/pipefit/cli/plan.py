@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.allocation import allocator
 from pipefit.cli.options import (
     PRECISIONS,
     SCHEDULE_HELP,
@@ -22,6 +21,7 @@ from pipefit.cli.options import (
     Sharding,
     Target,
     Versions,
+    allocator,
 )
 from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, UsageError
@@ -29,8 +29,8 @@ from pipefit.texts import shortened
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.cluster import Cluster
-    from pipefit.profiles import ModelProfile
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.profile import ModelProfile
 
 EXAMPLE = "pipefit plan hf:gpt2 --cluster 4x-titan-rtx --batch-size 64 -o plan.json"
 
@@ -168,7 +168,7 @@ def command(
         raise UsageError(f"{profile} is a file: --set, --target and --precision are for a MODEL to profile")
     devices = _cluster(cluster, reserve)
     with progress("planning") as report:
-        from pipefit.planned import plan
+        from pipefit.largest.task_plans import plan
 
         made = plan(
             _modelled(profile, settings, precision) if _is_model(profile) else _loaded(profile),
@@ -208,7 +208,7 @@ def _is_model(text: str) -> bool:
 
 def _cluster(name: str, reserve: str | None) -> Cluster:
     """The cluster, with the reserve that is written on all of its devices."""
-    from pipefit.files import load_cluster
+    from pipefit.schema.json_io import load_cluster
     from pipefit.units import parse_part
 
     found = load_cluster(name)
@@ -223,8 +223,8 @@ def _loaded(path: str) -> ModelProfile:
     Raises:
         FileError: there is none; says how a model is named, unless the file has the name of a document.
     """
-    from pipefit.files import load
-    from pipefit.profiles import ModelProfile
+    from pipefit.schema.json_io import load
+    from pipefit.schema.profile import ModelProfile
 
     try:
         return load(Path(path), ModelProfile)

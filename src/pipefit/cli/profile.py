@@ -13,9 +13,9 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.cluster import Cluster
-    from pipefit.profiles import ModelProfile
-    from pipefit.training import Training
+    from pipefit.schema.cluster import Cluster
+    from pipefit.schema.profile import ModelProfile
+    from pipefit.schema.training import Training
 
 Runs = Literal["incremental", "trimmed"]
 EXAMPLE = "pipefit profile hf:gpt2 --microbatch-size 4 --target cuda -o profile.json"
@@ -87,7 +87,7 @@ def command(
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
-    from pipefit.files import load_cluster
+    from pipefit.schema.json_io import load_cluster
 
     check_output(output, cluster, store)
     if (runs is None) != (cluster is None):
@@ -95,8 +95,7 @@ def command(
     devices = None if cluster is None else load_cluster(cluster)
     training = None if devices is None else _training(devices, microbatch_size[0], microbatches, schedule, clip_norm)
     if devices is not None and training is not None:
-        from pipefit.profiler.partitionings import check_devices
-        from pipefit.profiler.runs import check_places
+        from pipefit.profiler.training_runs.runs import check_devices, check_places
 
         if runs == "incremental":
             check_devices(len(devices.devices))
@@ -125,7 +124,7 @@ def _training(
     cluster: Cluster, microbatch_size: int, microbatches: int | None, schedule: str, clip_norm: float | None
 ) -> Training:
     """How the runs train, but for the model's precision."""
-    from pipefit.training import Training
+    from pipefit.schema.training import Training
 
     count = microbatches or 4 * len(cluster.devices)
     return Training(batch_size=count * microbatch_size, microbatches=count, schedule=schedule, clip_norm=clip_norm)
@@ -143,8 +142,8 @@ def _with_runs(
 ) -> ModelProfile:
     """The profile with what training runs tell."""
     from pipefit.cli.progress import progress
-    from pipefit.profiler.incremental import profile_incrementally
-    from pipefit.profiler.trimmed import profile_trimmed
+    from pipefit.profiler.training_runs.incremental import profile_incrementally
+    from pipefit.profiler.training_runs.trimmed import profile_trimmed
 
     train = profile_incrementally if runs == "incremental" else profile_trimmed
     with progress("training") as report:

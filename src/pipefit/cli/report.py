@@ -34,15 +34,14 @@ def command(
     Memory over time, the timeline of every device, what fills it at its peak, decisions and their price. The page needs
     no network and no other file.
     """
-    from pipefit.cli.documents import used_together
-    from pipefit.cli.output import check_output
+    from pipefit.cli.output import check_output, used_together
     from pipefit.cli.progress import progress
     from pipefit.errors import UsageError
-    from pipefit.files import load, save_text
-    from pipefit.plans import Plan
-    from pipefit.post_mortems import PostMortem
     from pipefit.report.page import page
-    from pipefit.trace import Trace
+    from pipefit.schema.json_io import load, save_text
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.post_mortem import PostMortem
+    from pipefit.schema.trace import Trace
 
     document = load(file)  # first, for what is no file may have no name that the page's could be made of
     target = file.with_suffix(".html") if output is None else output

@@ -24,8 +24,8 @@ def command(
     The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
     """
     from pipefit.cli.output import deliver
-    from pipefit.files import is_cluster, load, load_cluster
-    from pipefit.presets import nearest
+    from pipefit.schema.json_io import is_cluster, load, load_cluster
+    from pipefit.schema.presets import nearest
 
     is_file = os.path.exists(file) or Path(file).suffix.lower() == ".json"
     if not is_file and not is_cluster(file) and (guess := nearest(file)):

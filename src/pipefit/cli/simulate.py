@@ -13,14 +13,13 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     The first step differs from the others: optimizer state is allocated in its update. Under pipedream and
     pipedream-2bw the pipeline fills in the first steps, and the last one is typical.
     """
-    from pipefit.cli.documents import used
-    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.output import check_output, deliver, used
     from pipefit.cli.progress import progress
-    from pipefit.files import load
-    from pipefit.plans import Plan
     from pipefit.report.plan import holds_for
-    from pipefit.report.trace import describe_trace
-    from pipefit.simulator import simulate
+    from pipefit.report.traces import describe_trace
+    from pipefit.schema.json_io import load
+    from pipefit.schema.plan import Plan
+    from pipefit.simulate import simulate
 
     check_output(output, plan)
     document = load(plan, Plan)

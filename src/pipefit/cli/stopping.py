@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from pipefit.limits import processes, room_for_threads
-from pipefit.signals import ENDING
+from pipefit.processes import ENDING, processes, room_for_threads
 
 STOPPED = 130  # what shells say of a command that Ctrl-C ended
 _USUAL = (signal.SIG_DFL, signal.default_int_handler)

@@ -16,11 +16,11 @@ from pipefit.cli.output import on_stderr
 from pipefit.errors import NotSaved, UsageError
 
 if TYPE_CHECKING:
-    from pipefit.plans import Plan
     from pipefit.runtime.callbacks import StepReport
-    from pipefit.runtime.saver import Saved
-    from pipefit.runtime.saving import Saving
-    from pipefit.trace import Trace
+    from pipefit.runtime.checkpoint.saver import Saved
+    from pipefit.runtime.checkpoint.saving import Saving
+    from pipefit.schema.plan import Plan
+    from pipefit.schema.trace import Trace
 
 EXAMPLE = "pipefit train plan.json hf:gpt2 --steps 100 --save runs --every 50"
 
@@ -126,14 +126,12 @@ def command(
     --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
     With --restarts it goes on by itself.
     """
-    from pipefit.cli.documents import load_runnable
-    from pipefit.cli.log import StepLog
-    from pipefit.cli.metrics import in_json, lines_of_metrics
     from pipefit.cli.model import build, check_order, precision_of, resolve
-    from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
+    from pipefit.cli.output import check_output, leaving_post_mortem, load_runnable, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
-    from pipefit.files import save as save_document
+    from pipefit.cli.train_log import StepLog, in_json, lines_of_metrics
+    from pipefit.schema.json_io import save as save_document
 
     check_output(output, plan, cluster, weights)
     check_output(metrics, plan, cluster, weights, output)
@@ -146,7 +144,7 @@ def command(
     with progress("reading the model"):
         resolve(model, settings, precision)  # a mistake in MODEL is told here, before any worker starts
         from pipefit.runtime import train
-        from pipefit.runtime.launch import ACTION_SECONDS, START_SECONDS
+        from pipefit.runtime.launch.launch import ACTION_SECONDS, START_SECONDS
 
     told = _Told(saving, resume)
     log = StepLog(document, steps)
@@ -208,7 +206,7 @@ def command(
 def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving | None:
     """How to save; options about checkpoints are refused where none are saved."""
     if save is not None:
-        from pipefit.runtime.saving import Saving
+        from pipefit.runtime.checkpoint.saving import Saving
 
         return Saving(directory=str(save), **given)
     if given or restarts:
@@ -220,8 +218,8 @@ def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving |
 
 def _planned_for(cluster: str, plan: Plan) -> Plan:
     """The plan for the devices that are there now."""
-    from pipefit.files import load_cluster
     from pipefit.planner import plan_again
+    from pipefit.schema.json_io import load_cluster
 
     found = plan_again(plan, load_cluster(cluster))
     if found is not plan:
@@ -283,9 +281,9 @@ class _Told:
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
     """The losses and the trace."""
-    from pipefit.cli.metrics import in_json
-    from pipefit.files import dumps
-    from pipefit.report.trace import describe_trace
+    from pipefit.cli.train_log import in_json
+    from pipefit.report.traces import describe_trace
+    from pipefit.schema.json_io import dumps
     from pipefit.tables import write
 
     if as_json:

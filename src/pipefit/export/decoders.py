@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipefit.decisions import What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.plans import Plan
+from pipefit.schema.decisions import What
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from pipefit.export.decoders import Abilities, decoder_of
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -11,7 +11,7 @@ import shlex
 from collections import Counter
 
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 from pipefit.texts import counted, printable
 
 _PORT = 29500

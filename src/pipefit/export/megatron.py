@@ -13,7 +13,7 @@ from __future__ import annotations
 import shlex
 
 from pipefit.export.decoders import Abilities, Decoder, check_tokens, decoder_of
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 
 _PRECISIONS = {"float32": (), "master-bfloat16": (("--bf16",),), "master-float16": (("--fp16",),)}
 _ABLE = Abilities(

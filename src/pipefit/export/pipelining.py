@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 
-from pipefit.actions import Action, Kind
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
-from pipefit.schedule import lower
+from pipefit.lowering import lower
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.plan import Plan
 
 _KINDS = {
     Kind.FORWARD: "F",

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from pipefit.errors import UsageError
 from pipefit.export.decoders import Abilities, Decoder, check_tokens, decoder_of
-from pipefit.plans import Plan
+from pipefit.schema.plan import Plan
 from pipefit.texts import counted
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}

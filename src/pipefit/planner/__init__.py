@@ -12,41 +12,32 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal, NamedTuple, TypedDict, Unpack, cast
 
-from pipefit.alternatives import Alternative
-from pipefit.cluster import Cluster
-from pipefit.collecting import uncollected
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.grids import Sharding
-from pipefit.planner.additive import additive
-from pipefit.planner.alpa import alpa
-from pipefit.planner.arrangements import Trials
-from pipefit.planner.bayesian import bayesian
-from pipefit.planner.bisection import bisection
-from pipefit.planner.capture import capture
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.planner.arrangements import Trials, alternatives
+from pipefit.planner.baselines.alpa import alpa
+from pipefit.planner.baselines.bisection import bisection
+from pipefit.planner.baselines.capture import capture
+from pipefit.planner.baselines.exhaustive import exhaustive
+from pipefit.planner.baselines.mcap import additive, bayesian, mcap_bf, mcap_bo
+from pipefit.planner.baselines.mpress import mpress
+from pipefit.planner.baselines.prediction import best_split, true_peaks
+from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
 from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact, leanest_of
-from pipefit.planner.exhaustive import exhaustive
-from pipefit.planner.first_last import first_last
 from pipefit.planner.joint import joint
 from pipefit.planner.lean import lean, leanest_with_hosts
-from pipefit.planner.mcap_bf import mcap_bf
-from pipefit.planner.mcap_bo import mcap_bo
-from pipefit.planner.mpress import mpress
-from pipefit.planner.parameters import parameters
-from pipefit.planner.prediction import best_split, true_peaks
-from pipefit.planner.pricing import alternatives
-from pipefit.planner.question import ON_GRIDS, Found, Options, Planner, Question
+from pipefit.planner.open_choices import Numbers, Open, Profiles, Space, space_of
+from pipefit.planner.problem import ON_GRIDS, Found, Means, Options, Planner, Question
 from pipefit.planner.replicas import in_replicas
-from pipefit.planner.spaces import Numbers, Open, Profiles, Space, space_of
-from pipefit.planner.techniques import Means
-from pipefit.planner.time import time
-from pipefit.planner.uniform import uniform
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.recompute_settings import Recompute
+from pipefit.processes import uncollected
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Sharding
+from pipefit.schema.plan import Alternative, Plan
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.training import Training, Versions
+from pipefit.schema.validation import check_arguments, check_names, instance
 from pipefit.texts import unknown
-from pipefit.training import Training, Versions
-from pipefit.validation import check_arguments, check_names, instance
 
 __all__ = [
     "ON_GRIDS",

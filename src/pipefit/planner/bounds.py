@@ -35,7 +35,7 @@ seconds: at most P L^2 for L blocks in P stages, and a tenth of that where stage
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,16 +43,42 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.actions import Kind
-from pipefit.cluster import Cluster
-from pipefit.cost.time import host_update_seconds
-from pipefit.devices import Host
 from pipefit.errors import UsageError
-from pipefit.places import Member, MemberKind
-from pipefit.planner.prices import Floats, Prices, Within, ranges
-from pipefit.planner.question import Question
-from pipefit.schedule import schedule_named
-from pipefit.training import Training
+from pipefit.lowering import schedule_named
+from pipefit.planner.choices import Floats, Prices, Within, ranges
+from pipefit.planner.problem import Question
+from pipefit.schema.actions import Kind
+from pipefit.schema.cluster import Cluster, Route
+from pipefit.schema.devices import Host, Member, MemberKind
+from pipefit.schema.training import Training
+from pipefit.timing import host_update_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# What the links between devices and their hosts carry when several devices use them at once.
+
+
+def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
+    """Bytes per second, each way, that each of these devices has to its host if all of them use it; 0 for None.
+
+    Devices behind one wire have equal parts of it. Zero too where no link joins a device with its host.
+    """
+    routes = [None if device is None else host_route(cluster, device) for device in devices]
+    users = [wire for route in routes if route is not None for wire in route.wires]
+    return [
+        0.0 if route is None else route.both_ways_per_second / max(1, *map(users.count, route.wires))
+        for route in routes
+    ]
+
+
+def host_route(cluster: Cluster, device: int) -> Route | None:
+    """The way of a device to its host; None where nothing joins them."""
+    try:
+        return cluster.route(Member.device(device), Member.host(cluster.devices[device].host))
+    except UsageError:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _CLOSE = 1e-4  # the part of the bound to which the bisection comes close
 _ROUNDING = 1 + 1e-9  # for windows outside of which nothing is possible

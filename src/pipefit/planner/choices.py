@@ -8,12 +8,362 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, Run, SavedTensors, State, StateKind, What
-from pipefit.places import Place
-from pipefit.planner.menus import Menu, Movable, Recipe
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import UsageError
+from pipefit.memory.storages import StageStorages
+from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
+from pipefit.planner.problem import Means, Question
+from pipefit.schema.actions import Subject
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKind, What
+from pipefit.schema.devices import Place
+from pipefit.schema.profile import Measurement
+from pipefit.timing import Seconds, layer_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# What recomputation costs for every range of blocks at once: seconds, and the bytes that they free.
+#
+# Tables over ranges have row i and column j for the blocks from i to j - 1, made of sums over the blocks
+# before each edge. The loss counts with the last block. Layers are in a few classes by the seconds that a
+# byte costs, each with the price of its cheapest layer, so that what is made of them never exceeds the true
+# cost. Bytes are those of storages that a block makes and saves, which any stage that holds the block keeps.
+
+Floats = NDArray[np.float64]
+
+_CLASSES = 6
+
+
+class Within(NamedTuple):
+    """A part of the tables: ranges that begin at these edges and end at those."""
+
+    starts: slice
+    stops: slice
+
+
+EVERYWHERE = Within(slice(0, -1), slice(None))
+
+
+class Prices:
+    """Seconds of blocks on the kinds of device that are fastest at them, and what their bytes cost."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        forward, backward, update = zip(*_fastest(question), strict=True)
+        update = (*update[:-1], 0.0)  # the loss has no parameters
+        self.layers: tuple[float, ...] = forward  # forward seconds of every layer and of the loss
+        self.forward, self.backward, self.update = map(self._by_block, (forward, backward, update))
+        self._classes = self._classified(np.array(forward))
+
+    def kept(self, within: Within = EVERYWHERE) -> Floats:
+        """Bytes that ranges keep of a microbatch."""
+        return sum((ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within)))
+
+    def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
+        """Bytes of so many microbatches that ranges free in `seconds` of recomputation, the cheapest first."""
+        found, left = np.zeros_like(seconds), seconds
+        for price, sums in self._classes:
+            most = microbatches * ranges(sums, within)
+            taken = np.minimum(most, left / price) if price else most
+            found, left = found + taken, np.maximum(left - price * taken, 0.0)
+        return found
+
+    def seconds(self, need: Floats, microbatches: float) -> Floats:
+        """Seconds in which ranges free `need` bytes of so many microbatches, the cheapest first; all if need be."""
+        found = np.zeros_like(need)
+        for price, sums in self._classes:
+            taken = np.clip(need, 0.0, microbatches * ranges(sums))
+            found += price * taken
+            need = need - taken
+        return found
+
+    def _by_block(self, of_layers: Iterable[float]) -> Floats:
+        """Sums over the blocks before each edge."""
+        sums: Floats = np.concatenate([[0.0], np.cumsum(np.array(list(of_layers), float))])
+        edges = np.array(self.question.edges)
+        edges[-1] = len(sums) - 1
+        return np.take(sums, edges)
+
+    def _classified(self, forward: Floats) -> list[tuple[float, Floats]]:
+        """Classes of layers, the cheapest first: the price of a byte, and sums of their bytes."""
+        kept = self._kept()
+        price = forward / np.maximum(kept, 1)
+        known = np.unique(price[kept > 0])
+        parts = np.array_split(known, min(_CLASSES, len(known))) if len(known) else []
+        return [
+            (float(part[0]), self._by_block(np.where((price >= part[0]) & (price <= part[-1]), kept, 0.0)))
+            for part in parts
+        ]
+
+    def _kept(self) -> Floats:
+        """Of every layer and the loss, the bytes of its own storages that a layer of the same block saves."""
+        edges = np.array(self.question.edges)
+        edges[-1] += 1
+        model = lifetimes(self.question.measurement)
+        ends = edges[np.searchsorted(edges, np.arange(len(model.own)), side="right")]
+        pairs = zip(model.own, ends, strict=True)
+        return np.array([sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float)
+
+
+def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
+    """Of sums over the blocks before each edge, the sums over ranges of blocks."""
+    found: Floats = sums[None, within.stops] - sums[within.starts, None]
+    return found
+
+
+def _fastest(question: Question) -> list[Seconds]:
+    """The seconds of every layer and of the loss, each on the kind of device of the cluster that is fastest at it."""
+    kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+    times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
+    return [Seconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What can be done with the saved tensors of each block: runs of its layers to recompute, and tensors to move
+# away.
+#
+# A recipe is a choice of runs: the bytes of a microbatch that they free, and the seconds that they add. Of
+# all recipes of a block those are on its menu that some price of a byte makes the best, from nothing to the
+# most that can be freed. Storages that no layer of the block makes, or that it hands on, stay where they are:
+# a neighbour may need them. Blocks of equal layers have equal menus, which are made once.
+#
+# Costs: a dozen dynamic programmes over the layers of a block for each kind of block.
+
+_PRICES = 16  # at which recipes are sought
+_SMALLEST = 256  # tensors below this part of what their block keeps are not worth a transfer
+
+Runs = tuple[tuple[int, int], ...]
+
+
+class Recipe(NamedTuple):
+    """Runs of layers of a block to recompute, the bytes of a microbatch that this frees, and the seconds it adds."""
+
+    runs: Runs = ()
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether a layer is in one of the runs."""
+        return any(start <= layer < stop for start, stop in self.runs)
+
+
+class Movable(NamedTuple):
+    """A saved tensor that can be moved with its storage: its name, the storage's bytes, and the layers that save it."""
+
+    layer: int
+    number: int
+    nbytes: int
+    savers: tuple[int, ...]
+
+
+class Menu(NamedTuple):
+    """What can be done with layers `start` to `stop - 1`, a block. Each recipe frees more than the one before."""
+
+    start: int
+    stop: int
+    recipes: tuple[Recipe, ...]
+    tensors: tuple[Movable, ...]
+    stays: bool = False  # its weights are on its device alone, since a forward changes them
+
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes of a microbatch that can be moved."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def moved(self, recipe: Recipe) -> tuple[Movable, ...]:
+        """The tensors that can be moved beside a recipe."""
+        return tuple(tensor for tensor in self.tensors if not any(map(recipe.recomputes, tensor.savers)))
+
+    def restricted(self, means: Means) -> Menu:
+        """What these means leave of it: no recipes but the first, or no tensors that move."""
+        recipes = self.recipes[:1] if means.recompute == "never" else self.recipes
+        return self._replace(recipes=recipes, tensors=self.tensors if means.host or means.peers else ())
+
+    def from_layer(self, start: int) -> Menu:
+        """The same menu of an equal block that begins at layer `start`."""
+        by = start - self.start
+        recipes = (r._replace(runs=tuple((a + by, b + by) for a, b in r.runs)) for r in self.recipes)
+        tensors = (t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors)
+        return Menu(start, self.stop + by, tuple(recipes), tuple(tensors), self.stays)
+
+
+class Menus:
+    """The menus of all blocks of a question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.measurement = question, question.measurement
+        self._known: dict[object, Menu] = {}
+        self._seconds = Prices(question).layers
+
+    def restricted(self, means: Means) -> Menus:
+        """The same menus without what these means lack; recipes keep their numbers."""
+        found = copy(self)
+        found.question, found._known = replace(self.question, means=means), {}
+        found.blocks = tuple(menu.restricted(means) for menu in self.blocks)
+        return found
+
+    @cached_property
+    def blocks(self) -> tuple[Menu, ...]:
+        """The menu of every block."""
+        return tuple(map(self._menu, range(self.question.blocks)))
+
+    def of_stage(self, start: int, stop: int) -> tuple[Menu, ...]:
+        """The menus of blocks `start` to `stop - 1` in one stage.
+
+        Without the recipes that would divide the users of a parameter, whose gradients would then be added up in
+        another order.
+        """
+        menus = self.blocks[start:stop]
+        edges = self.question.layers(start, stop)
+        apart = frozenset(self._undivided(*edges))
+        if not apart:
+            return menus
+        return tuple(m._replace(recipes=tuple(r for r in m.recipes if not apart & set(sum(r.runs, ())))) for m in menus)
+
+    def _undivided(self, start: int, stop: int) -> Iterator[int]:
+        """The layers of a stage before which no piece of it may begin."""
+        for shared in self.measurement.shared:
+            users = [user for user in shared.users if start <= user < stop]
+            if len(users) > 1 and shared.gradient_bytes:
+                yield from range(min(users) + 1, max(users) + 1)
+
+    def _menu(self, block: int) -> Menu:
+        start, stop = self.question.layers(block, block + 1)
+        last = stop == len(self.measurement.layers)
+        key = self.measurement.layers[start:stop], last, not start
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _Block(self.measurement, start, stop, self._seconds, self.question.means).menu()
+        return found.from_layer(start)
+
+
+class _Block:
+    """One block's menu, made of the storages of a stage that holds the block alone."""
+
+    def __init__(
+        self, measurement: Measurement, start: int, stop: int, seconds: tuple[float, ...], means: Means
+    ) -> None:
+        self.measurement, self.start, self.stop, self.means = measurement, start, stop, means
+        self.storages = StageStorages(measurement, start, stop)
+        own = seconds[start:stop]
+        own = (*own[:-1], own[-1] + seconds[stop]) if self.storages.last else own  # the loss goes with the last layer
+        self.seconds = np.concatenate([[0.0], np.cumsum(own)])
+
+    def menu(self) -> Menu:
+        hull = _hull(sorted({Recipe(), *self._recipes()}, key=lambda r: (r.nbytes, r.seconds)))
+        moves = self.means.host or self.means.peers
+        stays = any(cost.changed_parameters for cost in self.storages.costs)
+        return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else (), stays)
+
+    def _recipes(self) -> Iterator[Recipe]:
+        """The recipes that the planner may use."""
+        if self.means.recompute == "runs":
+            yield from map(self._recipe, self._prices())
+        elif self.means.recompute == "blocks" and self._repeatable(0, self.stop - self.start):
+            yield Recipe(((self.start, self.stop),), int(self.freed[0, -1]), float(self.seconds[-1]))
+
+    @cached_property
+    def freed(self) -> NDArray[np.int64]:
+        """Bytes that a run of the layers from row i to column j - 1 frees."""
+        count = self.stop - self.start
+        found = np.zeros((count + 1, count + 1), np.int64)
+        for number, (birth, savers) in self._own.items():
+            last = min(max(savers), count - 1)
+            found[: birth + 1, last + 1 :] += self.storages.sizes[number]
+        return found
+
+    @cached_property
+    def _own(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """The storages that the block makes, saves and does not hand on: the layer that makes each, and its savers."""
+        layers, inputs = self.storages.layers, set(self.storages.input_storages)
+        inputs |= set(self.storages.target_storages) | set(self.storages.values(self.storages.count))
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        savers: dict[int, list[int]] = {}
+        for position, layer in enumerate(layers):
+            for number in layer.saves:
+                savers.setdefault(number, []).append(position)
+        for number, positions in savers.items():
+            if number not in inputs:
+                made = next((p for p, layer in enumerate(layers) if number in layer.outputs), positions[0])
+                found[number] = min(made, positions[0]), tuple(positions)
+        return found
+
+    def _repeatable(self, start: int, stop: int) -> bool:
+        """Whether all layers from position `start` to `stop - 1` compute the same again."""
+        costs = self.storages.costs[start : stop + (self.storages.last and stop == self.stop - self.start)]
+        return not any(cost.unrepeatable for cost in costs)
+
+    def _prices(self) -> list[float]:
+        """Seconds for a byte, from where nothing is worth it to where everything is."""
+        count = self.stop - self.start
+        found = [
+            (self.seconds[j] - self.seconds[i]) / self.freed[i, j]
+            for i in range(count)
+            for j in range(i + 1, count + 1)
+            if self.freed[i, j]
+        ]
+        if not found:
+            return []
+        low, high = max(min(found), 1e-18), max(*found, 1e-18)
+        return [*np.geomspace(low, high * 1.01, _PRICES), 1e6 * high]
+
+    def _recipe(self, price: float) -> Recipe:
+        """The recipe with the highest worth of bytes at this price, less its seconds."""
+        count = self.stop - self.start
+        best: list[tuple[float, Runs]] = [(0.0, ())]
+        for j in range(1, count + 1):
+            choices = [best[j - 1]]
+            for i in range(j):
+                if self.freed[i, j] and self._repeatable(i, j):
+                    gain = price * float(self.freed[i, j]) - (self.seconds[j] - self.seconds[i])
+                    choices.append((best[i][0] + gain, (*best[i][1], (self.start + i, self.start + j))))
+            best.append(max(choices, key=lambda choice: (choice[0], -len(choice[1]))))
+        runs = best[-1][1]
+        at = [(a - self.start, b - self.start) for a, b in runs]
+        seconds = sum(float(self.seconds[b] - self.seconds[a]) for a, b in at)
+        return Recipe(runs, int(sum(self.freed[a, b] for a, b in at)), seconds)
+
+    def _movable(self) -> Iterator[Movable]:
+        """One name for each storage that can be moved and is worth a transfer."""
+        named: set[int] = set()
+        least = sum(self.storages.sizes[number] for number in self._own) // _SMALLEST
+        for layer in range(self.start, self.stop):
+            for saved in self.storages.costs[layer - self.start].saved:
+                subject = Subject(layer, saved.index)
+                try:
+                    number = self.storages.storage(subject)
+                except UsageError:  # a parameter, a constant, or what autograd does not hold
+                    continue
+                nbytes = self.storages.sizes[number]
+                if number in self._own and number not in named and nbytes > least:
+                    named.add(number)
+                    yield Movable(layer, saved.index, nbytes, self.storages.savers(subject))
+
+
+def _hull(recipes: list[Recipe]) -> tuple[Recipe, ...]:
+    """Those of recipes, in the order of their bytes, that some price makes the best: each step costs more a byte."""
+    found: list[Recipe] = []
+    for recipe in recipes:
+        while found and recipe.seconds <= found[-1].seconds:
+            found.pop()
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-2], recipe):
+            found.pop()
+        if not found or recipe.nbytes > found[-1].nbytes:
+            found.append(recipe)
+    return tuple(found)
+
+
+def _price(one: Recipe, other: Recipe) -> float:
+    return (other.seconds - one.seconds) / (other.nbytes - one.nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 KEPT, TO_HOST, TO_PEERS = range(3)
 

@@ -26,22 +26,20 @@ from functools import cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, Run, State, StateKind, What
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Sharding
-from pipefit.layer_costs import LayerCost
+from pipefit.lowering.passes.collectives import bucket_edges
+from pipefit.lowering.passes.recomputation import Recompute, cuts
+from pipefit.planner.baselines.simple import time
 from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
-from pipefit.planner.question import Question, Split
+from pipefit.planner.neighbours import Simulations
+from pipefit.planner.problem import Means, Question, Split
 from pipefit.planner.replicas import in_replicas
-from pipefit.planner.simulations import Simulations
-from pipefit.planner.techniques import Means
-from pipefit.planner.time import time
-from pipefit.plans import Plan
-from pipefit.schedule.recompute_settings import Recompute, cuts
-from pipefit.schedule.sums import bucket_edges
-from pipefit.work import Work
+from pipefit.schema.decisions import Decision, Run, State, StateKind, What
+from pipefit.schema.grids import SHARDINGS, Sharding
+from pipefit.schema.layer_costs import LayerCost, Work
+from pipefit.schema.plan import Plan
 
 _WORK = 60_000  # after which no other plan is simulated
 _WORK_TO_FIT = 2_000_000  # the same where no plan is known that fits

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 from pipefit.errors import UsageError
-from pipefit.grids import SHARDINGS, Grid, Sharding, dividing
-from pipefit.profiles import Measurement, ModelProfile
+from pipefit.schema.grids import SHARDINGS, Grid, Sharding, dividing
+from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.training import Training
 from pipefit.texts import counted
-from pipefit.training import Training
 
 
 class Pins(TypedDict):

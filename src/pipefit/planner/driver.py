@@ -7,27 +7,324 @@ be. A split that does not fit is refused here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from math import isfinite
+from math import ceil, isfinite
+from typing import NamedTuple
 
-from pipefit.collecting import uncollected
-from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.grids import Stage
-from pipefit.planner.accounts import Accounts, accounts
-from pipefit.planner.infeasible import explanation
-from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import ON_GRIDS, Found, Options, Planner, Question, Split
-from pipefit.planner.undivided import undivided
-from pipefit.plans import Plan
-from pipefit.predictions import Prediction
-from pipefit.provenance import Provenance
-from pipefit.schedule.recompute_settings import recompute_decisions
-from pipefit.schedule.room import shortage
-from pipefit.schedule.slices import check_slices
-from pipefit.simulator.assembled import assembled
+from pipefit.lowering.local_batches import check_slices
+from pipefit.lowering.passes.recomputation import recompute_decisions
+from pipefit.memory.arenas import shortage
+from pipefit.memory.stage import Costs
+from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.exact import exact
+from pipefit.planner.problem import ON_GRIDS, Found, Options, Planner, Question, Split
+from pipefit.processes import uncollected
+from pipefit.schema.decisions import Decision, SavedTensors, State, What
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import Compaction, Plan, Prediction, Provenance
+from pipefit.simulate.assembled import Assembled, Parts, assembled
+from pipefit.texts import first_to_last
+from pipefit.units import format_bytes, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# Accounts for what each technique does on each stage: the plan is simulated once more without it.
+#
+# So the bytes are those of the ledger and the seconds those of the simulator, and what techniques do to each
+# other is in both. Costs a simulation for each technique of each stage; of long programs only as many are
+# told as a budget of actions allows, those of the most layers.
+
+_ACTIONS = 300_000  # in all steps that are simulated: some two seconds
+
+Group = tuple[int, str]  # a stage, and what is done on it
+
+
+class Accounts(NamedTuple):
+    """What techniques do on stages, and how many more there are of which this was not found out."""
+
+    compactions: tuple[Compaction, ...] = ()
+    left_out: int = 0
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence about those that were left out."""
+        if not self.left_out:
+            return ()
+        count = len(self.compactions)
+        return (f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are told.",)
+
+
+def accounts(plan: Plan, whole: Assembled, *, most_actions: int = _ACTIONS) -> Accounts:
+    """What each technique does on each stage of `plan`, of which `whole` is the simulation."""
+    groups = Counter[Group]()
+    for decision in plan.decisions:
+        groups[decision.stage, _technique(decision)] += len(_layers(decision))
+    actions = whole.actions
+    told = sorted(group for group, _ in groups.most_common(max(1, most_actions // max(1, actions))))
+    return Accounts(tuple(_compactions(plan, whole, told)), len(groups) - len(told))
+
+
+def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Iterator[Compaction]:
+    parts = Parts(Costs.of(plan))
+    for stage, technique in groups:
+        own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
+        without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
+        simulation = Assembled(replace(plan, decisions=without), parts)
+        device = plan.stages[stage].devices[0]  # replicas do alike
+        yield Compaction(
+            stage=stage,
+            what=technique,
+            layers=len({layer for decision in own for layer in _layers(decision)}),
+            freed_bytes=simulation.peak_bytes[device] - whole.peak_bytes[device],
+            added_seconds=whole.step_seconds[-1] - simulation.step_seconds[-1],
+        )
+
+
+def _technique(decision: Decision) -> str:
+    """What is done, in words."""
+    if decision.what is What.RECOMPUTE:
+        return "recompute"
+    what = f"move {decision.subject.kind} state to" if isinstance(decision.subject, State) else "move to"
+    return f"{what} {decision.place}"
+
+
+def _layers(decision: Decision) -> tuple[int, ...]:
+    subject = decision.subject
+    return decision.layers if isinstance(subject, SavedTensors) else tuple(range(subject.start, subject.stop))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a plan would need if replicas divided nothing: the price of dividing state, in a sentence.
+
+
+def undivided(plan: Plan) -> Iterator[str]:
+    """The peak of the fullest device and the seconds of a step of the same stages in whole replicas."""
+    if any(stage.grid.shard != "none" for stage in plan.stages):
+        grids = (replace(stage.grid, shard="none") for stage in plan.stages)
+        whole = replace(plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True)))
+        simulation, budgets = assembled(whole), plan.cluster.budgets
+        peaks = simulation.peak_bytes
+        fullest = max(range(len(peaks)), key=lambda device: peaks[device] / budgets[device])
+        yield (
+            f"If replicas divided nothing, device {fullest} would need {format_bytes(peaks[fullest])} and a step would "
+            f"take {format_seconds(simulation.step_seconds[-1])}."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Why a plan does not fit, and the cheapest changes with which the model fits. Each change has been planned
+# first.
+#
+# Planners of splits alone are asked by the exact search, a dozen times at most. A planner that compacts is
+# asked itself, with a small part of its budget for each change, until all of them together have spent what
+# there is for a refusal.
+
+_BEST = "exact", "joint"  # planners that find a split that fits if there is one
+_BISECTIONS = 4  # of memory, where a search has to find each plan
+_MORE_DEVICES = 8  # times as many devices are tried at most
+
+
+Judge = Callable[[Question], float | None]  # how full the fullest device of a plan is; None where none was found to fit
+
+
+def explanation(
+    question: Question,
+    found: Found,
+    peaks: tuple[int, ...],
+    *,
+    planner: str,
+    elsewhere: str = "",
+    judge: Judge | None = None,
+) -> str:
+    """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`).
+
+    `judge` says what fits where a planner compacts; otherwise the exact search does.
+    """
+    where = elsewhere or _device(question, found, peaks)
+    compacts = found.decisions is not None
+    none_fits = ""
+    if planner in _BEST:
+        none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
+    if question.profile.indivisible:
+        none_fits += f"; the model is one block, as {question.profile.indivisible}"
+    if question.staying and compacts:
+        none_fits += f"; no state moves, as {question.staying}"
+    if planner in ON_GRIDS and question.changed_by_replicas:
+        why = f"{question.changed_by_replicas}, and replicas would train to other numbers"
+        none_fits += f"; replicas are not considered, because {why} (--data N, data=N, allows them)"
+    asked = judge if compacts and judge is not None else _fullest
+    return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
+
+
+def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
+    """The device that is the fullest, its stage, by how many bytes it does not fit, and how full it is."""
+    budgets, split = question.cluster.budgets, found.split
+    stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
+    device, need = split.devices[stage], peaks[stage]
+    names = question.profile.span(*question.layers(*split.edges[stage : stage + 2]))
+    budget, reserve = budgets[device], question.cluster.reserves[device]
+    left = f", {format_bytes(reserve)} of the device are left to what its process takes besides" if reserve else ""
+    freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
+    return (
+        f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
+        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full{left})"
+        f"{freed}"
+    )
+
+
+def _remedies(question: Question, planner: str, judge: Judge) -> str:
+    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
+    if planner not in _BEST and _fullest(question) is not None:
+        return "What would fit: another split; use the joint or the exact planner"
+    widest = max(degree.devices for degree in question.degrees)
+    most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks * widest)
+    if question.training.schedule == "pipedream-2bw":  # a step needs a microbatch for every stage
+        most = min(most, question.training.microbatches)
+    size = format_bytes(max(device.memory_bytes for device in question.cluster.devices))
+    more, useless = "", ""
+    if question.options.stages is None and most > len(question.cluster.devices):
+        count = _enough_devices(question, most, judge)
+        more = f"{count} devices of {size}" if count else ""
+        useless = "" if count else _useless(size, most, exactly=judge is _fullest)
+    memory = _more_memory(question) if judge is _fullest else _less_memory(question, judge)
+    changes = filter(None, (*_free(question, judge), more, memory))
+    by = "" if planner in _BEST or judge is not _fullest else " by the exact planner"
+    return f"What would fit{by}: {'; '.join(changes)}{useless}"
+
+
+def _useless(size: str, most: int, *, exactly: bool) -> str:
+    """That more devices do not help, as far as that is known."""
+    if exactly:
+        return f". More devices of {size} do not help, up to {most} of them"
+    return f". No plan for more devices of {size} was found to fit, up to {most} of them"
+
+
+def _free(question: Question, judge: Judge) -> Iterator[str]:
+    """Changes that need no other hardware."""
+    training, options = question.training, question.options
+    changes: list[tuple[str, Callable[[], Question]]] = []
+    if training.schedule != "1f1b":
+        changes.append(("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b"))))
+    if options.stages is not None and options.stages < min(question.blocks, len(question.cluster.devices)):
+        changes.append(("a stage on every device", lambda: replace(question, options=replace(options, stages=None))))
+    for size in sorted({m.microbatch_size for m in question.profile.measurements}, reverse=True):
+        if size < training.microbatch_size and training.batch_size % size == 0:
+            parts = training.batch_size // size
+            changes.append((f"{parts} microbatches", _in_parts(question, parts)))
+    for name, change in changes:
+        full = judge(change())
+        if full is not None:
+            yield f"{name} (the fullest device is then {ceil(100 * full)} % full)"
+
+
+def _in_parts(question: Question, parts: int) -> Callable[[], Question]:
+    return lambda: replace(question, training=replace(question.training, microbatches=parts))
+
+
+def _enough_devices(question: Question, most: int, judge: Judge) -> int | None:
+    """The fewest devices of the largest size with which the model fits, by doubling and bisection.
+
+    None if it does not fit on `most`.
+    """
+    low = high = len(question.cluster.devices)
+    while high == low or judge(_with_devices(question, high)) is None:
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits_already = judge(_with_devices(question, middle)) is not None
+        low, high = (low, middle) if fits_already else (middle, high)
+    return high
+
+
+def _with_devices(question: Question, count: int) -> Question:
+    cluster = question.cluster
+    largest = max(cluster.devices, key=lambda device: device.memory_bytes)
+    more = (largest,) * (count - len(cluster.devices))
+    return replace(question, cluster=replace(cluster, devices=cluster.devices + more))
+
+
+def _more_memory(question: Question) -> str:
+    """The memory that the same number of devices would need."""
+    value = exact(question).value
+    if question.equal_budgets:
+        each = int(value) + max(question.cluster.reserves)
+        return f"the same devices with {format_bytes(each)} each ({each} bytes)"
+    return f"{ceil(1000 * (value - 1)) / 10} % more memory on every device"
+
+
+def _less_memory(question: Question, judge: Judge) -> str:
+    """Memory with which the same devices have a plan: by bisection from what they have to what a split alone needs.
+
+    All devices get more in the same proportion.
+    """
+    low, high = 1.0, _share(question)
+    if high <= low:
+        return ""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if judge(_with_memory(question, middle)) is None else (low, middle)
+    larger = _with_memory(question, high).cluster.devices
+    if question.equal_budgets:
+        return f"the same devices with {format_bytes(larger[0].memory_bytes)} each ({larger[0].memory_bytes} bytes)"
+    return f"{ceil(1000 * (high - 1)) / 10} % more memory on every device"
+
+
+def _with_memory(question: Question, times: float) -> Question:
+    """The question on devices whose budgets are so many times as large."""
+    cluster = question.cluster
+    more = (ceil(times * budget) - budget for budget in cluster.budgets)
+    devices = tuple(
+        replace(one, memory_bytes=one.memory_bytes + n) for one, n in zip(cluster.devices, more, strict=True)
+    )
+    return replace(question, cluster=replace(cluster, devices=devices))
+
+
+def _share(question: Question) -> float:
+    """The lowest peak of all plans without compaction, as a part of its device's budget.
+
+    Raises:
+        UsageError: there is no plan of the degrees that are asked for.
+    """
+    value = exact(question).value
+    return value / question.cluster.budgets[0] if question.equal_budgets else value
+
+
+def _fullest(question: Question) -> float | None:
+    """How full the fullest device of the plan with the lowest peak is; None where it does not fit, or there is none."""
+    try:
+        share = _share(question)
+    except UsageError:
+        return None
+    return share if share <= 1 else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# The peaks of one split, to the byte, and whether they fit.
+
+
+def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
+    """The peak of every stage."""
+    return tuple(range_peak(question, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
+
+
+def range_peak(question: Question, stage: int, start: int, stop: int) -> int:
+    """The peak of blocks `start` to `stop - 1` as stage number `stage`."""
+    band = question.ranges.band(stop - start, first=start, last=start)
+    return int(stage_peak(band, question.surroundings(stage))[-1, 0])
+
+
+def fits(question: Question, split: Split, peaks: tuple[int, ...]) -> bool:
+    """Whether every stage fits its device."""
+    budgets = question.cluster.budgets
+    return all(peak <= budgets[device] for peak, device in zip(peaks, split.devices, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
 _JUDGING = 200_000  # new actions, and what takes as long, for a refusal

@@ -1,29 +1,391 @@
 """Improves a filled split by small changes, each filled again and simulated, as long as one of them is better.
 
 Of the optimizer state that hosts have, they update that of some stages or of all, or a part of each stage's
-(`planner.updating`). Then stages come in the order of their need:
+(`planner.improvement`). Then stages come in the order of their need:
 those whose devices lack bytes, then those that compute the largest part of a step. Of each a block goes to a neighbour,
 the host's link is used more or less, and more or fewer recomputations come ahead. Better is: fewer bytes over the caps,
 then fewer seconds, then a lower peak. (Relieve the bottleneck first: Aceso, EuroSys 2024.)
 
 Of a plan that keeps everything, and whose transfers do not wait for each other, all changes are timed at once
-(`planner.at_once`), and those that are no faster are not simulated.
+(`planner.evaluation`), and those that are no faster are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, lru_cache
+from itertools import combinations, pairwise, permutations, product
+from typing import NamedTuple
 
-from pipefit.planner.evaluation import Budget
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.planner.bounds import host_route, in_flight
+from pipefit.planner.choices import KEPT, TO_HOST, Floats, Menu, StageChoice
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filled, Filler, Setting
-from pipefit.planner.question import Split
-from pipefit.planner.updating import divided_updates
+from pipefit.planner.mapping import MOST, Orders, peer_rates
+from pipefit.planner.problem import Question, Split
+from pipefit.schema.cluster import Cluster
+from pipefit.timing import host_update_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# Polishes a candidate: what is done with a single block of a stage is changed, as long as that makes it
+# better.
+#
+# Filling treats blocks by one order of prices. Here each may leave it: recompute more or less, move or stay,
+# go ahead or not; runs that touch may be joined. Each change is simulated as it is, which is worth its time
+# where blocks differ and programs are short; a budget ends it elsewhere.
+
+_ENOUGH = 1e-4  # gains below this part of a step are not worth going on for
+_ROUNDING = 1e-9
+
+
+def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
+    """The best that single changes make of `start`, until the budget ends; none is below `at_least` seconds."""
+    best = start
+    found: Evaluation | None = start
+    while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ROUNDING)):
+        best = found
+        found = _first_better(evaluator, best, budget)
+    return best if found is None else found
+
+
+def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evaluation:
+    """The plan without what it does not need: a technique of a stage is left out if steps are then no longer and no
+    more memory is missing. Until the budget ends.
+    """
+    best: Evaluation | None = None
+    found = start
+    while found is not best:
+        best = found
+        for stage, way in product(range(len(start.candidate.choices)), _LEANER):
+            found = _leaner(evaluator, found, stage, way, budget)
+    return best
+
+
+def _leaner(
+    evaluator: Evaluator, best: Evaluation, stage: int, way: Callable[[StageChoice], StageChoice], budget: Budget
+) -> Evaluation:
+    """The plan that does one thing less on one stage, if that is as good; else the plan itself."""
+    split, choices = best.candidate
+    leaner = way(choices[stage])
+    if leaner == choices[stage] or budget.ends():
+        return best
+    found = evaluator.evaluate(Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :])))
+    as_good = found is not None and (found.over_bytes, found.seconds) <= (best.over_bytes, best.seconds)
+    return found if found is not None and as_good else best
+
+
+def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
+    missing, seconds = best.order[:2]
+    for candidate in _neighbours(evaluator, best):
+        if budget.ends():
+            return None
+        found = evaluator.evaluate(candidate)
+        if found is not None and found.order < (missing, seconds * (1 - _ENOUGH)):
+            return found
+    return None
+
+
+def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
+    """The candidates that differ in one way on all stages, then those in one: the one that lacks bytes or computes
+    the most first.
+    """
+    split, choices = best.candidate
+    for way in _EVERYWHERE:
+        if (everywhere := tuple(way(choice) for choice in choices)) != choices:
+            yield Candidate(split, everywhere)
+    menus, busy = evaluator.stage_menus(split), best.simulation.utilisation
+    for stage in sorted(range(len(choices)), key=lambda s: (-max(0, best.over[s]), -busy[split.devices[s]])):
+        for choice in _changes(choices[stage], menus[stage], host=evaluator.question.means.host):
+            yield Candidate(split, (*choices[:stage], choice, *choices[stage + 1 :]))
+
+
+def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Iterator[StageChoice]:
+    """The choices that differ in a block, or in how runs come; blocks move only if the `host` may be used."""
+    for block, menu in enumerate(menus):
+        for number in (choice.recipes[block] - 1, choice.recipes[block] + 1):
+            if 0 <= number < len(menu.recipes):
+                yield choice._replace(recipes=_with(choice.recipes, block, number))
+        if menu.tensors and (host or choice.places[block]):
+            yield from _moved(choice, block)
+    yield choice._replace(joined=not choice.joined)
+    for early in (choice.early - 1, choice.early + 1):
+        if 0 <= early <= sum(map(bool, choice.recipes)):
+            yield choice._replace(early=early)
+    yield from _state(choice)
+    yield from _lapped(choice)
+    yield from _exchanged(choice, menus)
+
+
+def _exchanged(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
+    """Two blocks, each with what is done with the other, as far as its menu goes."""
+    for one, other in combinations(range(len(choice.recipes)), 2):
+        order = list(range(len(choice.recipes)))
+        order[one], order[other] = other, one
+        recipes = tuple(min(choice.recipes[n], len(m.recipes) - 1) for n, m in zip(order, menus, strict=True))
+        places = tuple(choice.places[n] for n in order)
+        if (recipes, places) != (choice.recipes, choice.places):
+            yield choice._replace(recipes=recipes, places=places)
+
+
+def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
+    """The block stays instead of moving, or moves to the host, instead of being recomputed or beside it."""
+    if choice.places[block]:
+        yield choice._replace(places=_with(choice.places, block, KEPT))
+        return
+    places, near = _with(choice.places, block, TO_HOST), choice.near
+    ways = dict.fromkeys(((near + 1, choice.lead), (near, choice.lead), (near + 1, 0)))
+    for recipes in dict.fromkeys((_with(choice.recipes, block, 0), choice.recipes)):
+        for some, lead in ways:
+            yield choice._replace(places=places, recipes=recipes, near=some, lead=lead)
+
+
+def _state(choice: StageChoice) -> Iterator[StageChoice]:
+    """The state of one block less at the host; one block more or less updated there."""
+    if choice.states:
+        yield choice._replace(states=choice.states - 1, updates=min(choice.updates, choice.states - 1))
+    for updates in (choice.updates - 1, choice.updates + 1):
+        if 0 <= updates <= choice.states:
+            yield choice._replace(updates=updates)
+    if choice.gradients:
+        yield choice._replace(gradients=choice.gradients - 1)
+    if choice.parameters:
+        yield choice._replace(parameters=choice.parameters - 1)
+
+
+def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
+    """One block more or less in the bundle that has the time of one forward or backward; the other lead."""
+    if choice.blocks_to(TO_HOST):
+        yield choice._replace(lead=1 - choice.lead)
+    for near in (choice.near - 1, choice.near + 1):
+        if 0 <= near <= len(choice.blocks_to(TO_HOST)):
+            yield choice._replace(near=near)
+
+
+def _without_states(choice: StageChoice) -> StageChoice:
+    """All optimizer state stays on the device."""
+    return choice._replace(states=0, updates=0)
+
+
+def _all_updates(choice: StageChoice) -> StageChoice:
+    """All blocks whose optimizer state is at the host are updated there."""
+    return choice._replace(updates=choice.states)
+
+
+def _unhurried(choice: StageChoice) -> StageChoice:
+    """All copies have the time of two forwards or backwards."""
+    return choice._replace(near=0)
+
+
+def _without_updates(choice: StageChoice) -> StageChoice:
+    """All blocks are updated on the device."""
+    return choice._replace(updates=0)
+
+
+def _without_spills(choice: StageChoice) -> StageChoice:
+    """All gradients and parameters stay on the device."""
+    return choice._replace(gradients=0, parameters=0)
+
+
+def _without_moves(choice: StageChoice) -> StageChoice:
+    """No tensor moves."""
+    return choice._replace(places=(KEPT,) * len(choice.places), near=0, peers=None)
+
+
+def _without_recomputation(choice: StageChoice) -> StageChoice:
+    """No layer goes forward again."""
+    return choice._replace(recipes=(0,) * len(choice.recipes), early=0)
+
+
+_LEANER = _without_states, _without_updates, _without_spills, _without_moves, _without_recomputation
+_EVERYWHERE = _unhurried, _all_updates, _without_updates
+
+
+def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Spreads stages over wires to hosts: devices behind one wire share what it carries, and early stages move the
+# most.
+#
+# On a DGX-1 every two devices share an uplink. If stage s is on device s, the two stages with the most
+# microbatches in flight share one, while that of the last two has nothing to carry. Of all orders of the
+# devices the one is taken
+#
+#     in which the fewest neighbours have no link of their own, whose messages would take the wires of hosts too;
+#     then of which the fullest wire carries the least, if a stage moves as many tensors as it has microbatches in
+# flight;
+#     then in which the loads of all wires differ the least;
+#     then in which a byte takes the fewest seconds from the first stage to the last.
+#
+# The order of the devices themselves stays where loads are no better. Costs: a tenth of a second for eight
+# devices, of which all orders are tried. Above eight it is a heuristic: stages swap devices, with each other
+# or with those that have no stage, as long as one swap is better.
+
+Rows = tuple[tuple[float, ...], ...]
+
+_DIGITS = 9  # to which loads are equal
+
+
+def spread(question: Question) -> tuple[int, ...]:
+    """The device of every stage: that of its number, unless another order of equal devices has less full wires."""
+    natural = tuple(range(question.stages))
+    if not (question.means.host and question.means.mapping) or len(question.classes) > 1:
+        return natural
+    weights = tuple(in_flight(question.training, stage, question.stages) for stage in natural)
+    return best_order(weights, _rows(_loads(question.cluster)), _rows(peer_rates(question.cluster)))
+
+
+@lru_cache(maxsize=64)
+def best_order(weights: tuple[int, ...], to_hosts: Rows, to_peers: Rows) -> tuple[int, ...]:
+    """The same for stages that move so much each; rows of devices. Searches with other techniques ask it again.
+
+    `to_hosts` are the seconds that a byte of a device takes of each wire to the host, to some scale; `to_peers` bytes
+    per second over links between two devices, zero without one.
+    """
+    loads, rates = np.array(to_hosts).reshape(len(to_hosts), -1), np.array(to_peers)
+    natural = np.arange(len(weights))[None]
+    first = _scores(natural, weights, loads, rates)[:, 0]
+    if len(rates) <= MOST:
+        orders: Orders = np.array(list(permutations(range(len(rates)), len(weights))), dtype=np.intp)
+    else:
+        orders = _swapped(natural[0], weights, loads, rates)
+    scores = _scores(orders, weights, loads, rates)
+    best = int(np.lexsort(scores[::-1])[0])
+    better = scores[1:3, best].tolist() < first[1:3].tolist()
+    return tuple(map(int, orders[best])) if better else tuple(range(len(weights)))
+
+
+def _rows(array: Floats) -> Rows:
+    return tuple(map(tuple, array.tolist()))
+
+
+def _loads(cluster: Cluster) -> Floats:
+    """Seconds that a byte of each device takes of each wire on its way to the host: a row for a device."""
+    routes = [host_route(cluster, device) for device in range(len(cluster.devices))]
+    wires = {wire: n for n, wire in enumerate(dict.fromkeys(w for r in routes if r is not None for w in r.wires))}
+    found = np.zeros((len(routes), len(wires)))
+    for device, route in enumerate(routes):
+        if route is not None:
+            found[device, [wires[wire] for wire in route.wires]] = 1 / route.both_ways_per_second
+    return found / (found.max(initial=0.0) or 1.0)
+
+
+def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floats) -> Floats:
+    """What is compared of every order, what counts most first: a row each."""
+    wires = np.einsum("s,osw->ow", np.array(weights, dtype=float), loads[orders])
+    between = rates[orders[:, :-1], orders[:, 1:]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        seconds = np.where(between > 0, 1 / between, 0.0).sum(axis=1) * rates.max(initial=0.0)
+    apart = (between == 0).sum(axis=1)
+    found: Floats = np.round(
+        np.array([apart, wires.max(axis=1, initial=0.0), (wires**2).sum(axis=1), seconds], dtype=float), _DIGITS
+    )
+    return found
+
+
+def _swapped(start: NDArray[np.intp], weights: tuple[int, ...], loads: Floats, rates: Floats) -> Orders:
+    """An order of some devices, improved by swaps as long as one of them is better."""
+    order = np.array([*start, *sorted(set(range(len(rates))) - set(start.tolist()))], dtype=np.intp)
+    count, best = len(start), -1
+    while best != 0:
+        tried = np.array([order, *_swaps(order, count)])
+        best = int(np.lexsort(_scores(tried[:, :count], weights, loads, rates)[::-1])[0])
+        order = tried[best]
+    return order[None, :count]
+
+
+def _swaps(order: NDArray[np.intp], count: int) -> Iterator[NDArray[np.intp]]:
+    for one, other in combinations(range(len(order)), 2):
+        if one < count:
+            swapped = order.copy()
+            swapped[[one, other]] = order[[other, one]]
+            yield swapped
+
+
+# ----------------------------------------------------------------------------------------------------
+# Divides updates between hosts and devices, where hosts have the optimizer state.
+#
+# An update on a host takes the host's memory as long as its bytes need; one on a device takes the wires on
+# which its state comes and goes. Both are behind the last backward of all stages, so that a step ends when
+# the busiest of hosts and wires does. A device does one of its copies and host updates after the other. So
+# each stage does all of one sort. Stages go from the busiest host to their devices, one after the other: each
+# time the one whose wires are then the least busy.
+#
+# Costs: microseconds; whoever asks simulates the few that are the shortest.
+
+_FEW = 3  # divisions that are worth a simulation
+
+
+class Update(NamedTuple):
+    """The update of a stage: its host and the seconds there; the wires of its state, and the seconds of one way."""
+
+    host: int
+    host_seconds: float
+    wires: tuple[str, ...]
+    wire_seconds: float
+
+
+def divided_updates(question: Question, split: Split) -> list[tuple[float, ...]]:
+    """The parts of every stage's state that its host updates, one or zero: a few ways, the shortest by estimate first.
+
+    No way where a host's memory bandwidth is not known.
+    """
+    updates = _updates(question, split)
+    if updates is None:
+        return []
+    away = [frozenset[int]()]
+    while len(away[-1]) < len(updates):
+        away.append(away[-1] | {_next(updates, away[-1])})
+    shortest = sorted(away, key=lambda some: max(busy_seconds(updates, some).values()))[:_FEW]
+    return [tuple(float(stage not in some) for stage in range(len(updates))) for some in shortest]
+
+
+def busy_seconds(updates: Sequence[Update], away: Set[int]) -> Mapping[int | str, float]:
+    """How long every host and every wire is busy if the stages that are `away` update on their devices."""
+    found = defaultdict[int | str, float](float)
+    for stage, update in enumerate(updates):
+        for busy in update.wires if stage in away else (update.host,):
+            found[busy] += update.wire_seconds if stage in away else update.host_seconds
+    return found
+
+
+def _next(updates: Sequence[Update], away: Set[int]) -> int:
+    """Of the stages that the busiest host updates, the one whose wires would be the least busy."""
+    busy = busy_seconds(updates, away)
+    there = [stage for stage in range(len(updates)) if stage not in away]
+    host = max((updates[stage].host for stage in there), key=busy.__getitem__)
+
+    def busiest_wire(stage: int) -> float:
+        return max((busy[wire] for wire in updates[stage].wires), default=0.0) + updates[stage].wire_seconds
+
+    return min((stage for stage in there if updates[stage].host == host), key=busiest_wire)
+
+
+def _updates(question: Question, split: Split) -> list[Update] | None:
+    """The update of every stage; None if a host cannot have its state, or nothing says how long it takes there."""
+    cluster, found = question.cluster, list[Update]()
+    for device, edges in zip(split.devices, pairwise(split.edges), strict=True):
+        number, route = cluster.devices[device].host, host_route(cluster, device)
+        if route is None or cluster.hosts[number].memory_bandwidth is None:
+            return None
+        layers = question.measurement.costs[slice(*question.layers(*edges))]
+        on_host = sum(host_update_seconds(cost, cluster.hosts[number]) for cost in layers)
+        moved = sum(cost.state_bytes for cost in layers) / route.both_ways_per_second
+        found.append(Update(number, on_host, route.wires, moved))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that is updated there
 _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
-_ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
-_ROUNDING = 1e-9
+_IMPROVEMENT_ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
+_IMPROVEMENT_ROUNDING = 1e-9
 
 
 def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) -> Filled:
@@ -34,16 +396,16 @@ def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) 
     found: Filled | None = start
     while found is not None:
         best = found
-        found = _first_better(filler, best, budget, at_least)
+        found = _improvement_first_better(filler, best, budget, at_least)
     return best
 
 
-def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float) -> Filled | None:
+def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_least: float) -> Filled | None:
     """The first change that makes it better; None if none does, or nothing is left to gain."""
-    if best.found.fits and best.found.seconds <= at_least * (1 + _ROUNDING):
+    if best.found.fits and best.found.seconds <= at_least * (1 + _IMPROVEMENT_ROUNDING):
         return None
     may_be_faster = _Faster(filler, best)
-    for setting in _neighbours(filler, best):
+    for setting in _improvement_neighbours(filler, best):
         if budget.ends():
             return None
         if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
@@ -69,7 +431,7 @@ class _Faster:
         known, best = self._times, self._best.found.seconds
         if setting.split not in known or not self._filler.keeps(setting.split):
             return True
-        return known[setting.split] < known[self._best.setting.split] - _ENOUGH * best
+        return known[setting.split] < known[self._best.setting.split] - _IMPROVEMENT_ENOUGH * best
 
     @cached_property
     def _times(self) -> Mapping[Split, float]:
@@ -77,10 +439,12 @@ class _Faster:
         found, own = self._best.found, self._best.setting.split
         if not found.fits or not all(choice.idle for choice in found.candidate.choices):
             return {}
-        splits = list(dict.fromkeys((own, *(setting.split for setting in _neighbours(self._filler, self._best)))))
+        splits = list(
+            dict.fromkeys((own, *(setting.split for setting in _improvement_neighbours(self._filler, self._best))))
+        )
         times = self._filler.evaluator.at_once(splits)
         first = found.simulation.step_seconds[0]
-        if times is None or abs(times[0] - first) > _ROUNDING * first:
+        if times is None or abs(times[0] - first) > _IMPROVEMENT_ROUNDING * first:
             return {}
         return dict(zip(splits, times, strict=True))
 
@@ -88,10 +452,10 @@ class _Faster:
 def _better(one: Filled, other: Filled) -> bool:
     """Whether a candidate is better by more than nothing."""
     missing, seconds = other.found.order[:2]
-    return one.found.order < (missing, seconds * (1 - _ENOUGH))
+    return one.found.order < (missing, seconds * (1 - _IMPROVEMENT_ENOUGH))
 
 
-def _neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
+def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
     """The settings that differ by one small change, those of the neediest stage first."""
     found, setting = filled.found, filled.setting
     busy = found.simulation.utilisation

@@ -5,11 +5,11 @@ It minimises the simulated seconds of a step, among plans of which the exact led
 host has the memory at every instant.
 
     1. several splits are filled (`planner.filling`): those of the other planners, and even ones in which early stages
-       have fewer blocks because they recompute more (`planner.splits`); with stages spread over the wires to hosts
-       (`planner.spreading`), and in the order of the devices
+       have fewer blocks because they recompute more (`planner.filling`); with stages spread over the wires to hosts
+       (`planner.improvement`), and in the order of the devices
     2. the best of them is improved by small changes (`planner.improvement`)
-    3. memory that devices have left is lent, if that is faster (`planner.peers`)
-    4. what is done with single blocks is polished, and what is not needed is left out (`planner.polishing`)
+    3. memory that devices have left is lent, if that is faster (`planner.mapping`)
+    4. what is done with single blocks is polished, and what is not needed is left out (`planner.improvement`)
     5. the plans of `mpress` and of the time split are candidates too; of long steps, those of all microbatches
 
 So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. A local
@@ -34,24 +34,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pipefit.planner.bisection import bisection
+from pipefit.planner.baselines.bisection import bisection
+from pipefit.planner.baselines.mpress import MpressOptions, compacted
+from pipefit.planner.baselines.simple import first_last, parameters, time, uniform
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
-from pipefit.planner.filling import Filled, Filler, Setting, States
-from pipefit.planner.first_last import first_last
-from pipefit.planner.improvement import improved
-from pipefit.planner.mpress import MpressOptions, compacted
-from pipefit.planner.parameters import parameters
-from pipefit.planner.peers import with_peers
-from pipefit.planner.polishing import polished, spared
-from pipefit.planner.question import Found, Planner, Question, Split
-from pipefit.planner.splits import Balance
-from pipefit.planner.spreading import spread
-from pipefit.planner.techniques import Means
-from pipefit.planner.time import time
-from pipefit.planner.uniform import uniform
-from pipefit.provenance import Objective
+from pipefit.planner.filling import Balance, Filled, Filler, Setting, States
+from pipefit.planner.improvement import improved, polished, spared, spread
+from pipefit.planner.mapping import with_peers
+from pipefit.planner.problem import Found, Means, Planner, Question, Split
+from pipefit.schema.plan import Objective
 from pipefit.texts import counted
 
 

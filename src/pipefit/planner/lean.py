@@ -26,23 +26,23 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.layer_costs import LayerCost
+from pipefit.memory.arenas import missing_bytes
+from pipefit.planner.baselines.simple import time
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of
 from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
-from pipefit.planner.hybrid.reading import Reader
-from pipefit.planner.nearby import beside
-from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.hybrid.divided_state import Reader
+from pipefit.planner.neighbours import beside
+from pipefit.planner.open_choices import counts_of
+from pipefit.planner.problem import Found, Question, Split
 from pipefit.planner.replicas import in_replicas
-from pipefit.planner.spaces import counts_of
-from pipefit.planner.time import time
-from pipefit.schedule.room import missing_bytes
-from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import assembled
+from pipefit.schema.decisions import Decision, What
+from pipefit.schema.grids import Sharding
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.simulate import Simulation
+from pipefit.simulate.assembled import assembled
 from pipefit.texts import counted
 
 _WORK = 250_000  # actions that were read, after which no other plan is

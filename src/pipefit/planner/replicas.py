@@ -15,17 +15,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipefit.cluster import Cluster
-from pipefit.cost.collectives import Group
-from pipefit.devices import Link
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
-from pipefit.places import Member, MemberKind
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.divided import buckets_of
+from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
-from pipefit.planner.question import Found, Planner, Question, Split
+from pipefit.planner.problem import Found, Planner, Question, Split
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member, MemberKind
+from pipefit.schema.grids import Grid
 from pipefit.texts import counted
+from pipefit.timing import Group
 
 Groups = tuple[tuple[int, ...], ...]
 

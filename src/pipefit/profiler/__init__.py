@@ -10,12 +10,12 @@ import torch
 from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.fake.apart import apart
+from pipefit.fake_cuda.apart import apart
 from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
-from pipefit.profiles import MOST_THREADS, ModelProfile, Target
-from pipefit.validation import instance, whole
+from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
+from pipefit.schema.validation import instance, whole
 
 __all__ = ["Progress", "profile"]
 

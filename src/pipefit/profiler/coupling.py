@@ -5,7 +5,8 @@ find it out. Operators that are known to do so are met as each kind of layer is 
 the statistics of the batch, random draws, and losses that weigh classes. Everything else, such as negatives from the
 batch, a sum over samples, or a mean over the words that count, shows in numbers: real microbatches, and their halves,
 go forward through a copy of the module on one core. Where that would take more than `LONGEST_SECONDS` or `MOST_BYTES`,
-random outputs go through the loss alone; then only the trainer compares the rest, as it starts (`runtime.comparison`).
+random outputs go through the loss alone; then only the trainer compares the rest, as it starts
+(`runtime.checks.comparison`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from pipefit.capture.model import built, is_chain
 from pipefit.capture.sample import Sample, check_samples, sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.runtime.comparison import host_bytes, host_seconds
-from pipefit.runtime.host import free_bytes
-from pipefit.runtime.loss_check import SMALLEST, left_out, rounding
+from pipefit.runtime.checks.comparison import host_bytes, host_seconds
+from pipefit.runtime.checks.loss import SMALLEST, left_out, rounding
+from pipefit.runtime.hardware import free_bytes
+from pipefit.schema.profile import Measurement, ModelProfile
 
 LONGEST_SECONDS = 1.0
 MOST_BYTES, MOST_LOGITS_BYTES = 1 << 30, 1 << 28

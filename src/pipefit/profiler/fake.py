@@ -2,7 +2,7 @@
 
 Each kind of layer is built and run under a meter once, however often the model repeats it. For the target `cpu`, each
 operation that has not been measured on this machine yet is run once with real tensors, for the workspace of its kernel.
-Bytes are exact for the target's kernels; seconds come from `pipefit.cost.time` or from the measured profiler.
+Bytes are exact for the target's kernels; seconds come from `pipefit.timing` or from the measured profiler.
 """
 
 from __future__ import annotations
@@ -16,24 +16,16 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.fake.chain import layers_again
-from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
-from pipefit.fake.sizes import Chains
-from pipefit.fake.target import FakeTarget
-from pipefit.fingerprints import differences
-from pipefit.kernels import KernelMemory
-from pipefit.meter.kernels import Kernels
-from pipefit.meter.machine import this_machine
-from pipefit.profiler.ranks import of_rank, sharded_chains
-from pipefit.profiler.survey import Progress, survey
-from pipefit.profiles import (
-    Assumptions,
-    Measurement,
-    ModelProfile,
-    Target,
-)
-from pipefit.runtime.elementwise import check_elementwise
-from pipefit.sharding import Alone
+from pipefit.fake_cuda.chain import Chains, layers_again
+from pipefit.fake_cuda.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.measure.kernels import Kernels
+from pipefit.measure.machine import this_machine
+from pipefit.profiler.survey import Progress, of_rank, sharded_chains, survey
+from pipefit.runtime.optim.updates import check_elementwise
+from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.profile import Assumptions, Measurement, ModelProfile, Target, differences
+from pipefit.tensor_parallel import Alone
 from pipefit.texts import counted
 
 __all__ = ["Progress", "profile_fake", "profile_sizes"]

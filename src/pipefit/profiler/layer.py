@@ -6,42 +6,328 @@ There are three runs: one to see what autograd saves, one as the first microbatc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.by_value import assumptions
-from pipefit.capture.constants import constants, held_tensors
-from pipefit.capture.held import held_storages
+from pipefit.capture.caller import reachable
+from pipefit.capture.chain import held_storages
+from pipefit.capture.copying import STRANGER, constants, held_tensors, noticing
 from pipefit.capture.refusals import Refusal
-from pipefit.capture.stand_ins import STRANGER
 from pipefit.capture.storages import storage_key
 from pipefit.capture.structure import Values
-from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value
-from pipefit.meter.kernels import Kernels
-from pipefit.meter.unsaved import saving_nothing
-from pipefit.profiler.arriving import Layouts, dense, gradients_in, layouts_of
-from pipefit.profiler.backward_state import check_backward
-from pipefit.profiler.feedback import Feedback, feedback
-from pipefit.profiler.gradients import BackwardPass, Gradients, gradients_of
-from pipefit.profiler.graph import nodes
-from pipefit.profiler.loss_state import changed_by_loss
-from pipefit.profiler.pass_meter import PassMeter
-from pipefit.profiler.plain import Plain, changed_name, plain_attributes
-from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
+from pipefit.measure.cpu import Tracked, saving_nothing
+from pipefit.measure.kernels import Kernels
+from pipefit.profiler.feedback import (
+    Feedback,
+    Plain,
+    Sources,
+    changed_inputs,
+    changed_name,
+    feedback,
+    given_storages,
+    nodes,
+    plain_attributes,
+)
+from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in, gradients_like, layouts_of
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
-from pipefit.profiler.writes import changed_inputs
-from pipefit.runtime.apart import born_apart
-from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
-from pipefit.runtime.weight_copies import WeightCopy, cast_by, using
+from pipefit.runtime.engine.flight import GraphEnds, backward, born_apart, enter, leave
+from pipefit.runtime.optim.half_precision import WeightCopy, cast_by, using
+from pipefit.schema.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
+from pipefit.schema.trace import Category
 from pipefit.texts import dtype_name
-from pipefit.trace import Category
-from pipefit.work import Work
+
+# ----------------------------------------------------------------------------------------------------
+# What a forward keeps: the tensors that autograd saved, which operation saved each, and whose storages those
+# are.
+
+
+class Packed:
+    """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
+
+    The tensor is detached, because a node that saves its own output would otherwise keep itself alive.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+class LayerStorages:
+    """The storages behind a layer's tensors: of parameters and buffers, of its inputs, and its own.
+
+    `own` has the bytes of its own storages, in the order in which they were first asked about.
+    """
+
+    def __init__(self, meter: PassMeter, statics: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._meter, self.own = meter, list[int]()
+        self._origins = {storage_key(t): Origin(kind="parameter") for t in statics}
+        self._origins |= {storage_key(t): Origin(kind="input", index=k) for k, t in enumerate(inputs)}
+
+    def origin(self, tensor: Tensor) -> Origin:
+        """Whose storage a tensor has. One that a loss holds, as weights of classes, is nobody's, like a parameter."""
+        key = storage_key(tensor)
+        if key not in self._origins:
+            known = self._meter.counts(tensor)
+            nbytes = tensor.untyped_storage().nbytes()
+            self._origins[key] = self.add(nbytes) if known else Origin(kind="parameter")
+        return self._origins[key]
+
+    def add(self, nbytes: int) -> Origin:
+        """One more storage of the layer's own."""
+        self.own.append(nbytes)
+        return Origin(kind="own", index=len(self.own) - 1)
+
+
+def saved_tensors(
+    packed: Sequence[Packed | None], operations: dict[object, list[str]], storages: LayerStorages
+) -> list[SavedTensor]:
+    """The tensors that autograd still keeps, in the order in which they were saved; None stands for one it dropped."""
+    kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
+    return [
+        SavedTensor(
+            index=index,
+            operation=names.pop(0) if (names := operations.get(_identity(tensor))) else "",
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            dtype=dtype_name(tensor.dtype),
+            origin=storages.origin(tensor),
+        )
+        for index, tensor in kept
+    ]
+
+
+def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorages) -> list[SavedTensor]:
+    """The tensors that custom functions in the graph of `values` keep as attributes of their contexts.
+
+    Autograd knows nothing of them: they end with the graph, not with the backward of their function. They are numbered
+    from `first` on.
+    """
+    kept = [
+        (node.name().rpartition("Backward")[0], leaf)
+        for node in sorted(nodes(values), key=lambda node: node._sequence_nr())
+        for leaf in pytree.tree_leaves(getattr(node, "__dict__", {}))
+        if isinstance(leaf, Tensor)
+    ]
+    return [
+        SavedTensor(
+            index=first + number,
+            operation=operation,
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            dtype=dtype_name(tensor.dtype),
+            origin=storages.origin(tensor),
+            lasting=True,
+        )
+        for number, (operation, tensor) in enumerate(kept)
+    ]
+
+
+def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
+    """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
+    found: dict[object, list[str]] = defaultdict(list)
+    for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
+        operation = node.name().rpartition("Backward")[0]
+        for name in dir(node):
+            if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):
+                found[_identity(kept)].append(operation)
+    return found
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors with the same storage, offset, shape and strides."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a backward has to do with the tensors that its layer holds, past what autograd has saved for it.
+#
+# In plain training the backward of a microbatch comes before the forward of the next, so that it finds what
+# its own forward has left. In a pipeline other forwards come between. Autograd checks what it has saved. A
+# context's attributes, the module itself on a context and hooks on gradients are checked by nobody: a layer
+# whose backward so reads what its forward changes, or changes what its forward reads, would train other
+# gradients. It is refused by name.
+#
+# Only layers that change what they hold are run once more for this, and not those that only count in
+# integers, as batch norm does, unless their backward runs code of Python's.
+
+
+def check_backward(
+    forward: Callable[[GraphEnds], Values], module: nn.Module, found: Feedback, written: Set[str]
+) -> None:
+    """Check that a backward of `module` does not depend on how many other microbatches went forward before it.
+
+    Args:
+        forward: runs it, at the start of a graph.
+        found: what its forward changes and reads.
+        written: the names of what its backward changes in place.
+
+    Raises:
+        Refusal: it does; names the tensor.
+    """
+    for name in sorted(written & found.read):
+        raise Refusal(
+            f"its backward changes {name!r}, with which its forward computes: in a pipeline other microbatches go "
+            "forward before that",
+            f"change {name!r} in the forward, or after the optimizer's step",
+        )
+    held = held_tensors(module)
+    if any(found.runs_python or held[name].is_floating_point() for name in found.in_place):
+        read = _read_unsaved(forward, module)
+        for name in sorted(read & found.in_place):
+            raise Refusal(
+                f"its backward reads {name!r}, which its forward changes and does not save, as by an attribute of a "
+                "context or a hook: with several microbatches in flight it would read the numbers of another one",
+                f"keep {name!r} by ctx.save_for_backward, or a clone of it",
+            )
+
+
+def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
+    """The names of what a backward reads of what `module` holds, besides what autograd has saved for it."""
+    graph, saved, reads = GraphEnds(), Saved(), Reads()
+    with saved:
+        values = forward(graph)
+    leave(graph, values)
+    graph.incoming = gradients_like(values)
+    held = {name: storage_key(tensor) for name, tensor in held_tensors(module).items()}
+    del values
+    with reads:
+        backward(graph)
+    return {name for name, storage in held.items() if storage in reads.storages - saved.versions.keys()}
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a pass runs; `storages` are those that operations were given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.storages |= given_storages(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, a forward runs; `versions` are those of what autograd saves for the backward and checks, by storage."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.versions[storage_key(tensor)] = tensor._version
+        return tensor.detach()  # the tensor itself may be the result of the node that keeps it
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a loss changes of the tensors that it holds, such as a centre that follows what it has seen.
+#
+# A loss runs once for each microbatch, on the last stage, in the order of plain training. What it changes is
+# there once: it is not recomputed, nor are there replicas of it. No copies of its tensors are made, as they
+# are of layers' buffers.
+
+
+def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
+    """What `forward`, which runs `loss` over fake tensors, changes, as words that go on behind "which"; or nothing.
+
+    Raises:
+        Refusal: it changes what it has saved for its backward where autograd does not see it.
+    """
+    saved, before = Saved(), [one for one in reachable(loss) if isinstance(one, Tensor)]
+    with noticing() as stood_in, Reads() as reads, Sources(()) as sources, saved:
+        forward()
+    kept = set(map(id, reachable(loss)))
+    held = held_tensors(loss) if isinstance(loss, nn.Module) else {}
+    names = {id(tensor): repr(name) for name, tensor in held.items()}
+    for real, fake in stood_in.pairs:
+        key = storage_key(fake)
+        if key in sources.in_place and saved.versions.get(key) == 0:  # a change that autograd sees would be counted
+            raise Refusal(
+                f"it changes {names.get(id(real), 'a tensor')}, which it saves for its backward, where autograd does "
+                "not see it (x.data): with several microbatches in flight it would compute with another one's",
+                "compute with a clone",
+            )
+    replaced = [one for one in before if id(one) not in kept and storage_key(one) in reads.storages]
+    changed = [
+        *stood_in.replaced,
+        *replaced,
+        *(real for real, fake in stood_in.pairs if storage_key(fake) in sources.written),
+    ]
+    return f"changes {names.get(id(changed[0]), 'a tensor')} in every forward" if changed else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# The gradients that a layer's backward leaves for its inputs: whose storages they live in, and how they lie
+# there.
+
+
+class Gradients(NamedTuple):
+    """The origins of the inputs' gradients, and the bytes of the storages among them that are the layer's own."""
+
+    origins: tuple[GradientOrigin, ...]
+    storages: tuple[int, ...]
+
+    def also_as(self, others: Sequence[Gradients]) -> Gradients:
+        """What holds here and in all `others`: gradients contiguous in each, storages the largest."""
+        alike = [one for one in others if len(one.storages) == len(self.storages)]
+        origins = tuple(
+            replace(origin, contiguous=all(one.origins[number].contiguous for one in others))
+            for number, origin in enumerate(self.origins)
+        )
+        return Gradients(origins, tuple(map(max, zip(*(one.storages for one in alike), strict=True))))
+
+
+class BackwardPass(NamedTuple):
+    """A first backward and a later one, and the gradients that they leave."""
+
+    first: tuple[Span, ...]
+    later: tuple[Span, ...]
+    gradients: Gradients
+    left: Layouts
+
+
+def gradients_of(
+    meter: PassMeter,
+    outgoing: Sequence[Tensor | None],
+    given: Sequence[Tracked | None],
+    usual: Sequence[GradientOrigin],
+) -> Gradients:
+    """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`.
+
+    Several of these may share a storage; then `usual`, if there are any, tells which of them is passed on.
+    """
+    own: list[Tracked] = []
+
+    def origin(number: int, gradient: Tensor | None) -> GradientOrigin:
+        if gradient is None:
+            return GradientOrigin(kind="none")
+        (tracked,), contiguous = meter.storages([gradient]), gradient.is_contiguous()
+        if usual and usual[number].kind == "output" and given[usual[number].index] is tracked:
+            return usual[number]
+        if tracked in given:
+            return GradientOrigin(kind="output", index=given.index(tracked), contiguous=contiguous)
+        if tracked not in own:
+            own.append(tracked)
+        return GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous)
+
+    origins = tuple(origin(number, gradient) for number, gradient in enumerate(outgoing))
+    return Gradients(origins, tuple(tracked.nbytes for tracked in own))
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Call = Callable[[Values], Values]
 

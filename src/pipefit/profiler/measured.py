@@ -23,16 +23,22 @@ from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.layer_costs import LayerCost
-from pipefit.meter.stopwatch import HostWatch, Stopwatch
-from pipefit.meter.threads import threads_of
+from pipefit.measure.cuda import HostWatch, Stopwatch
+from pipefit.measure.machine import threads_of
 from pipefit.profiler.fake import Progress
-from pipefit.profiles import Measurement, ModelProfile, Target
-from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
+from pipefit.runtime.engine.flight import GraphEnds, backward, enter, leave
 from pipefit.runtime.hardware import check_backwards
-from pipefit.runtime.master_weights import MasterWeights, make_optimizer
-from pipefit.runtime.weight_copies import Copied, WeightCopy, copied_weights, using
-from pipefit.sharding import Alone, shard_chain
+from pipefit.runtime.optim.half_precision import (
+    Copied,
+    MasterWeights,
+    WeightCopy,
+    copied_weights,
+    make_optimizer,
+    using,
+)
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.profile import Measurement, ModelProfile, Target
+from pipefit.tensor_parallel import Alone, shard_chain
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20

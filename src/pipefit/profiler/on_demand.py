@@ -2,8 +2,8 @@
 ranks among which it chooses.
 
 Of the sizes among which it chooses the smallest and the largest are traced, and chains for those between are written
-from these two where that can be done (`pipefit.fake.sizes`). `checked` holds the sizes of a plan against traces. Sizes
-that are going to be asked for are profiled beside the first one (`pipefit.beside`).
+from these two where that can be done (`pipefit.fake_cuda.chain`). `checked` holds the sizes of a plan against traces.
+Sizes that are going to be asked for are profiled beside the first one (`pipefit.processes`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TypeVar
 
 import torch
 
-from pipefit.beside import beside, forks_left
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
-from pipefit.fake.apart import run_a_backward
-from pipefit.fake.sizes import Chains
-from pipefit.fake.target import FakeTarget
+from pipefit.fake_cuda.apart import run_a_backward
+from pipefit.fake_cuda.chain import Chains
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.processes import beside, forks_left
 from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
-from pipefit.profiles import MOST_THREADS, ModelProfile, Target
-from pipefit.validation import whole
+from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
+from pipefit.schema.validation import whole
 
 T = TypeVar("T")
 
@@ -150,7 +150,9 @@ class OnDemand:
 
 
 def profiled_beside(target: Target, *works: Callable[[], T]) -> tuple[Callable[[], T], ...]:
-    """Begin with works that profile (`pipefit.beside`). Those for the CPU run kernels, whose threads a fork has not."""
+    """Begin with works that profile (`pipefit.processes`). Those for the CPU run kernels, whose threads a fork has
+    not.
+    """
     return beside(*works, forks=target != "cpu", check=run_a_backward)
 
 

@@ -7,37 +7,111 @@ may not lie dense in memory, so is the layer's backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-from pipefit.capture.as_found import left_as_found
-from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
-from pipefit.capture.constants import unchanged_constants
-from pipefit.capture.held import SharedStorage, shared_storages
-from pipefit.capture.orders import Orders, contiguous, orders_of
+from pipefit.capture.caller import left_as_found
+from pipefit.capture.chain import (
+    Chain,
+    ChainLayer,
+    Shared,
+    SharedStorage,
+    as_values,
+    module_settings,
+    packing_of,
+    shared_storages,
+)
+from pipefit.capture.copying import unchanged_constants
 from pipefit.capture.parameter_groups import parameter_groups
-from pipefit.capture.refused_calls import refusing
-from pipefit.capture.shared import Shared
+from pipefit.capture.refused import refusing
+from pipefit.capture.storages import Orders, contiguous, orders_of
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.fake.fingerprint import options
-from pipefit.layer_costs import LayerCost, Packing, Parameter
-from pipefit.meter.kernels import Kernels
-from pipefit.profiler.arriving import Layouts, dense, dense_alike
-from pipefit.profiler.cost_key import cost_key
-from pipefit.profiler.gradients import BackwardPass, Gradients
-from pipefit.profiler.layer import LayerMeter
-from pipefit.profiler.named import named
-from pipefit.profiler.update import state_bytes
-from pipefit.profiler.value_memory import ValueMemory
-from pipefit.profiles import Measurement
-from pipefit.runtime.master_weights import make_optimizer
-from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.fake_cuda.fingerprint import options
+from pipefit.measure.kernels import Kernels
+from pipefit.profiler.layer import BackwardPass, Gradients, LayerMeter
+from pipefit.profiler.pass_meter import Layouts, dense, dense_alike
+from pipefit.profiler.update import named, state_bytes
+from pipefit.runtime.optim.half_precision import make_optimizer
+from pipefit.schema.layer_costs import Collective, LayerCost, Origin, Packing, Parameter, SharedBuffer, SharedParameter
+from pipefit.schema.profile import Measurement
+from pipefit.tensor_parallel import ShardedChain, shard_traced, trace_chain
+from pipefit.tensor_parallel.forms import Split
+from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin
+
+# ----------------------------------------------------------------------------------------------------
+# Which layers cost the same, so that one of them need be measured.
+#
+# Two modules cost the same if they have the same class, the same settings, parameters and buffers of the same
+# shapes and dtypes, and submodules for which this holds too. A module with hooks, or with a setting that
+# cannot be compared, is like no other.
+
+
+def cost_key(module: nn.Module) -> object:
+    """A key that is equal for modules that cost the same on the same inputs.
+
+    Keys may be compared within this process, as long as their modules exist.
+    """
+    return module_settings(module, id)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which of the values between two layers share memory, so that a layer that works in place on one changes
+# another.
+#
+# Where a stage ends between the two layers, each value is sent by itself, and the other would not change. So
+# such a layer is refused wherever stages end: a plan never changes the numbers. Traced models are not cut
+# between such layers.
+
+_FIXED = -1  # the memory of parameters, buffers and constants
+
+
+class ValueMemory:
+    """The memory of the values before a layer: numbers, equal for values that share it. A model's inputs share none."""
+
+    def __init__(self) -> None:
+        self._new = count()
+        self._before: list[int] | None = None  # None before the first layer
+
+    def check(self, changed: Iterable[int], what: str) -> None:
+        """Check that a layer which works in place on inputs `changed` changes these alone.
+
+        Raises:
+            UsageError: such an input shares its memory with another one, or with a parameter or buffer.
+        """
+        before = self._before or []
+        for number in changed:
+            mine = before[number] if number < len(before) else None
+            if mine == _FIXED:
+                _refuse(what, number, "with a parameter or buffer of an earlier layer, which would change with it")
+            others = [other for other, memory in enumerate(before) if memory == mine and other != number]
+            if others:
+                _refuse(what, number, f"with input {others[0]}, which would not change with it on another device")
+
+    def go_on(self, origins: Sequence[Origin]) -> None:
+        """The next values are those that a layer returns, with storages of these origins."""
+        inputs = [o.index for o in origins if o.kind == "input"]
+        before = self._before or [next(self._new) for _ in range(max(inputs, default=-1) + 1)]
+        own = {o.index: next(self._new) for o in origins if o.kind == "own"}
+        self._before = [
+            own[o.index] if o.kind == "own" else before[o.index] if o.kind == "input" else _FIXED for o in origins
+        ]
+
+
+def _refuse(what: str, number: int, reason: str) -> NoReturn:
+    raise UsageError(
+        f"{what} changes its input {number} in place, and that shares memory {reason}: return a clone() of it from the "
+        "layer before, or leave the change in place out"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Progress = Callable[[int, int, str], None]
 
@@ -372,3 +446,128 @@ def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
 def _is_trained(chain: Chain) -> bool:
     """Whether a layer has a parameter that is trained."""
     return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Measurements of layers that are divided between tensor-parallel ranks: those of one rank, which stands for
+# all.
+#
+# The rank's peers are not there: what it would exchange with them has the right memory, and is told as
+# collectives, for the simulator to price. Every rank has as much of everything as the first: parts are equal,
+# or padded to be.
+
+_Collectives = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # of a layer's forward, and of its backward
+
+
+def sharded_chains(
+    chain: Chain, degrees: Sequence[int], values: Values, targets: Values, *, sequences: bool = False
+) -> list[ShardedChain]:
+    """`chain` divided between each of these numbers of ranks, and by `sequences` along positions too; it is traced
+    once.
+
+    Raises:
+        UsageError: so many ranks divide nothing, or nothing along positions; says why. Or a layer cannot be followed.
+    """
+    wanted = [degree for degree in dict.fromkeys(degrees) if degree > 1]
+    traced = trace_chain(chain, values, targets) if wanted else None
+    found = [] if traced is None else [shard_traced(chain, traced, degree) for degree in wanted]
+    for sharded in found:
+        if sharded.shares.divides_nothing:
+            raise UsageError(
+                f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its parameters and of "
+                f"its operations: {_why(sharded)}; choose another number, or replicas"
+            )
+    return [*found, *(_along_positions(traced, one) for one in found if sequences and traced is not None)]
+
+
+def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
+    """The chain divided along positions too.
+
+    Raises:
+        UsageError: no sum over ranks is of sequences whose positions they divide.
+    """
+    found = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
+    if ("reduce_scatter", "forward") not in {(one.kind, one.phase) for one in found.collectives}:
+        raise UsageError(
+            f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it sums "
+            "no sequences whose positions they divide, so leave sequence parallelism out, or choose another number"
+        )
+    return found
+
+
+def _why(sharded: ShardedChain) -> str:
+    """Why the largest operation stays whole."""
+    whole = sharded.shares.whole
+    return f"{whole[0].operator} of {whole[0].layer} stays whole, since {whole[0].reason}" if whole else "it has none"
+
+
+def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) -> Measurement:
+    """The measurement of a rank's chain, with what its collectives are; `whole` is that of the whole layers.
+
+    Raises:
+        UsageError: values between blocks, or shared parameters, are others than those of the whole layers.
+    """
+    _check_alike(measured, whole, sharded)
+    forms = {(shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared}
+    numbers: dict[tuple[int, _Collectives], int] = {}
+    together = list(_by_layer(sharded, len(measured.layers)))
+    layers = tuple(
+        numbers.setdefault((kind, exchanged), len(numbers))
+        for kind, exchanged in zip(measured.layers, together[:-1], strict=True)
+    )
+    return replace(
+        measured,
+        kinds=tuple(_with(measured.kinds[kind], exchanged) for kind, exchanged in numbers),
+        layers=layers,
+        loss=_with(measured.loss, together[-1]),
+        shared=tuple(replace(one, form=forms.get((one.name, one.users), "")) for one in measured.shared),
+        tensor=sharded.ranks,
+        shares=sharded.shares,
+        forms=sharded.digest,
+        sequences=sharded.sequences,
+    )
+
+
+def _form(sharded: ShardedChain, shared: Shared) -> str:
+    """How the ranks divide a shared parameter, as a text; empty where each has all of it."""
+    form = sharded.stage.form(shared.parameter)
+    return repr(form) if isinstance(form, Split) else ""
+
+
+def _by_layer(sharded: ShardedChain, layers: int) -> Iterator[_Collectives]:
+    """The collectives of every layer, and of the loss behind the last."""
+    for number in range(layers + 1):
+        mine = [each for each in sharded.collectives if each.layer == number]
+        forward, backward = (
+            tuple(Collective(each.kind, each.nbytes) for each in mine if each.phase == phase)
+            for phase in ("forward", "backward")
+        )
+        yield forward, backward
+
+
+def _with(cost: LayerCost, exchanged: _Collectives) -> LayerCost:
+    forward, backward = exchanged
+    return replace(
+        cost,
+        forward=replace(cost.forward, collectives=forward),
+        backward=replace(cost.backward, collectives=backward),
+    )
+
+
+def _check_alike(measured: Measurement, whole: Measurement, sharded: ShardedChain) -> None:
+    """Check that stages of ranks exchange with others what stages of whole layers do."""
+    chain, between = sharded.chain, f"divided between {sharded.ranks} ranks"
+    for edge in blocks_begin(chain):
+        one, other = whole.costs[edge].inputs, measured.costs[edge].inputs
+        if one != other:
+            raise UsageError(
+                f"{chain.name} {between} hands other values to layer {chain.layers[edge].name} than whole "
+                f"({other}, not {one}), so that no stage could end there: choose no tensor-parallel ranks"
+            )
+    uses = [{(each.name, each.users) for each in one.shared} for one in (whole, measured)]
+    if uses[0] != uses[1]:
+        names = ", ".join(sorted({name for name, _ in uses[0] ^ uses[1]}))
+        raise UsageError(
+            f"{chain.name} {between} shares {names} between other layers than whole: let layers hand on no parameters, "
+            "or choose no tensor-parallel ranks"
+        )

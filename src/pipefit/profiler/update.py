@@ -7,7 +7,7 @@ others: the same wherever it reads one, and several in turn. If its memory depen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,48 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
-from pipefit.meter.kernels import Kernels
-from pipefit.profiler.named import named
+from pipefit.capture.random_state import torch_draws_alone
+from pipefit.capture.refusals import Refusal
+from pipefit.capture.refused import why
+from pipefit.errors import PipefitError, UsageError
+from pipefit.measure.kernels import Kernels
 from pipefit.profiler.pass_meter import PassMeter
-from pipefit.runtime.master_weights import Group, MasterWeights, copies_of
-from pipefit.runtime.parts import Undivided, check_state_apart, step_part
-from pipefit.work import Work
+from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of
+from pipefit.runtime.optim.updates import Undivided, check_state_apart, step_part
+from pipefit.schema.layer_costs import Work
+from pipefit.texts import dtype_name
+
+# ----------------------------------------------------------------------------------------------------
+# Whose exception it is that a model raises while it is profiled: a layer's, the loss's or the optimizer's.
+
+_ASSUMED = (
+    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
+    "that fails then, or make it torch._assert_async(condition)"
+)
+
+
+@contextmanager
+def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, an exception becomes an error that says `what` it is.
+
+    Raises:
+        UsageError: something raised an exception.
+    """
+    numbers = Reading()
+    try:
+        with torch_draws_alone(), reading(numbers):
+            yield
+    except PipefitError:
+        raise
+    except Refusal as refusal:
+        raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
+    except Exception as error:
+        shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
+        assumed = _ASSUMED if numbers.count else ""
+        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _SIDE = 4  # of the parameters that an optimizer is tried on
 

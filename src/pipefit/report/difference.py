@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from pipefit.answers import ChangedLayers, DiffAnswer
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
-from pipefit.fingerprints import differences
-from pipefit.grids import Grid
-from pipefit.plans import Plan
-from pipefit.simulator import simulate
+from pipefit.schema.answers import ChangedLayers, DiffAnswer
+from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import differences
+from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
+from pipefit.simulate import simulate
 from pipefit.tables import Block, Shown, Table
 from pipefit.texts import counted, numbered
-from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_WHYS = 2

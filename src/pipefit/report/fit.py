@@ -4,25 +4,236 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.decisions import What
-from pipefit.fingerprints import samples
-from pipefit.fits import Fit, named_value
-from pipefit.predictions import fullness, is_tight
 from pipefit.report.plan import told_sharing
+from pipefit.schema.decisions import What
+from pipefit.schema.fit import Attempt, Fit, InPrecision, Overview, Reach, Replicated, named_value, samples_per_second
+from pipefit.schema.plan import fullness, is_tight
+from pipefit.schema.profile import samples
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, format_number
+
+# ----------------------------------------------------------------------------------------------------
+# Does it fit, on one screen: devices, precisions, replicas, what limits, and what to ask next.
+
+_LARGE_LOSS = 4  # a loss that takes more than this part of a budget is named where nothing fits
+
+
+def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
+    """The answer, a row for each number of devices and for each precision, what limits, and what to ask next.
+
+    `asked` is the model with its settings and the cluster, as a command line has them; empty in Python.
+    """
+    return [
+        _head(overview),
+        _devices(overview),
+        _explained(overview),
+        _precisions(overview),
+        *_replicated(overview),
+        "\n".join([_limits(overview), *_next(overview, asked)]),
+    ]
+
+
+def _head(overview: Overview) -> str:
+    """Yes or no in the first word, for the cluster that was asked about."""
+    row, plan = overview.here, overview.here.one.plan
+    where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
+    least = row.one if row.one.fits else row.fastest  # larger microbatches fill what there is
+    if least is not None:
+        answer = "Fits, tightly" if _is_tight(least) else "Fits"
+    else:
+        answer = "Fits" if overview.fits else "Does not fit" if overview.impossible else "No plan found"
+    lengths = plan.profile.fingerprint.lengths
+    size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
+    fixed = _is_fixed(overview)
+    number = plan.training.microbatches if fixed else plan.training.microbatches // row.devices
+    each = counted(number, "microbatch") + ("" if fixed else " for each device")
+    return (
+        f"{answer}: {where}\n{plan.training.schedule}, {each}, {plan.training.precision}, kernels of "
+        f"{plan.profile.assumptions.target}{size}"
+    )
+
+
+def _is_fixed(overview: Overview) -> bool:
+    """Whether there are as many microbatches on any number of devices."""
+    return len({row.one.plan.training.microbatches for row in overview.reaches}) == 1
+
+
+def _devices(overview: Overview) -> Table:
+    """A row for each number of devices."""
+    largest = overview.sizes[-1]
+    rows = tuple(
+        (
+            str(row.devices),
+            format_bytes(row.one.need_bytes),
+            format_bytes(row.one.budget_bytes),
+            fullness(row.one.need_bytes / row.one.budget_bytes, tight=_is_tight(row.one)),
+            *(_size(one, largest) for one in row.largest),
+            "-" if row.fastest is None else format_number(samples_per_second(row.fastest)),
+        )
+        for row in overview.reaches
+    )
+    columns = ("devices", "1 sample", "of budget", "full", "kept", "recomputed", "moved", "samples/s")
+    return Table(columns, rows, title="largest microbatch: kept, recomputed, or moved too", spare=("of budget",))
+
+
+def _explained(overview: Overview) -> str:
+    """What the columns of the first table mean."""
+    looked = ", ".join(map(str, overview.sizes))
+    among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the one that was looked at"
+    return (
+        f"Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is {among}: where "
+        "all is kept for the backward, where runs of layers may be recomputed, and where tensors and optimizer state "
+        f"may move to the host as well.{_replicas_take_the_others(overview)}"
+    )
+
+
+def _replicas_take_the_others(overview: Overview) -> str:
+    """That there are more devices than stages, where it is so."""
+    stages, devices = overview.here.devices, len(overview.cluster.devices)
+    if stages == devices:
+        return ""
+    return (
+        f" These are pipelines of one device a stage, and this model has {counted(stages, 'stage')} at most: of "
+        f"{counted(devices, 'device')} the others are for replicas, which pipefit plan chooses."
+    )
+
+
+def _size(one: Attempt | None, largest: int) -> str:
+    """The size of a microbatch; where none larger was looked at, it may be larger."""
+    if one is None:
+        return "-"
+    return f"{one.value} or more" if one.value == largest else str(one.value)
+
+
+def _is_tight(one: Attempt) -> bool:
+    return is_tight(one.plan.cluster, one.device, one.need_bytes)
+
+
+def _precisions(overview: Overview) -> Table:
+    """A row for each precision."""
+
+    def row(one: InPrecision) -> tuple[str, ...]:
+        fewest = "-" if one.fewest is None else str(one.fewest)
+        return one.precision, format_bytes(one.state_bytes), format_bytes(one.need_bytes), fewest
+
+    columns = ("precision", "state", "1 sample", "fewest devices")
+    title = "on one device: state is parameters, gradients and optimizer state"
+    return Table(columns, tuple(map(row, overview.precisions)), title=title)
+
+
+def _replicated(overview: Overview) -> Iterator[Block]:
+    """A row for each part of the state that replicas divide, with and without recomputation."""
+    found: dict[str, dict[bool, Replicated]] = {}
+    for one in overview.replicated:
+        found.setdefault(one.way, {})[one.recompute] = one
+    if not found:
+        return
+    rows = tuple((way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in found.items())
+    title = f"{counted(len(overview.cluster.devices), 'replica')} of the whole model, one sample each"
+    yield Table(("way", "kept", "every block recomputed", "samples/s"), rows, title=title)
+
+
+def _replica(one: Replicated | None) -> str:
+    """What the fullest device needs."""
+    if one is None:
+        return "-"
+    return f"{'at least ' if one.is_bound else ''}{format_bytes(one.need_bytes)}"
+
+
+def _rate(own: dict[bool, Replicated]) -> str:
+    """The samples per second of the fastest of these plans that fits."""
+    rates = [one.samples_per_second for one in own.values() if one.samples_per_second is not None]
+    return format_number(max(rates)) if rates else "-"
+
+
+def _limits(overview: Overview) -> str:
+    """Which device limits, and what holds its bytes."""
+    one = overview.limiting
+    held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
+    what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
+    size = f"With microbatches of {counted(one.value, 'sample')}, all kept, device {one.device} limits"
+    holds = f"stage {one.stage} ({first_to_last(one.blocks)}) needs {format_bytes(one.need_bytes)}: {what}."
+    return f"{size}: {holds}"
+
+
+def _next(overview: Overview, asked: str) -> Iterator[str]:
+    """What to ask for next."""
+    here, best = overview.here, overview.here.fastest
+    if best is not None:
+        yield (
+            f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
+            f"{format_number(samples_per_second(best))} samples per second by {_seconds(best)} seconds."
+        )
+        size = best.plan.training.batch_size
+        size = size if _is_fixed(overview) else size // here.devices * len(overview.cluster.devices)
+        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
+        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
+        return
+    replicas = overview.fastest_replicas
+    if replicas is not None:
+        devices, budget = len(overview.cluster.devices), min(overview.cluster.budgets)
+        how = f"{replicas.way}, every block recomputed" if replicas.recompute else replicas.way
+        yield (
+            f"It fits as {devices} replicas ({how}): {format_bytes(budget - replicas.need_bytes)} of each device's "
+            f"{format_bytes(budget)} are left, {format_number(replicas.samples_per_second or 0)} samples per second."
+        )
+        size = 4 * devices
+        command = f"pipefit plan {asked} --batch-size {size} -o plan.json"
+        yield f"Next: {command if asked else f'pipefit.plan(task, cluster, batch_size={size})'}"
+        return
+    yield from _ways_out(overview, here, asked)
+
+
+def _seconds(best: Attempt) -> str:
+    return "estimated" if best.plan.measurement.estimated else "measured"
+
+
+def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
+    """What would fit, where the cluster does not hold one sample."""
+    if overview.impossible:
+        yield f"It cannot fit: {overview.impossible}."
+    else:
+        replicas = ", and replicas that divide their state (ZeRO-1 to 3), the same three ways"
+        yield (
+            "Tried, without a plan that fits one sample: pipelines of one device a stage, kept, recomputed by block "
+            f"and moved to hosts{replicas if overview.replicated else ''}. Not tried: tensor-parallel ranks "
+            "(--tensor of pipefit plan)."
+        )
+        yield f"With everything kept, {here.one.miss}."
+    if overview.loss_bytes > here.one.budget_bytes // _LARGE_LOSS:
+        yield (
+            f"The loss alone takes {format_bytes(overview.loss_bytes)} of one device for one sample: compute it in "
+            "chunks of positions (a chunked cross entropy), so that not all logits are there at once."
+        )
+    more = next((row for row in overview.reaches if row.fastest is not None), None)
+    if more is not None:
+        yield f"{counted(more.devices, 'device')} of this kind would do{_growing(asked, 'devices')}"
+    for one in overview.precisions[1:]:
+        if one.fewest is not None and one.fewest <= here.devices:
+            option = f"--precision {one.precision}" if asked else f'precision="{one.precision}" in the task'
+            yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: {option}"
+    if more is None:
+        yield f"How much memory each device must have{_growing(asked, 'memory')}"
+
+
+def _growing(asked: str, what: str) -> str:
+    """How to ask for the least of something."""
+    return f": pipefit fit {asked} --grow {what}" if asked else f": pipefit.largest.growth.{what}"
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 def describe_fit(fit: Fit) -> list[Block]:
     """The answer and how it was asked, what limits it, by how much the next one misses, and all that was tried."""
-    return ["\n".join(_head(fit)), _tried(fit), "\n".join(_limits(fit))]
+    return ["\n".join(_fit_head(fit)), _tried(fit), "\n".join(_fit_limits(fit))]
 
 
 _WORDS = {What.RECOMPUTE: "recomputed", What.OFFLOAD: "moved away", What.UPDATE: "updated on the host"}  # in parts
 
 
-def _head(fit: Fit) -> Iterator[str]:
+def _fit_head(fit: Fit) -> Iterator[str]:
     plan = fit.best.plan
     training = plan.training
     nbytes = f" ({fit.best.value} bytes)" if fit.grown == "memory" else ""
@@ -62,7 +273,7 @@ def _tried(fit: Fit) -> Table:
     return Table((fit.grown, *size, "peak", "of budget", "full", "device", "fits", "by"), rows)
 
 
-def _limits(fit: Fit) -> Iterator[str]:
+def _fit_limits(fit: Fit) -> Iterator[str]:
     yield from told_sharing(fit.best.plan.stages)
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (

@@ -5,18 +5,80 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import comb
 
-from pipefit.cluster import Cluster
-from pipefit.decisions import What
-from pipefit.fingerprints import samples
-from pipefit.grids import Stage
-from pipefit.plans import Plan
-from pipefit.predictions import TIGHT, Prediction, fullness
-from pipefit.report.alternatives import paragraph
-from pipefit.report.compactions import table
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import What
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import TIGHT, Alternative, Compaction, Plan, Prediction, fullness
+from pipefit.schema.profile import samples
+from pipefit.schema.trace import AllocatorPeaks
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, numbered
-from pipefit.trace import AllocatorPeaks
 from pipefit.units import format_bytes, format_number, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# The alternatives to a plan, with their prices: as lines, and as rows of a table.
+
+
+def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[str]:
+    """A line for each of the alternatives to a plan whose step takes so long; nothing where there is none."""
+    lines = [_line(one, step_seconds) for one in alternatives]
+    if lines:
+        yield "\n".join(lines)
+
+
+def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[Table]:
+    """A row for each of them; nothing where there is none."""
+    if alternatives:
+        columns = ("best at", "stages", "devices", "microbatches", "schedule", "fullest", "step", "longer", "ask with")
+        yield Table(columns, tuple(_row(one, step_seconds) for one in alternatives))
+
+
+def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
+    counts = (str(number) for number in (one.stages, one.devices, one.microbatches))
+    prices = (format_bytes(one.peak_bytes), format_seconds(one.step_seconds), _longer(one, step_seconds) or "-")
+    return one.what, *counts, one.schedule, *prices, one.asked_by
+
+
+def _longer(one: Alternative, step_seconds: float) -> str:
+    """By which part of the plan's own step that of an alternative is longer; nothing where that is not known."""
+    return f"{100 * (one.step_seconds / step_seconds - 1):+z.0f} %" if step_seconds else ""
+
+
+def _line(one: Alternative, step_seconds: float) -> str:
+    """What an alternative takes, how much longer its step is, and how to ask for it."""
+    longer = _longer(one, step_seconds)
+    by = f" ({longer})" if longer else ""
+    return (
+        f"{one.what.capitalize()}: {counted(one.devices, 'device')}, at most {format_bytes(one.peak_bytes)} on one, "
+        f"{format_seconds(one.step_seconds)} a step{by}: {one.asked_by}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What recomputing and moving tensors does for each stage of a plan, as rows of a table.
+
+_HIDDEN = 1e-4  # the part of a step below which what is added is hidden behind other work
+
+
+def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Table]:
+    """A row for every compaction, with the price of a byte that it frees; no table where there is none."""
+    if compactions:
+        columns = ("stage", "memory is freed by", "layers", "peak", "step", "a GiB costs")
+        yield Table(columns, tuple(_compactions_row(one, step_seconds) for one in compactions))
+
+
+def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
+    freed = f"{'-' if one.freed_bytes > 0 else '+'}{format_bytes(abs(one.freed_bytes))}" if one.freed_bytes else "none"
+    what = one.what if len(one.what) <= 30 else f"{one.what[:29]}\N{HORIZONTAL ELLIPSIS}"
+    head = str(one.stage), what, str(one.layers), freed
+    if abs(one.added_seconds) <= _HIDDEN * step_seconds:
+        return (*head, "hidden", "nothing" if one.freed_bytes > 0 else "-")
+    added = format_seconds(abs(one.added_seconds))
+    price = f"{format_seconds(one.added_seconds / one.freed_bytes * 2**30)}" if one.freed_bytes > 0 else "-"
+    return (*head, f"{'+' if one.added_seconds > 0 else '-'}{added}", price if one.added_seconds > 0 else "-")
+
+
+# ----------------------------------------------------------------------------------------------------
 
 _BAR = 20  # characters
 _SIZES = "parameters", "peak", "of budget", "full", ""
@@ -45,7 +107,7 @@ def stage_table(plan: Plan) -> Table:
     """
     edges = frozenset(plan.profile.edges)
     whole = bool(plan.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in plan.stages)
-    rows = tuple(_row(plan, number, stage, whole=whole) for number, stage in enumerate(plan.stages))
+    rows = tuple(_plan_row(plan, number, stage, whole=whole) for number, stage in enumerate(plan.stages))
     return Table(
         ("stage", "device", "blocks" if whole else "layers", "count", *_SIZES),
         rows,
@@ -110,7 +172,7 @@ def _coupled(plan: Plan) -> Iterator[str]:
         )
 
 
-def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
+def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
     """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
     names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

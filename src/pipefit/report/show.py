@@ -2,28 +2,304 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
-from pipefit.cluster import Cluster
-from pipefit.fits import Fit
-from pipefit.overviews import Overview
-from pipefit.plans import Plan
-from pipefit.post_mortems import PostMortem
-from pipefit.profiles import Measurement, ModelProfile
-from pipefit.program import Program, UncheckedProgram
-from pipefit.report.cluster import describe_cluster
-from pipefit.report.compare import Comparison, describe_comparison
+from pipefit.errors import UsageError
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.report.difference import Difference, describe_difference
-from pipefit.report.fit import describe_fit
-from pipefit.report.overview import describe_overview
+from pipefit.report.fit import describe_fit, describe_overview
 from pipefit.report.plan import describe_plan
 from pipefit.report.post_mortem import describe_post_mortem
-from pipefit.report.profile import describe_measurement, describe_profile
-from pipefit.report.trace import describe_trace
-from pipefit.tables import Block
-from pipefit.texts import counted
-from pipefit.trace import Trace
+from pipefit.report.traces import Comparison, describe_comparison, describe_trace
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Member, MemberKind
+from pipefit.schema.fit import Fit, Overview
+from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.layer_costs import LayerCost, SavedTensor, Work
+from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile, samples
+from pipefit.schema.program import Program, UncheckedProgram
+from pipefit.schema.trace import Trace
+from pipefit.tables import Block, Table
+from pipefit.texts import counted, numbered, shortened
+from pipefit.units import format_bytes, format_flops, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# A cluster as text: its devices, its hosts, and who talks to whom at what rate.
+
+_WIDEST = 17  # members of a matrix that still fits a terminal
+
+
+def describe_cluster(cluster: Cluster) -> list[Block]:
+    """Name, devices, FLOP/s, what processes take besides tensors, hosts and the matrix of link rates."""
+    return [
+        f"{cluster} ({cluster.backend})",
+        _devices(cluster),
+        _flops(cluster),
+        *_overheads(cluster),
+        _hosts(cluster),
+        *_links(cluster),
+    ]
+
+
+def _devices(cluster: Cluster) -> Table:
+    """A row for each run of equal devices."""
+    rows = []
+    for device, run in groupby(range(len(cluster.devices)), key=lambda number: cluster.devices[number]):
+        numbers = list(run)
+        kind = device.kind
+        rows.append(
+            (
+                f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
+                kind.name,
+                format_bytes(device.memory_bytes),
+                f"{kind.memory_bandwidth / 1e9:g} ({100 * kind.bandwidth_reached:.0f} %)",
+                f"{kind.operation_seconds * 1e6:g} us",
+                str(device.host),
+            )
+        )
+    columns = ("devices", "kind", "memory", "GB/s", "an operation", "host")
+    return Table(
+        columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
+    )
+
+
+def _flops(cluster: Cluster) -> Table:
+    """A row for each kind of device and dtype: FLOP/s, and the part of them that estimates reckon with."""
+    kinds = {device.kind.key: device.kind for device in cluster.devices}
+    rows = tuple(
+        (kind.name, dtype, f"{figure / 1e12:g} ({100 * kind.part_of_flops(dtype):.0f} %)")
+        for kind in kinds.values()
+        for dtype, figure in kind.flops.items()
+    )
+    return Table(("kind", "dtype", "TFLOP/s"), rows)
+
+
+def _overheads(cluster: Cluster) -> list[Block]:
+    """A row for each kind of GPU: what a process takes of its memory besides tensors."""
+    kinds = {device.kind.name: device.kind.overheads for device in cluster.devices if cluster.backend == "cuda"}
+    rows = tuple(
+        (
+            name,
+            format_bytes(own.context_bytes),
+            format_bytes(own.communicator_bytes),
+            format_bytes(own.cublas_workspace_bytes),
+        )
+        for name, own in kinds.items()
+    )
+    columns = ("kind", "context", "a communicator", "cuBLAS, a thread")
+    return [Table(columns, rows, title="what a process takes besides tensors")] if rows else []
+
+
+def _hosts(cluster: Cluster) -> Table:
+    rows = tuple(
+        (
+            str(number),
+            format_bytes(host.memory_bytes),
+            "-" if host.memory_bandwidth is None else f"{host.memory_bandwidth / 1e9:g}",
+            format_bytes(host.disk_bytes) if host.disk_bytes else "-",
+        )
+        for number, host in enumerate(cluster.hosts)
+    )
+    return Table(("host", "memory", "GB/s", "disk"), rows)
+
+
+def _links(cluster: Cluster) -> list[Block]:
+    """GB/s one way that copies reach between every two members; a star where bytes go through a host."""
+    members = [
+        *map(Member.device, range(len(cluster.devices))),
+        *map(Member.host, range(len(cluster.hosts))),
+        *(Member(MemberKind.DISK, number) for number, host in enumerate(cluster.hosts) if host.disk_bytes),
+    ]
+    shown = members[:_WIDEST]
+    rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
+    matrix = Table(("GB/s", *map(str, shown)), rows, title="what copies reach, one way (* through a host)")
+    left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
+    return [matrix, *left_out, *_both_ways(cluster)]
+
+
+def _both_ways(cluster: Cluster) -> Iterator[str]:
+    """The links whose directions hinder each other, by how much."""
+    for duplex in sorted({link.duplex for link in cluster.links if link.duplex < 1}):
+        names = ", ".join("-".join(map(str, link.members)) for link in cluster.links if link.duplex == duplex)
+        yield f"while both directions are busy, each reaches {duplex:.0%} of it: {shortened(names)}"
+
+
+def _rate(cluster: Cluster, source: Member, target: Member) -> str:
+    if source == target:
+        return "-"
+    try:
+        rate = cluster.route(source, target).bytes_per_second / 1e9
+    except UsageError:
+        return "-"
+    direct = any(source in link.members and target in link.members for link in cluster.links)
+    return f"{rate:.4g}" if direct else f"{rate:.4g}*"
+
+
+# ----------------------------------------------------------------------------------------------------
+# A profile as text: what every block and layer costs, and what forwards keep for their backwards.
+
+_COLUMNS = ("name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
+
+
+def describe_profile(profile: ModelProfile) -> list[Block]:
+    """The model, what the profile assumes, and tables for every measured microbatch size."""
+    taken = profile.assumptions
+    head = (
+        f"{profile.model}: {profile.parts}, fingerprint {profile.fingerprint.digest}\n"
+        f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
+        f"with torch {taken.torch} and {counted(taken.threads, 'thread')}"
+    )
+    if taken.cpu:
+        head += f"\nkernels measured on {taken.cpu} with {taken.capability}"
+    blocks: list[Block] = [head]
+    for measurement in profile.measurements:
+        if measurement.shares is not None:
+            blocks.append(str(measurement.shares))
+        blocks.append(_blocks(profile, measurement))
+        if copies := measurement.copy_bytes(0, len(measurement.layers)):
+            blocks.append(f"half-precision copies of weights, among the parameters: {format_bytes(copies)}")
+        if len(profile.block_names) < len(profile.layers):
+            blocks.append(_layers(profile, measurement))
+        blocks.append(_saved(profile, measurement))
+    if undivided := tuple((block.name, block.undivided) for block in profile.blocks if block.undivided):
+        blocks.append(Table(("block", "modules, and what parts them nowhere"), undivided, title="not divided"))
+    if profile.kernels.unknown:
+        blocks.append(_unknown(profile.kernels))
+    if profile.additive is not None:
+        blocks.append(_additive(profile, profile.additive))
+    return blocks
+
+
+def describe_measurement(measurement: Measurement) -> list[Block]:
+    """Every kind of layer, with the numbers of the layers of that kind, which have their names in a profile."""
+    numbers = [
+        numbered([layer for layer, kind in enumerate(measurement.layers) if kind == one])
+        for one in range(len(measurement.kinds))
+    ]
+    rows = [_layer_row(layers, "", cost) for layers, cost in zip(numbers, measurement.kinds, strict=True)]
+    table = Table(("layers", *_COLUMNS), (*rows, _layer_row("", "(loss)", measurement.loss)))
+    return [f"a microbatch of {counted(measurement.microbatch_size, 'sample')}", table]
+
+
+def _unknown(memory: KernelMemory) -> Table:
+    """Operations that could not be measured: where one of them runs, the peak is without its kernel's workspace."""
+    rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
+    return Table(("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside")
+
+
+def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
+    """The two numbers that training runs measured for every block."""
+    named = enumerate(zip(profile.block_names, costs.mem_isolated, costs.mem_added, strict=True))
+    rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
+    return Table(
+        (profile.part, "name", "alone", "added"),
+        tuple(rows),
+        title=f"peaks of training runs: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
+    )
+
+
+def _signed(nbytes: int) -> str:
+    return f"-{format_bytes(-nbytes)}" if nbytes < 0 else format_bytes(nbytes)
+
+
+def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What every block would cost as a stage; equal ones in a row share a row, which tells what each of them costs."""
+    band = Ranges(measurement, profile.edges).band(1)
+    rows = []
+    for first, count in _runs(profile, measurement):
+        costs = measurement.costs[profile.edges[first] : profile.edges[first + 1]]
+        number, name = str(first), profile.block_names[first]
+        if count > 1:
+            number, name = f"{first}-{first + count - 1}", f"{name} .. {profile.block_names[first + count - 1]}"
+        sizes = (
+            sum(cost.static_bytes for cost in costs),
+            sum(cost.state_bytes for cost in costs),
+            int(band.retained[0, first]),
+            sum(value.nbytes for value in costs[-1].outputs),
+            int(band.forward_peak[0, first]),
+        )
+        module = costs[0].module if len(costs) == 1 else counted(len(costs), "layer")
+        work = (_sum([cost.forward for cost in costs]), _sum([cost.backward for cost in costs]))
+        rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
+    rows.append(_layer_row("", "(loss)", measurement.loss))
+    size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
+    along = " with sequence parallelism" if measurement.sequences else ""
+    of_rank = f", on one of {measurement.tensor} tensor-parallel ranks{along}" if measurement.tensor > 1 else ""
+    return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}{of_rank}; each {profile.part}")
+
+
+def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What every layer costs; of equal blocks in a row, the layers of the first."""
+    rows = [
+        _layer_row(str(number), profile.layers[number], measurement.costs[number])
+        for first, _ in _runs(profile, measurement)
+        for number in range(profile.edges[first], profile.edges[first + 1])
+    ]
+    return Table(("layer", *_COLUMNS), tuple(rows), title="layers, of equal blocks those of the first")
+
+
+def _runs(profile: ModelProfile, measurement: Measurement) -> Iterator[tuple[int, int]]:
+    """Equal blocks in a row: the number of the first of them, and how many they are."""
+    first = 0
+    for _, equal in groupby(measurement.layers[start:stop] for start, stop in pairwise(profile.edges)):
+        count = len(list(equal))
+        yield first, count
+        first += count
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    seconds = [work.seconds for work in works if work.seconds is not None]
+    return Work(
+        flops=sum(work.flops for work in works),
+        moved_bytes=sum(work.moved_bytes for work in works),
+        seconds=sum(seconds) if len(seconds) == len(works) else None,
+    )
+
+
+def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:
+    sizes = (
+        cost.static_bytes,
+        cost.state_bytes,
+        cost.saved_bytes,
+        sum(value.nbytes for value in cost.outputs),
+        cost.forward_peak_bytes,
+    )
+    return number, name, cost.module, *map(format_bytes, sizes), _work(cost.forward), _work(cost.backward)
+
+
+def _work(work: Work) -> str:
+    """Seconds where they were measured, otherwise floating-point operations."""
+    return format_flops(work.flops) if work.seconds is None else format_seconds(work.seconds)
+
+
+def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What each kind of layer saves, by operation, dtype and storage: masks and score matrices show here."""
+    rows = []
+    for number, cost in enumerate((*measurement.kinds, measurement.loss)):
+        example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
+        groups: dict[tuple[str, str, str], list[SavedTensor]] = defaultdict(list)
+        for tensor in cost.saved:
+            groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
+        rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
+    columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
+    return Table(columns, tuple(rows), title="saved for backward", spare=("module", "largest", "tensors"))
+
+
+def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
+    """How many, their bytes, and those of the largest. Tensors that share a storage of the layer's count once."""
+    sizes: dict[object, int] = {}
+    for tensor in tensors:
+        key = tensor.origin if tensor.origin.kind in ("own", "input") else tensor.index
+        sizes[key] = max(sizes.get(key, 0), tensor.nbytes)
+    return str(len(tensors)), format_bytes(sum(sizes.values())), format_bytes(max(sizes.values()))
+
+
+# ----------------------------------------------------------------------------------------------------
 
 Shows = (
     Cluster | Comparison | Difference | Fit | Measurement | ModelProfile | Overview | Plan | PostMortem | Program

@@ -1,8 +1,8 @@
 """Executes programs: over fake tensors (the dry run), in one process, or in one worker process per device."""
 
-from pipefit.runtime.comparison import certify_numbers
-from pipefit.runtime.dry_run import certify
-from pipefit.runtime.restarts import train
+from pipefit.runtime.checks.comparison import certify_numbers
+from pipefit.runtime.dry_run.certify import certify
+from pipefit.runtime.launch.restarts import train
 from pipefit.runtime.trainer import Trainer
 
 __all__ = ["Trainer", "certify", "certify_numbers", "train"]

@@ -14,18 +14,17 @@ from pipefit.capture.model import build_chain
 from pipefit.capture.random_state import seed_torch
 from pipefit.capture.sample import pair
 from pipefit.capture.task import Task
-from pipefit.meter import MemoryMeter
-from pipefit.plans import Plan
-from pipefit.profiles import Target
-from pipefit.runtime.assembly import assemble
-from pipefit.runtime.batches import cut_batch
+from pipefit.lowering import distinct_steps, step_programs
+from pipefit.measure import MemoryMeter
+from pipefit.runtime.checks.plan_check import check_casts, check_model
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.batches import cut_batch
+from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
+from pipefit.runtime.engine.replicas import Source, Sources
+from pipefit.runtime.engine.site import Site
 from pipefit.runtime.hardware import check_backwards
-from pipefit.runtime.in_turn import run_in_turn
-from pipefit.runtime.no_peers import NoPeers
-from pipefit.runtime.plan_check import check_casts, check_model
-from pipefit.runtime.replicas import Source, Sources
-from pipefit.runtime.site import Site
-from pipefit.schedule import distinct_steps, step_programs
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Target
 
 _SEED = 0  # of values that mean nothing
 

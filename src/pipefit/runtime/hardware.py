@@ -3,21 +3,104 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from pipefit.cluster import Cluster
-from pipefit.cost.communicators import communicators
-from pipefit.errors import UsageError
-from pipefit.fake.target import follows_fake_streams
-from pipefit.meter import MemoryMeter
-from pipefit.meter.cpu import Meter
-from pipefit.meter.cuda import CudaMeter
-from pipefit.meter.kernels import Kernels
-from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.errors import UsageError, all_lines, no_memory
+from pipefit.fake_cuda.target import follows_fake_streams
+from pipefit.measure import MemoryMeter
+from pipefit.measure.cpu import Meter, OverCap
+from pipefit.measure.cuda import CudaMeter
+from pipefit.measure.kernels import Kernels
+from pipefit.memory.arenas import communicators
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.schema.trace import CATEGORIES, Category, MemorySample
+
+# ----------------------------------------------------------------------------------------------------
+# What memory this host has to spare, for what runs beside the training.
+
+_MEMINFO, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
+    """Bytes that a process may still take: of the machine, and of the container that it is in.
+
+    Where the system does not tell what is free, half of the memory that it has.
+    """
+    free = _number(meminfo, r"MemAvailable:\s+(\d+) kB")
+    machine = free * 1024 if free is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = _number(container / "memory.max", r"(\d+)"), _number(container / "memory.current", r"(\d+)")
+    if limit is None or used is None:
+        return machine
+    files = _number(container / "memory.stat", r"inactive_file (\d+)") or 0  # given up when memory is needed
+    return min(machine, limit - used + files)
+
+
+def _number(path: Path, pattern: str) -> int | None:
+    """The first number in a file behind what `pattern` says; None where there is none."""
+    try:
+        found = re.search(pattern, path.read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Out of memory, whoever says it: torch's allocator, or a library that asks the driver for memory by itself.
+#
+# cuBLAS, cuDNN, NCCL and others allocate a part of their memory outside of torch. Where the device has none
+# left, they fail with errors of their own, which torch passes on as a plain `RuntimeError`:
+# "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", or "ncclUnhandledCudaError: Call to CUDA
+# function failed. Cuda failure 2 'out of memory'".
+
+_ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)\b")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Moment(NamedTuple):
+    """A device that has run out: what it would have held with what was asked for, and what that was, 0 if unknown."""
+
+    sample: MemorySample
+    asked_bytes: int
+
+
+def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: float) -> Moment | None:
+    """The moment at which an error says that memory ran out, in the action that a meter has begun; None without one.
+
+    A meter of our own has counted what was asked for; torch's allocator says it, in two digits, and has not.
+    """
+    if meter is None:
+        return None
+    sample = meter.end(step, seconds)
+    if isinstance(error, OverCap):
+        return Moment(sample, error.asked_bytes)
+    said = _ASKED.search(str(error))
+    asked = round(float(said[1]) * _UNITS[said[2]]) if said else 0
+    temporary = CATEGORIES.index(Category.TEMPORARY)
+    counted = (nbytes + asked * (place == temporary) for place, nbytes in enumerate(sample.bytes))
+    return Moment(replace(sample, bytes=tuple(counted)), asked)  # type: ignore[arg-type]
+
+
+def named(error: BaseException, device: int, action: str) -> str:
+    """What an error says of memory that ran out at an action, with the device; our own meters name it themselves."""
+    if isinstance(error, OverCap):
+        return str(error)
+    return f"device {device} ran out of memory at {action}: {all_lines(error)}"
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or no_memory(error)
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,22 +29,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.constants import constants
-from pipefit.capture.copying import copied
+from pipefit.capture.copying import constants, copied
 from pipefit.capture.model import built, capture
 from pipefit.capture.random_state import put_back, seed_torch
-from pipefit.capture.refused_modules import refuse_meta, refuse_without_memory
+from pipefit.capture.refused import refuse_meta, refuse_without_memory
 from pipefit.capture.sample import Sample
 from pipefit.capture.storages import flat, storage_key
 from pipefit.capture.task import Task
-from pipefit.cost.communicators import tensor_groups
 from pipefit.errors import PipefitError
-from pipefit.fake.chain import built_without_bytes, faked
-from pipefit.fake.target import FakeTarget
-from pipefit.plans import Plan
-from pipefit.runtime.lost import lost
-from pipefit.runtime.representatives import kept_layers
-from pipefit.runtime.token import check_members
+from pipefit.fake_cuda.chain import built_without_bytes, faked
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.memory.arenas import tensor_groups
+from pipefit.runtime.comm.transport import check_members
+from pipefit.runtime.dry_run.devices import kept_layers
+from pipefit.runtime.engine.tensor_groups import lost
+from pipefit.schema.plan import Plan
 
 _PIECE_BYTES = 64 << 20  # between two signs of life
 _PATIENCE = timedelta(days=1)  # building may take any time, and a worker that ends breaks the connection

@@ -19,50 +19,117 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from pipefit.capture.caller import on_a_copy, recording, refuse_elsewhere, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
-from pipefit.checkpoints.owner import Owner
-from pipefit.errors import UsageError
-from pipefit.meter.kernels import Kernels
-from pipefit.plans import Plan
-from pipefit.program import Program
-from pipefit.readable import path_of
-from pipefit.runtime.assembly import assemble
-from pipefit.runtime.batches import Cut
-from pipefit.runtime.callbacks import Callback
-from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
-from pipefit.runtime.comparison import Comparisons
-from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.execution import Execution
+from pipefit.checkpoints.hold import Owner
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.lowering import Entered, loss_delay, step_programs
+from pipefit.measure.kernels import Kernels
+from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.checkpoint.checkpointing import Checkpointing, OnFailedSave
+from pipefit.runtime.checkpoint.saver import OnSave, Saved
+from pipefit.runtime.checks.comparison import Comparisons
+from pipefit.runtime.checks.loss import check_left_out
+from pipefit.runtime.checks.plan_check import TRAINED, check_casts, check_frozen, check_model, frozen_in, warn_elsewhere
+from pipefit.runtime.comm.joining import connected, groups_of, joins_workers
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.batches import Cut, Programs
+from pipefit.runtime.engine.execution import Execution, Result
+from pipefit.runtime.engine.replicas import trained_sources
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.hardware import Hardware, check_backwards
 from pipefit.runtime.initial_weights import OnWeights, start_of
-from pipefit.runtime.joining import connected, groups_of, joins_workers
-from pipefit.runtime.lending import lending_trace
-from pipefit.runtime.loss_check import check_left_out
-from pipefit.runtime.naming import Names
-from pipefit.runtime.plan_check import check_casts, check_frozen, check_model, frozen_in
-from pipefit.runtime.programs import Programs
-from pipefit.runtime.remains import add_post_mortem
-from pipefit.runtime.replicas import trained_sources
-from pipefit.runtime.reports import Untold, report_of
-from pipefit.runtime.results import Result
-from pipefit.runtime.saver import OnSave, Saved
-from pipefit.runtime.site import Site
-from pipefit.runtime.stage import StageRunner
-from pipefit.runtime.state import StageState
+from pipefit.runtime.offload.lending import lending_trace
+from pipefit.runtime.state import Names, StageState
 from pipefit.runtime.whole_module import WholeModule, takes_apart
-from pipefit.schedule import Entered, loss_delay, step_programs
+from pipefit.schema.file_access import path_of
+from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.program import Program
+from pipefit.schema.trace import Trace
+from pipefit.schema.validation import LONGEST_SECONDS, instance, number, seed_number, whole
 from pipefit.texts import counted
-from pipefit.trace import Trace
-from pipefit.validation import LONGEST_SECONDS, instance, number, seed_number, whole
+
+# ----------------------------------------------------------------------------------------------------
+# What is told of a step: a report for callbacks, whose loss may still be on its way between the workers.
+
+
+class Untold(NamedTuple):
+    """A step whose loss has not been returned yet, with a report that lacks loss and peaks."""
+
+    result: Result
+    report: StepReport
+
+    def tell(self, callbacks: Sequence[Callback]) -> float:
+        """The loss, when all workers have told theirs; callbacks learn of it too."""
+        loss, peaks = self.result.joined()
+        for callback in callbacks:
+            callback(replace(self.report, loss=loss, peak_bytes=peaks))
+        return loss
+
+
+def report_of(stage: StageRunner, step: int, seconds: float, samples: int) -> StepReport:
+    """The report of a step that `stage` has just ended, without loss and peaks."""
+    agreement = stage.agreement
+    scale = None if agreement is None else agreement.scale
+    rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
+    return StepReport(
+        step=step,
+        loss=float("nan"),
+        seconds=seconds,
+        samples_per_second=samples / seconds,
+        learning_rate=None if rate is None else float(rate),
+        peak_bytes={},
+        gradient_norm=None if agreement is None else agreement.norm,
+        loss_scale=None if scale is None else scale.value,
+        skipped=agreement is not None and agreement.overflow,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a training that ran out of memory leaves: the post-mortem that its error brings along.
+
+
+def add_post_mortem(
+    error: BaseException, plan: Plan, runners: Sequence[DeviceRunner], step_seconds: Sequence[float]
+) -> None:
+    """Add to an error what was there as a device of this process ran out of memory, if one did at an action.
+
+    With it are the traces of all devices of the process; those of other workers end with them.
+    """
+    if not isinstance(error, OutOfMemory):
+        return
+    for runner in runners:
+        if (moment := runner.record.ran_out) is None:
+            continue
+        runner.record.ran_out = None
+        sizes = plan.cluster.devices
+        error.post_mortem = PostMortem(
+            plan=plan,
+            trace=Trace(
+                source="measured",
+                steps=len(step_seconds),
+                devices=tuple(one.trace(sizes[one.number].memory_bytes) for one in runners),
+                step_seconds=tuple(step_seconds),
+            ),
+            device=runner.number,
+            moment=moment.sample,
+            asked_bytes=moment.asked_bytes,
+            sentence=str(error),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -79,7 +146,7 @@ class Trainer:
         callbacks: called with a `StepReport` after every step.
         numbers: whether a traced model is compared with its chain at the start, two steps of the plan with plain
             training, and layers that ranks divide with whole ones, if the host has the memory to spare and it takes
-            no longer than seconds (`runtime.comparison`). Of several workers the first does, and the first with
+            no longer than seconds (`runtime.checks.comparison`). Of several workers the first does, and the first with
             shards; `not_compared` says there why it did not.
         share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.

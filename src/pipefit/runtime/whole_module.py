@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipefit.decisions import State, What
-from pipefit.plans import Plan
-from pipefit.runtime.checkpointing import Checkpointing
-from pipefit.runtime.plan_check import check_frozen
-from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.checkpoint.checkpointing import Checkpointing
+from pipefit.runtime.checks.plan_check import check_frozen
+from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.schema.decisions import State, What
+from pipefit.schema.plan import Plan
 
 
 def takes_apart(plan: Plan) -> bool:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
-from pipefit.layer_costs import GradientOrigin, Origin, Span
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
-from pipefit.profiles import Measurement
+from pipefit.schema.layer_costs import GradientOrigin, Origin, Span
+from pipefit.schema.profile import Measurement
 from range_account import range_account
 from sampled import seeds
 

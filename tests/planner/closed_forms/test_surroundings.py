@@ -21,16 +21,16 @@ from made_up import (
     value,
 )
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Span
+from pipefit.lowering import ENDLESS, SCHEDULES
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import _Walk, surroundings, whole_stage_order
-from pipefit.plans import Plan
-from pipefit.profiles import Measurement
-from pipefit.schedule import ENDLESS, SCHEDULES
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.simulator import Simulation
-from pipefit.trace import Category
+from pipefit.schema.layer_costs import Span
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.trace import Category
+from pipefit.simulate import Simulation
 from sampled import seeds
 
 

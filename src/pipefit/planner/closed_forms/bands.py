@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.closed_forms.surroundings import Surroundings
+from pipefit.schema.actions import FORWARDS, Kind
 
 Ints = NDArray[np.int64]
 

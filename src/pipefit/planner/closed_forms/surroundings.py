@@ -14,15 +14,15 @@ from functools import cache
 from operator import ge
 from typing import NamedTuple
 
-from pipefit.actions import FORWARDS, UPDATES, Action, Kind
-from pipefit.cost.versions import StageVersions
-from pipefit.decisions import ALL_MICROBATCHES
 from pipefit.errors import UsageError
-from pipefit.program import shifted
-from pipefit.schedule import ENDLESS, distinct_steps_of, schedule_named
-from pipefit.schedule.communication import is_backward_of
-from pipefit.schedule.recompute_settings import Recompute, recomputed_microbatches
-from pipefit.training import Versions
+from pipefit.lowering import ENDLESS, distinct_steps_of, schedule_named
+from pipefit.lowering.passes.communication import is_backward_of
+from pipefit.lowering.passes.recomputation import Recompute, recomputed_microbatches
+from pipefit.memory.weight_versions import StageVersions
+from pipefit.schema.actions import FORWARDS, UPDATES, Action, Kind
+from pipefit.schema.decisions import ALL_MICROBATCHES
+from pipefit.schema.program import shifted
+from pipefit.schema.training import Versions
 
 
 class Surroundings(NamedTuple):

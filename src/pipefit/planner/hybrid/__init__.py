@@ -1,15 +1,7 @@
 """Stages on grids of devices: the exact search over where the model is cut and the degree of every stage."""
 
-from pipefit.planner.hybrid.fitting import fastest
-from pipefit.planner.hybrid.least import Least
-from pipefit.planner.hybrid.search import (
-    Hybrid,
-    Search,
-    budget_level,
-    candidates,
-    leanest,
-    searches,
-)
+from pipefit.planner.hybrid.fastest import Least, fastest
+from pipefit.planner.hybrid.search import Hybrid, Search, budget_level, candidates, leanest, searches
 
 __all__ = [
     "Hybrid",

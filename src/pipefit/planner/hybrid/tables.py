@@ -15,24 +15,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.collectives import Group, Line
-from pipefit.cost.time import layer_seconds
-from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
-from pipefit.grids import Sharding
-from pipefit.layer_costs import Value
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import Band, Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.divided import least
+from pipefit.planner.hybrid.divided_state import least
 from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way, banded
-from pipefit.planner.prices import ranges
-from pipefit.planner.question import Question
-from pipefit.profiles import Measurement
-from pipefit.rows import dimensions
-from pipefit.schedule.recompute_settings import Recompute
-from pipefit.sharing import SharedParameter
+from pipefit.planner.problem import Question
+from pipefit.schema.devices import DeviceKind
+from pipefit.schema.grids import Sharding, dimensions
+from pipefit.schema.layer_costs import SharedParameter, Value
+from pipefit.schema.profile import Measurement
+from pipefit.timing import Group, Line, layer_seconds
 
 
 class Passes(NamedTuple):

@@ -14,28 +14,22 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
-from pipefit.fits import Fit
-from pipefit.plans import Plan
-from pipefit.post_mortems import PostMortem
-from pipefit.report.alternatives import priced
-from pipefit.report.compare import Comparison, compare, describe_comparison
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
-from pipefit.report.page.growth import growth
-from pipefit.report.page.lesson import lesson
+from pipefit.report.page.charts import growth, lesson, topology, traffic
 from pipefit.report.page.scenes import KINDS, packed, scene
-from pipefit.report.page.topology import topology
-from pipefit.report.page.traffic import traffic
-from pipefit.report.plan import describe_plan, freed, head, predicted_seconds, sentences, stage_table
-from pipefit.report.post_mortem import categories, filled, largest, layers
-from pipefit.report.remedies import describe_remedies
-from pipefit.report.trace import describe_trace
-from pipefit.simulator import simulate
-from pipefit.simulator.contents import all_contents
+from pipefit.report.plan import describe_plan, freed, head, predicted_seconds, priced, sentences, stage_table
+from pipefit.report.post_mortem import categories, describe_remedies, filled, largest, layers
+from pipefit.report.traces import Comparison, compare, describe_comparison, describe_trace
+from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
+from pipefit.schema.fit import Fit
+from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.trace import CATEGORIES, Trace
+from pipefit.simulate import simulate
+from pipefit.simulate.simulation import all_contents
 from pipefit.tables import Table, html
 from pipefit.texts import counted, numbered
-from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_DECISIONS, _MOST_STRETCHES = 200, 40

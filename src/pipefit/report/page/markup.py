@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
+from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.tables import kept_together
 from pipefit.texts import printable
-from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes
 
 _MANY = 16  # devices, of which bars that are alike are folded

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pipefit.actions import RECEIVES, SENDS, Action, Kind, parse_action
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.report.page.markup import scale
+from pipefit.schema.actions import RECEIVES, SENDS, Action, Kind, parse_action
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.trace import CATEGORIES, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.texts import shortened
-from pipefit.trace import CATEGORIES, DeviceTrace, Event, MemorySample, Stream, Trace
 
 _TICKS = 10_000_000
 MOST = 100_000  # events, and as many samples of memory

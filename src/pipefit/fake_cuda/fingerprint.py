@@ -1,0 +1,287 @@
+"""Makes the fingerprint of a task from the task and its chain.
+
+Layers that were written as modules are described by their class and settings, traced ones by their operations, and the
+loss by the functions that one forward over fake tensors calls. Numbers in traced operations may depend on the
+microbatch size, as lengths and means over samples do, so they are kept apart as `sizes`, which belong to a measurement.
+No tensor's values are read; a hundred layers take milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.caller import left_as_found
+from pipefit.capture.chain import Chain, ChainLayer, layout, module_settings
+from pipefit.capture.graph_layer import GraphLayer, wholes
+from pipefit.capture.task import Task
+from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.schema.profile import Fingerprint, Measurement, digest
+from pipefit.schema.training import Precision
+from pipefit.texts import dtype_name, kind_of
+
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+_DIGITS = 12  # of a layer's digest
+_DEEPEST = 3  # objects within objects among a module's settings
+
+
+class Fingerprinted(NamedTuple):
+    """A fingerprint, and a digest of the numbers in operations at the microbatch size of the chain."""
+
+    fingerprint: Fingerprint
+    sizes: str
+
+
+def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
+    """The fingerprint of `task`, whose chain is `chain`, without the loss.
+
+    Make it before any layer is run, because some layers count their calls.
+
+    Raises:
+        UsageError: the model computes in a precision that pipefit does not know.
+    """
+    layers = [_operations(layer) for layer in chain.layers]
+    optimizer = _optimizer(task)
+    found = Fingerprint(
+        layers=tuple(digest(operations, _DIGITS) for operations, _ in layers),
+        parameters=tuple(digest(_tensors(layer.module), _DIGITS) for layer in chain.layers),
+        shared=tuple(_shared(chain)),
+        inputs=tuple(sorted(chain.inputs.texts)),
+        targets=() if chain.targets is None else tuple(sorted(chain.targets.texts)),
+        loss="",
+        precision=precision_of(task, chain),
+        optimizer=type(optimizer).__qualname__,
+        options=options(optimizer.defaults),
+        groups="" if task.groups is None else digest(repr(list(_groups(task, chain))), _DIGITS),
+        lengths=chain.inputs.lengths,
+    )
+    return Fingerprinted(found, digest(repr([sizes for _, sizes in layers])))
+
+
+def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
+    """`made` with the loss, which is run once, over fake tensors of the shapes that `measurement` says it is given.
+
+    Raises:
+        UsageError: the loss fails on them.
+    """
+    loss, sizes = _loss(chain, measurement)
+    return Fingerprinted(replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes))))
+
+
+def precision_of(task: Task, chain: Chain) -> Precision:
+    """The task's precision; where it names none, that of most elements of parameters.
+
+    Raises:
+        UsageError: one that pipefit does not know.
+    """
+    if task.precision is not None:
+        return task.precision
+    elements = Counter[str]()
+    for parameter in nn.ModuleList(layer.module for layer in chain.layers).parameters():
+        elements[dtype_name(parameter.dtype)] += parameter.numel()
+    dtypes = [dtype for dtype, _ in elements.most_common()] or ["float32"]
+    known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
+    if not known:
+        raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
+    return cast(Precision, known[0])
+
+
+def options(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Options of an optimizer in words: what changes its bytes or its kernels. The learning rate does not, and of other
+    numbers it matters whether they are zero.
+    """
+    wanted = {name: value for name, value in values.items() if name != "lr" or isinstance(value, Tensor)}
+    return tuple(f"{name}={_option(value)}" for name, value in sorted(wanted.items()))
+
+
+# ---------------------------------------------------------------- the model
+
+
+def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
+    """What a layer does, without the numbers in its traced operations; and those."""
+    module, sizes = layer.module, list[str]()
+    if isinstance(module, GraphLayer):
+        inside = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
+        operations = _without_numbers(module.pipefit_code.operations, sizes)
+        what: object = (type(module).__qualname__, operations, *inside)
+    else:
+        what = _plain(module_settings(module, _described))
+    return repr((layer.name, _plain(layer.autocast), what)), sizes
+
+
+def _without_numbers(code: str, taken: list[str]) -> str:
+    """`code` with all numbers added to `taken` and replaced, but for `0.0`, the rate of a dropout that drops none."""
+
+    def replaced(found: re.Match[str]) -> str:
+        taken.append(found.group())
+        is_nothing = not found.group().isdigit() and float(found.group()) == 0
+        return found.group() if is_nothing else "#"
+
+    return _NUMBER.sub(replaced, code)
+
+
+def _tensors(module: nn.Module) -> str:
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return repr([(name, _plain(layout(tensor))) for name, tensor in named])
+
+
+def _shared(chain: Chain) -> Iterator[str]:
+    for shared in chain.shared:
+        yield " = ".join(f"{chain.layers[number].name}.{name}" for number, name in shared.places)
+
+
+def _plain(value: object) -> object:
+    """Settings without classes and devices: equal texts in every process, wherever the tensors are."""
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, torch.device):
+        return "a device"
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value
+
+
+def _described(value: Any, depth: int = 0) -> object:
+    """A setting that is no plain value: functions by name, objects by class and what they hold."""
+    if isinstance(value, Tensor):  # whether one that a forward computes and keeps requires a gradient changes in time
+        return _plain((tuple(value.shape), value.stride(), value.dtype))
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(key), repr(_inner(item, depth))) for key, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(repr(_inner(item, depth)) for item in value))
+    if isinstance(value, functools.partial):
+        return _described(value.func), _inner((value.args, value.keywords), depth)
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    if isinstance(value, Enum | nn.Module) or not hasattr(value, "__dict__") or callable(value) or depth == _DEEPEST:
+        return str(value) if isinstance(value, Enum) else name
+    return name, _described({key: item for key, item in vars(value).items() if not key.startswith("_")}, depth + 1)
+
+
+def _inner(value: Any, depth: int) -> object:
+    if isinstance(value, tuple | list):
+        return tuple(_inner(item, depth) for item in value)
+    if isinstance(value, int | float | str | bytes | complex | None | type | torch.dtype | torch.device):
+        return _plain(value)
+    return _described(value, depth + 1)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down every function of torch that is called: its name, dtypes and settings; numbers and shapes apart.
+
+    Without named arguments torch hands over None or an empty mapping, as Python called: under a profiler the latter.
+    The kernels that a function runs in turn depend on how its arguments lie: `contiguous` copies a part of each of
+    several samples, and not that of a single one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[object] = []
+        self.sizes: list[object] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = resolve_name(func) or getattr(func, "__qualname__", str(func))
+        named = kwargs or {}
+        self.operations.append((name, [self._argument(leaf) for leaf in pytree.tree_leaves((args, named))]))
+        return func(*args, **named)
+
+    def _argument(self, leaf: Any) -> object:
+        if isinstance(leaf, Tensor):
+            self.sizes.append(tuple(leaf.shape))
+            return dtype_name(leaf.dtype), leaf.ndim
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            self.sizes.append(leaf)
+            return "0" if leaf == 0 and isinstance(leaf, float) else "#"
+        return _inner(leaf, 0)
+
+
+def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
+    """The operations of the loss in one forward, and their sizes.
+
+    Raises:
+        UsageError: the loss fails.
+    """
+    if chain.criterion is None:
+        return "the model's own", ""
+    count = len(measurement.costs[-1].outputs)
+    with FakeTarget("cpu"):
+        values = [
+            torch.empty(v.shape, dtype=getattr(torch, v.dtype), requires_grad=v.requires_grad)
+            for v in measurement.loss.inputs
+        ]
+        with (
+            left_as_found(chain.criterion),
+            torch.enable_grad(),
+            _Recorder() as recorder,
+        ):  # the mode around is no part of it
+            try:
+                chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
+            except PipefitError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"the loss of {chain.name} fails on values of the shapes that the model returned as it was "
+                    f"profiled ({in_one_line(error)}): give the loss that it was profiled with, or profile it again"
+                ) from error
+    return repr(recorder.operations), repr(recorder.sizes)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def _optimizer(task: Task) -> torch.optim.Optimizer:
+    """The optimizer of one parameter without elements, which is a matrix, because Muon takes no others.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    with FakeTarget("cpu"):
+        try:
+            made = task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
+        except Exception as error:
+            raise UsageError(
+                f"the optimizer of {task.name} cannot be made of a group with one parameter ({in_one_line(error)}): "
+                "give a function of parameter groups that takes any, such as its class"
+            ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer of {task.name} is a function that returns {kind_of(made)}: it must return a torch.optim "
+            "optimizer of the parameter groups that it is given"
+        )
+    return made
+
+
+def _option(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_option, value))})"
+    if isinstance(value, float) or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
+        return "0" if value == 0 else "nonzero"
+    return "a tensor" if isinstance(value, Tensor) else str(_inner(value, 0))
+
+
+def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str, ...]]]:
+    """Of every trained parameter: layer, name, which of the layer's groups it is in, and that group's options."""
+    assert task.groups is not None
+    for number, layer in enumerate(chain.layers):
+        met: list[dict[str, Any]] = []
+        for (name, parameter), (called, _) in zip(layer.module.named_parameters(), layer.named_parameters, strict=True):
+            if parameter.requires_grad:
+                wanted = task.groups(called, parameter)
+                if wanted not in met:
+                    met.append(wanted)
+                yield number, name, met.index(wanted), options(wanted)

@@ -1,0 +1,526 @@
+"""Fake devices: a profile or a dry run builds the model there, and their kernels decide what autograd saves.
+
+    with FakeTarget("cuda") as fake:
+        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then `.to(fake.device)`
+        loss = model(fake.fake(batch)).sum()
+        loss.backward()                                             # no bytes, no GPU: shapes, strides, storages
+
+Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cuda` follows CUDA's: dropout saves a
+boolean mask, normalisations float32 statistics, attention is fused (`attention_choice`), RNN cells are fused,
+optimizers and gradient clipping take their foreach path.
+
+Its fake tensors are on `fakecuda:0`. This is the one device type that torch leaves open for others (PrivateUse1),
+registered from Python. Torch's C++ code treats such a device like CUDA almost everywhere, which could not be achieved
+by replacing Python functions. What it does for CUDA alone is done here too: the choices of `attention_choice` and
+`cuda_choices`, and autocast (`autocast`). Where the machine has a GPU nothing is asked of it: the answers are the same
+on every machine, no context is made there, and no random generator of the caller's changes.
+
+The first `cuda` target registers the device type for the rest of the process. Then `torch.accelerator.is_available()`
+is false and `device_count()` zero, and `current_accelerator()` is `fakecuda`. Autograd has streams for that accelerator
+alone: in such a process a backward on a real GPU fails. Hence `apart`, and `check_backwards` of `runtime/hardware`.
+
+Not imitated:
+
+- memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
+- reserves of kernels that last until backward: in place of cuDNN's, RNNs save what the fused cells save, and batch norm
+  nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
+- branches of torch's C++ code on `tensor.is_cuda`, which is false there on `fakecuda`, but for those that are known to
+  matter; the choices for CUDA under `torch.inference_mode`.
+
+An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
+Of operations that depend on values something is assumed (`by_value`).
+
+`tests/test_private_torch.py` tells which files use torch's private interfaces to fake devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, _meta_registrations, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+)
+from torch.optim import optimizer as optim_optimizer
+from torch.utils import _foreach_utils, backend_registration
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pipefit.capture.by_value import assumed, is_named, unknown
+from pipefit.capture.cuda_autocast import CudaCasts, as_on_cuda
+from pipefit.capture.exporting import no_negative_variance, without_gpus
+from pipefit.errors import UsageError
+from pipefit.fake_cuda.attention_choice import cuda_attention
+from pipefit.fake_cuda.results import Known, QuickFakeMode
+from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.profile import Target
+from pipefit.texts import dtype_name
+
+# ----------------------------------------------------------------------------------------------------
+# What torch decides by asking whether a tensor is on `cuda`, decided for `fakecuda` in the same way.
+#
+# - The shapes of some results, and what some operators keep for backward (`logsigmoid`, `embedding_bag`, transforms):
+#   torch's Python code for fake tensors asks `is_cuda`, or `device_hint`. So does the code of models.
+# - `softmax` of float16 into float32, which on CUDA is one kernel, and elsewhere a conversion and a kernel.
+# - Operators that are composed of others on devices without a kernel of their own, which CUDA has (`KERNELS`).
+# - Attention has a file of its own (`attention_choice`).
+#
+# Torch's C++ code asks too; what else it decides so is not known to matter.
+
+aten = torch.ops.aten
+KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
+
+
+def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`softmax` as its CUDA path composes it."""
+    return _normalised(aten._softmax.default, x, dim, dtype)
+
+
+def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`log_softmax` as its CUDA path composes it."""
+    return _normalised(aten._log_softmax.default, x, dim, dtype)
+
+
+def _normalised(kernel: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    half_to_float = x.dtype == torch.float16 and dtype == torch.float32
+    found: Tensor = kernel(x if half_to_float or dtype is None else x.to(dtype), dim, half_to_float)
+    return found
+
+
+def kernel(*_: object, **__: object) -> None:
+    """Stands for a kernel of CUDA's: that there is one decides, and fake tensors never reach it."""
+    raise NotImplementedError("a kernel of a device without bytes")
+
+
+@contextmanager
+def counting_as_cuda(device_type: str) -> Iterator[None]:
+    """Inside, Python code that asks a fake tensor of that device type whether it is on `cuda` hears that it is."""
+
+    def is_cuda(tensor: FakeTensor) -> bool:
+        return tensor.device.type in ("cuda", device_type)
+
+    def device_hint(tensor: Any) -> str:
+        found: str = hint(tensor)
+        return "cuda" if found == device_type else found
+
+    hint = _meta_registrations.device_hint
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda)))
+        stack.enter_context(mock.patch.object(_meta_registrations, "device_hint", device_hint))
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------
+# Products of tensors of different dtypes, refused over fake tensors as the real kernels refuse them.
+#
+# torch's rules for the shapes of products do not look at dtypes, so that a float32 batch would pass through a
+# float64 model in a profile, and fail when it is trained.
+
+
+_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.convolution.default,
+    }
+)
+
+
+def check_product(func: Any, args: tuple[Any, ...]) -> None:
+    """Check that the tensors in a product have one dtype.
+
+    Raises:
+        TypeError: they have several.
+    """
+    if func in _PRODUCTS:
+        dtypes = dict.fromkeys(dtype_name(arg.dtype) for arg in args if isinstance(arg, Tensor))
+        if len(dtypes) > 1:
+            raise TypeError(f"a product of {' and '.join(dtypes)}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Shape functions of a few training kernels that torch cannot run on fake tensors.
+#
+# They are fused optimizers, the fused GRU cell, margin losses, the backward of CTC, quantisation that is
+# imitated in training, and draws that have a gradient. Fake tensors need a function from input shapes to
+# output shapes for every operator. For an operator without one, torch would run the real kernel on zeros as
+# large as the model; a `FakeTarget` refuses that and names the operator.
+
+
+@functools.cache
+def register_missing_shapes() -> torch.library.Library:
+    """Register the functions that this torch lacks, once. They last as long as the library that is returned."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name, shapes in _SHAPES.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _in_place(*_: object, **__: object) -> None:
+    """A fused optimizer step writes into its arguments and returns nothing."""
+
+
+def _gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The next state, batch x hidden, and the five gates kept for backward."""
+    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of input gates, hidden gates, state, and the two biases."""
+    gates = workspace.new_empty(grad_hy.shape[0], 3 * grad_hy.shape[1])
+    bias = workspace.new_empty(3 * grad_hy.shape[1]) if has_bias else None
+    return (
+        gates,
+        torch.empty_like(gates),
+        torch.empty_like(grad_hy),
+        bias,
+        None if bias is None else torch.empty_like(bias),
+    )
+
+
+def _loss_backward(grad: Tensor, x: Tensor, *_: object, **__: object) -> Tensor:
+    """The gradient of a loss in its first argument."""
+    return torch.empty_like(x)
+
+
+def _like_the_first(x: Tensor, *_: object, **__: object) -> Tensor:
+    """A draw, or its gradient, for each element."""
+    return torch.empty_like(x)
+
+
+def _rounded(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    """The rounded values, and a mask of those that were in range, kept for backward."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _learnt_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """Gradients of the values, the scale and the zero point."""
+    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
+
+
+_SHAPES = {
+    "_fused_sgd_": _in_place,
+    "_fused_sgd_.tensor_lr": _in_place,
+    "_fused_adam_.tensor_lr": _in_place,
+    "_fused_adamw_.tensor_lr": _in_place,
+    "_fused_adagrad_": _in_place,
+    "_fused_adagrad_.tensor_lr": _in_place,
+    "_ctc_loss_backward.Tensor": _loss_backward,
+    "multi_margin_loss_backward": _loss_backward,
+    "multilabel_margin_loss_backward": _loss_backward,
+    "fractional_max_pool3d_backward": _loss_backward,
+    "_standard_gamma": _like_the_first,
+    "_standard_gamma_grad": _like_the_first,
+    "_sample_dirichlet": _like_the_first,
+    "_dirichlet_grad": _like_the_first,
+    "fake_quantize_per_tensor_affine_cachemask": _rounded,
+    "fake_quantize_per_channel_affine_cachemask": _rounded,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _rounded,
+    "_fake_quantize_learnable_per_tensor_affine": _like_the_first,
+    "_fake_quantize_learnable_per_channel_affine": _like_the_first,
+    "_fake_quantize_learnable_per_tensor_affine_backward": _learnt_backward,
+    "_fake_quantize_learnable_per_channel_affine_backward": _learnt_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# CUDA's autocast on `fakecuda`: what `torch.autocast("cuda", ...)` does on a GPU, it does to tensors without
+# bytes.
+#
+# The casts are those of `pipefit.capture.cuda_autocast`, as kernels of the open device slot's autocast key.
+
+_KEY = "AutocastPrivateUse1"
+
+
+def autocast_of(device_type: str) -> AbstractContextManager[None]:
+    """Inside, autocast for `cuda`, and for the open device slot of that name, is that of CUDA."""
+    registered = _registered(device_type)
+    registered.follow()
+    return as_on_cuda(device_type, registered.casts)
+
+
+class _Registered:
+    """The casts of CUDA in the open device slot, of that name, for as long as this exists."""
+
+    def __init__(self, device_type: str) -> None:
+        self.casts = CudaCasts(device_type, _KEY)
+        # Torch lets all operators but those of its lists pass, on every device type but the open slot.
+        everything = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        everything.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
+        self._libraries = {"_": everything}
+        self._known: set[str] = set()
+
+    def follow(self) -> None:
+        """Register kernels for the operators that are cast on CUDA by now: extensions bring their own."""
+        for name, kernel in self.casts.kernels(known=self._known):
+            namespace, _, operator = name.partition("::")
+            if namespace not in self._libraries:
+                self._libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+            self._libraries[namespace].impl(operator, kernel, _KEY)  # type: ignore[no-untyped-call]
+            self._known.add(name)
+
+
+_registered = functools.cache(_Registered)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+FAKE_CUDA = "fakecuda"
+_FREE_SLOT = "privateuseone"  # torch's name for the open device slot while nobody has taken it
+_CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
+_NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # where they make a single one
+_FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+
+
+class FakeTarget:
+    """A context in which tensors have shapes, strides and storages but no bytes, on a device with `target`'s kernels.
+
+    Meters, saved-tensor hooks and other modes go inside it. Each instance has its own tensors: they do not mix.
+
+    Raises:
+        UsageError: `target` is neither `cpu` nor `cuda`; or another extension holds torch's open device slot.
+    """
+
+    def __init__(self, target: Target) -> None:
+        if target not in ("cpu", "cuda"):
+            raise UsageError(f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow")
+        self.target: Target = target
+        self.device = _device_of(target)
+        self._mode = _Mode(_known(target))
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> FakeTarget:
+        with ExitStack() as stack:
+            stack.enter_context(without_gpus())
+            stack.enter_context(no_negative_variance())
+            for types in _FOREACH_TYPES:
+                stack.enter_context(_Listed(types))
+            if self.target == "cuda":
+                stack.enter_context(autocast_of(FAKE_CUDA))
+                stack.enter_context(counting_as_cuda(FAKE_CUDA))
+            stack.enter_context(torch.autograd.set_detect_anomaly(mode=False))  # by which every number is a NaN
+            # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self._mode)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A fake tensor with the shape, strides and dtype of `tensor`, on `self.device`, in a storage of its own."""
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of a model: like `fake`, with what is known of a fake number; real values stay real."""
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.detach().clone()
+        made = self.fake(tensor)
+        if tensor.constant is not None:
+            with _disable_current_modes():
+                known = tensor.constant.detach().clone()
+            self._mode.know(made, known)
+        return made
+
+    @contextmanager
+    def assuming_nothing(self) -> Iterator[None]:
+        """Inside, an operation whose result depends on values raises an exception, instead of what `by_value` says."""
+        self._mode.assumes = False
+        try:
+            yield
+        finally:
+            self._mode.assumes = True
+
+    @property
+    def unknown(self) -> KernelMemory:
+        """The operations met so far of which something had to be assumed, because they depend on values."""
+        return KernelMemory(kernels=tuple(self._mode.by_value))
+
+    def set_value(self, tensor: Tensor, value: int) -> None:
+        """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
+        with _disable_current_modes():
+            known = torch.full(tensor.shape, value, dtype=tensor.dtype)
+        self._mode.know(tensor, known)
+
+
+def follows_fake_streams() -> bool:
+    """Whether a `cuda` target has been used in this process, so that autograd asks `fakecuda` for streams, not GPUs."""
+    found: str = torch._C._get_privateuse1_backend_name()
+    return found == FAKE_CUDA
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has no bytes, so that nothing can be read from it."""
+    return isinstance(tensor, FakeTensor)
+
+
+@functools.cache
+def _known(_: Target) -> Known:
+    """What operations return over fake tensors of a target, as it is found in this process."""
+    return {}
+
+
+class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
+    """`QuickFakeMode` for modules that are moved and copied after they were built."""
+
+    fake_tensor_converter: _Forgetful
+
+    def __init__(self, known: Known) -> None:
+        super().__init__(known, allow_fallback_kernels=False)  # a fallback would compute, on real zeros
+        register_missing_shapes()
+        self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
+        self.assumes, self.by_value = True, dict[Kernel, None]()
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        check_product(func, args)
+        self._forget_numbers(args)
+        try:
+            made = super()._run(func, types, args, kwargs)
+            if func in _NUMBERS and made.shape == () and made.device.type == "cpu":
+                with _disable_current_modes():
+                    self.know(made, func(*args, **kwargs))
+            return made
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            with self:
+                found = assumed(func, args) if self.assumes else None
+            if found is None:
+                raise
+            if is_named(func):
+                self.by_value[unknown(func)] = None
+            return found
+
+    def know(self, tensor: Tensor, known: Tensor) -> None:
+        """Give a fake number a value."""
+        assert isinstance(tensor, FakeTensor)
+        tensor.constant = known
+        self.fake_tensor_converter.add_constant_storage_mapping(tensor)
+
+    def _forget_numbers(self, args: Any) -> None:
+        """Forget those of parameters that were made of known numbers: training changes them."""
+        for arg in args:
+            if isinstance(arg, FakeTensor) and arg.constant is not None and isinstance(arg, nn.Parameter):
+                self.fake_tensor_converter.forget(arg)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
+        return self  # a copied fake tensor, as `nn.TransformerEncoder` makes of its layer, stays in the mode it is in
+
+
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak reference to the results of operations: `Module.to` refuses to swap a tensor that has one."""
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        pass
+
+    def forget(self, known: FakeTensor) -> None:
+        """Keep neither the number of a tensor, as of `torch.tensor(0.5)`, nor the weak references that came with it."""
+        assert known.constant is not None
+        self.invalidate_constant_aliases(known.constant)
+        memo = self.meta_converter.tensor_memo
+        for key in [key for key, tensor in memo.items() if tensor is known]:
+            del memo[key]
+
+
+class _Listed:
+    """Counts fake tensors among the types the foreach kernels take, as real ones are, while the context lasts."""
+
+    def __init__(self, types: list[Any]) -> None:
+        self._types = types
+
+    def __enter__(self) -> None:
+        self._types.append(FakeTensor)
+
+    def __exit__(self, *_: object) -> None:
+        self._types.remove(FakeTensor)
+
+
+def _device_of(target: Target) -> torch.device:
+    if target == "cpu":
+        return torch.device("cpu")
+    _fill_slot()
+    return torch.device(FAKE_CUDA, 0)
+
+
+@functools.cache
+def _fill_slot() -> torch.library.Library:
+    """Registers `fakecuda`, once per process; the library returned keeps the overrides alive."""
+    holder = torch._C._get_privateuse1_backend_name()
+    if holder != _FREE_SLOT:
+        raise UsageError(
+            f"target 'cuda' needs torch's one open device slot, which {holder!r} holds: "
+            f"use a process that does not import that extension, or target 'cpu'"
+        )
+    backend_registration._setup_privateuseone_for_python_backend(
+        FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks()
+    )
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name, choice in _CHOICES.items():
+        library.impl(name, choice, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
+    for name in KERNELS:
+        library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]
+    return library
+
+
+class _DeviceModule:
+    """What torch asks of `torch.fakecuda`: nothing to seed, nothing available for real work."""
+
+    def is_available(self) -> bool:
+        return False  # so that DataLoader, fork_rng and the like pass it by
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What autograd asks before it starts the device's thread."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True

@@ -1,0 +1,129 @@
+"""A plan as an attempt: whether every device and every host has the memory that it needs; and plans that are soon made.
+
+A plan that fits is proof enough that something does, however slow its steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Unpack
+
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.memory.arenas import shortage
+from pipefit.planner import PLANNERS, Answer, Asked, Question, answered, solved
+from pipefit.planner.joint import exact_in_time
+from pipefit.planner.lean import ALL_AWAY, at_hosts
+from pipefit.planner.open_choices import by_distance, sizes_of
+from pipefit.processes import beside
+from pipefit.profiler.on_demand import OnDemand
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import Attempt
+from pipefit.schema.plan import Plan
+from pipefit.schema.training import MOST_SAMPLES, Training
+from pipefit.simulate import Simulation
+
+_PARTS = 1.0, 0.75, 0.5, 0.25  # of every stage's layers that hosts update: less of them where hosts have no room
+
+
+def attempt(value: int, plan: Plan) -> Attempt:
+    """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes anything."""
+    short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
+    return Attempt(value=value, plan=plan, shortage=short)
+
+
+def soon_fitting(value: int, question: Question) -> Attempt | None:
+    """The first attempt that fits of those that are soon made, with more and more done about memory; None if none does.
+
+    The question allows plans that do not fit.
+    """
+    found = (attempt(value, plan) for plan in _soon(question))
+    return next((one for one in found if one.fits), None)
+
+
+def _soon(question: Question) -> Iterator[Plan]:
+    """The leanest plans that keep everything, and that recompute all blocks; such whose hosts update layers, and such
+    whose hosts have parameters and gradients between passes too.
+    """
+    asked = question.options.recompute
+    ways: tuple[Recompute, ...] = ("never", "always", "stages") if asked == "never" else (asked,)
+    if exact_in_time(question):
+        for recompute in ways:
+            with suppress(UsageError):  # layers that cannot run again
+                options = replace(question.options, recompute=recompute)
+                yield solved(replace(question, options=options), PLANNERS["exact"], name="exact")
+    for part in _PARTS:
+        with suppress(UsageError):
+            yield solved(question, partial(at_hosts, part=part), name="lean")
+    with suppress(UsageError):
+        yield solved(question, partial(at_hosts, part=1.0, moves=ALL_AWAY), name="lean")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Plans of tasks: profiles are made on the way, for the microbatch sizes and shards that planning looks at.
+
+
+class Proposal(NamedTuple):
+    """A plan without its alternatives, and what it comes to: itself, or another one where the model does otherwise than
+    its profiles say.
+    """
+
+    plan: Plan
+    answer: Callable[[], Answer]
+
+    def settled(self) -> Plan:
+        """What it comes to, with its alternatives."""
+        return self.answer().complete()
+
+
+def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
+    """The microbatch sizes that may be asked for, slices of them included."""
+    batch, size, count = asked.get("batch_size"), asked.get("microbatch_size"), asked.get("microbatches")
+    if training is not None:
+        size = training.microbatch_size
+    elif size is None:
+        size = batch // count if batch and count else batch
+    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)  # others are refused where all is checked
+
+
+def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:
+    """The sizes of `sizes_asked` in the order in which they are likely to be asked for."""
+    chosen = training is None and asked.get("microbatch_size") is None and asked.get("microbatches") is None
+    return by_distance(sizes, sizes[-1], devices) if chosen else sorted(sizes, reverse=True)
+
+
+def plan_on_the_way(
+    known: OnDemand,
+    cluster: Cluster,
+    training: Training | None = None,
+    *,
+    shards: Sequence[int] = (),
+    along: bool = False,
+    runs_dry: bool = False,
+    **asked: Unpack[Asked],
+) -> Proposal:
+    """A plan whose profiles, as far as it has them, come to be those of traces; layers may be divided between `shards`
+    ranks, `along` positions too. It is held against traces from now on until it is settled.
+
+    With `runs_dry` alternatives are looked for beside the dry run that follows. Other arguments are those of
+    `pipefit.planner.plan`.
+
+    Raises:
+        InfeasibleError: no plan fits, by such profiles; as it is settled, too.
+    """
+    make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
+    try:
+        found = make()
+    except InfeasibleError:
+        if known.checked()():
+            raise
+        found = make()
+    made = found.plan
+    used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
+    as_traced = known.checked(used if attempt(0, made).fits else None)
+    (others,) = beside(found.others, forks=runs_dry)
+
+    return Proposal(made, lambda: Answer(made, others) if as_traced() else make())

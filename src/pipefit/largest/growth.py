@@ -1,0 +1,327 @@
+"""What can grow: a setting of the model, the microbatch, the number of devices, or the memory of each.
+
+In the first two cases the largest value that fits is wanted, in the others the smallest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.largest.attempts import Proposal, attempt, plan_on_the_way, sizes_asked, soon_fitting
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question, check_planner
+from pipefit.planner.degrees import check_degrees
+from pipefit.planner.open_choices import Numbers, check_first
+from pipefit.profiler.on_demand import OnDemand
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Link, Member, MemberKind
+from pipefit.schema.fit import Attempt, Sense, named_value
+from pipefit.schema.profile import Target
+from pipefit.units import format_bytes
+
+_EACH = 4  # samples, or microbatches, for each device
+_EFFORT = 0.1  # the part of its budget that a planner which simulates has for a value
+_RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3.0 x16 reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """How the model is to be trained, whatever grows.
+
+    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, which is 1 unless it is given.
+    Without any of the three it is four samples for each device of the cluster, and without `microbatches` alone four
+    microbatches. Planners that choose the size of microbatches do so where only a batch is known. Those that put stages
+    on several devices choose replicas, what these divide, and, where nothing fits without them, tensor-parallel shards;
+    `data` and `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget
+    for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would
+    take many times as long.
+
+    Raises:
+        UsageError: there is no such planner or schedule, or the numbers do not go together.
+    """
+
+    cluster: Cluster
+    batch_size: int | None = None
+    microbatch_size: int | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    recompute: Recompute = "never"
+    data: int | None = None
+    tensor: int | None = None
+    planner: str = "joint"
+    target: Target = "cpu"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        check_planner(self.planner)
+        numbers = self.numbers()
+        check_first(numbers, self.cluster, Options(), numbers.sizes(None, chooses=True))
+
+    def check_degrees(self, devices: int) -> None:
+        """Check, before a profile is made, that so many devices are enough for a stage as it is asked for.
+
+        Raises:
+            UsageError: they are too few.
+        """
+        check_degrees(self.data or 1, devices, data=self.data, tensor=self.tensor)
+
+    def numbers(self, microbatch_size: int | None = None) -> Numbers:
+        """The numbers among the arguments of a plan."""
+        asked = self.asked(microbatch_size)
+        return Numbers(
+            batch_size=asked.get("batch_size"),
+            microbatches=asked.get("microbatches"),
+            microbatch_size=asked.get("microbatch_size"),
+            schedule=self.schedule,
+        )
+
+    def asked(self, microbatch_size: int | None = None) -> Asked:
+        """The arguments of a plan, for microbatches of so many samples if the demand does not say of how many."""
+        size, each = microbatch_size or self.microbatch_size, _EACH * len(self.cluster.devices)
+        asked = Asked(
+            schedule=self.schedule,
+            recompute=self.recompute,
+            data=self.data,
+            tensor=self.tensor,
+            planner=self.planner,
+            effort=_EFFORT,
+            allow_infeasible=True,
+            means=Means(spill=False),
+        )
+        if self.batch_size is not None:
+            return Asked(**asked, batch_size=self.batch_size, microbatch_size=size, microbatches=self.microbatches)
+        if size is None and self.microbatches is None:
+            return Asked(**asked, batch_size=each)
+        return Asked(**asked, microbatch_size=size or 1, microbatches=self.microbatches or each)
+
+    def profiles(self, task: Task, microbatch_size: int | None = None) -> OnDemand:
+        """What the layers of `task` cost, in microbatches of as many samples as are asked for.
+
+        Raises:
+            UsageError: the smallest of them cannot be profiled.
+        """
+        sizes = sizes_asked(None, self.asked(microbatch_size))
+        known = OnDemand(task, target=self.target, threads=self.threads, sizes=sizes)
+        known(microbatch_size or self.microbatch_size or 1)
+        return known
+
+    @property
+    def searches(self) -> bool:
+        """Whether a plan takes a search that a short one may spare: of `joint`, unless its stages are to have replicas
+        or shards.
+        """
+        return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
+
+    def soon(
+        self, value: int, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None
+    ) -> Attempt | None:
+        """An attempt that fits, if one is soon found: of the smallest microbatches on one device a stage."""
+        within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
+        with suppress(UsageError):  # whoever plans it is told
+            size = numbers.sizes(known, chooses=True)[0]
+            costs = known(size)
+            question = Question(
+                profile=costs,
+                cluster=within,
+                training=numbers.training(size, costs.assumptions.precision, within),
+                options=Options(data=1, tensor=1, recompute=self.recompute, allow_infeasible=True),
+                means=self.asked()["means"],
+            )
+            return soon_fitting(value, question)
+        return None
+
+    def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
+        """The plan, whether or not it fits: without shards, or with the fewest with which it fits; with sequence
+        parallelism where it can be had and lowers what the planner minimises.
+        """
+        within, asked = cluster or self.cluster, self.asked(microbatch_size)
+        make = partial(plan_on_the_way, known, within, **asked)
+        chooses = self.planner in ON_GRIDS
+        ranks = self.tensor or 1
+        found = _divided(make, ranks, along=chooses and ranks > 1)
+        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, found.plan).fits:
+            ranks *= 2
+            with suppress(UsageError):  # so many ranks cannot divide the layers
+                divided = _divided(make, ranks, along=True)
+                found = divided if attempt(0, divided.plan).fits else found
+        return found
+
+
+def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
+    """The plan with so many shards, which may divide positions too (`along`) if they can.
+
+    Raises:
+        UsageError: so many ranks cannot divide the layers.
+    """
+    if along:
+        with suppress(UsageError):
+            return make(shards=(ranks,), along=True).answer()
+    return make(shards=(ranks,)).answer()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What grows, through which values, and what follows from each: the task, its profiles, a plan for them, and an
+    attempt that fits, if one is soon found; `searches` says that a plan is not soon made itself.
+
+    A `UsageError` from the task or from its profiles means that the model cannot have this value, and the search goes
+    on; one from the plan means that no plan can be made as demanded, and ends it.
+    """
+
+    name: str
+    sense: Sense
+    values: range
+    task: Callable[[int], Task]
+    profiles: Callable[[int], OnDemand]
+    plan: Callable[[OnDemand, int], Answer]
+    soon: Callable[[OnDemand, int], Attempt | None]
+    searches: bool
+
+    def named(self, value: int) -> str:
+        """`layers=12`, or `memory=13.50 GiB`."""
+        return f"{self.name}={named_value(self.name, value)}"
+
+
+def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
+    """The largest value of a setting: `make(value)` describes the model."""
+    demand.check_degrees(len(demand.cluster.devices))
+    return Growth(
+        name=name,
+        sense="largest",
+        values=values,
+        task=make,
+        profiles=lambda value: demand.profiles(make(value)),
+        plan=lambda known, _: demand.plan(known),
+        soon=lambda known, value: demand.soon(value, known),
+        searches=demand.searches,
+    )
+
+
+def batch(task: Task, demand: Demand, values: range) -> Growth:
+    """The largest microbatch, in samples; how many there are stays.
+
+    Raises:
+        UsageError: the demand says of how many samples the batch of a step is.
+    """
+    if demand.batch_size is not None:
+        raise UsageError(
+            "a batch that grows has as many samples as fit, not batch_size: say how many microbatches it has"
+        )
+    demand.check_degrees(len(demand.cluster.devices))
+    return Growth(
+        name="batch",
+        sense="largest",
+        values=values,
+        task=lambda _: task,
+        profiles=lambda value: demand.profiles(task, value),
+        plan=lambda known, value: demand.plan(known, microbatch_size=value),
+        soon=lambda known, value: demand.soon(value, known, microbatch_size=value),
+        searches=demand.searches,
+    )
+
+
+def devices(task: Task, demand: Demand, values: range) -> Growth:
+    """The fewest devices of the cluster's kind, up to one for every block; where stages may have several, for every
+    block and sample of a microbatch.
+
+    Raises:
+        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond those.
+    """
+    cluster = demand.cluster
+    if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
+        raise UsageError(
+            f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
+            "are used: name a cluster of equal devices"
+        )
+    demand.check_degrees(values[-1])
+    known = demand.profiles(task)
+    costs, sizes = known(known.sizes[0]), known.sizes if demand.planner in ON_GRIDS else (1,)
+    most = len(costs.block_names) * sizes[-1]
+    numbers = range(values.start, min(values.stop, most + 1), values.step)
+    if not numbers:
+        raise UsageError(
+            f"{costs.model} has {costs.parts}, too few for {values.start} devices: begin with {most} or fewer"
+        )
+    return Growth(
+        name="devices",
+        sense="smallest",
+        values=numbers,
+        task=lambda _: task,
+        profiles=lambda _: known,
+        plan=lambda known, number: demand.plan(known, with_devices(cluster, number)),
+        soon=lambda known, number: demand.soon(number, known, with_devices(cluster, number)),
+        searches=demand.searches,
+    )
+
+
+def memory(task: Task, demand: Demand, values: range) -> Growth:
+    """The least memory, in bytes, that every device of the cluster must have; it is more than they leave as a reserve.
+
+    Raises:
+        UsageError: none of the values is.
+    """
+    demand.check_degrees(len(demand.cluster.devices))
+    reserve = max(device.reserve_bytes or 0 for device in demand.cluster.devices)
+    most, values = values[-1], values[bisect_right(values, reserve) :]
+    if not values:
+        raise UsageError(
+            f"the devices of {demand.cluster.name} leave a reserve of {format_bytes(reserve)}, and none of the "
+            f"memories to try, up to {format_bytes(most)}, is more than the reserve: try larger ones, or leave less"
+        )
+    known = demand.profiles(task)
+    return Growth(
+        name="memory",
+        sense="smallest",
+        values=values,
+        task=lambda _: task,
+        profiles=lambda _: known,
+        plan=lambda known, nbytes: demand.plan(known, with_memory(demand.cluster, nbytes)),
+        soon=lambda known, nbytes: demand.soon(nbytes, known, with_memory(demand.cluster, nbytes)),
+        searches=demand.searches,
+    )
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The first `count` devices; those beyond the cluster's own reach all others at the rate of its slowest link."""
+    have = len(cluster.devices)
+    if count == have:
+        return cluster
+    if _is_named(cluster):
+        return Cluster.emulated((count, cluster.devices[0].memory_bytes))
+    kept = tuple(cluster.devices[number % have] for number in range(count))
+    return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, count))
+
+
+def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
+    """The same cluster with `nbytes` on every device."""
+    if _is_named(cluster):
+        return Cluster.emulated((len(cluster.devices), nbytes))
+    return replace(cluster, devices=tuple(replace(one, memory_bytes=nbytes) for one in cluster.devices))
+
+
+def _is_named(cluster: Cluster) -> bool:
+    """Whether a cluster is nothing but what a name such as `emulated:4x256MiB` says, so that others like it have such
+    names too. Emulated devices of a file have a kind, hosts and links of their own.
+    """
+    alike = len(cluster.devices), cluster.devices[0].memory_bytes
+    return cluster.backend == "emulated" and cluster == Cluster.emulated(alike)
+
+
+def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
+    """The links among the first `count` devices and the hosts; and one for all if there are more than there were."""
+    present = {*map(Member.device, range(count)), *map(Member.host, range(len(cluster.hosts)))}
+    among = (
+        (link, tuple(member for member in link.members if member in present or member.kind is MemberKind.DISK))
+        for link in cluster.links
+    )
+    kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
+    if count <= len(cluster.devices):
+        return kept
+    rate = min((link.copy_rate for link in kept if present.issuperset(link.members)), default=_RATE_WITHOUT_LINKS)
+    return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

@@ -1,0 +1,370 @@
+"""Does a model fit, on one screen: on 1, 2, 4 and 8 devices, kept, recomputed and moved, in every precision.
+
+Every number is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
+Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds. Costs a profile for
+each size of microbatch and each precision, a fraction of a second for each plan that keeps everything, and a short
+search for each that does not. For one number exactly, such as the largest microbatch, `pipefit.largest.search` is
+the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypedDict
+
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.fake_cuda.apart import apart
+from pipefit.fake_cuda.chain import Chains
+from pipefit.fake_cuda.fingerprint import precision_of
+from pipefit.largest.attempts import attempt, soon_fitting
+from pipefit.largest.growth import with_devices
+from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner.bounds import step_bound
+from pipefit.planner.common_plans import common_plans
+from pipefit.planner.joint import exact_in_time
+from pipefit.planner.neighbours import Simulations
+from pipefit.planner.open_choices import check_first, with_slices
+from pipefit.planner.problem import changed_by_replicas
+from pipefit.profiler import Progress
+from pipefit.profiler.on_demand import OnDemand, profiled_beside
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.fit import HOWS, Attempt, How, InPrecision, Overview, Reach, Replicated, samples_per_second
+from pipefit.schema.json_io import load_cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement, ModelProfile, Target
+from pipefit.schema.trace import Category
+from pipefit.schema.training import ENDLESS, Precision, Training
+from pipefit.schema.validation import check_arguments, instance
+from pipefit.simulate import simulate
+from pipefit.texts import counted
+from pipefit.units import format_bytes
+
+_COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
+_MANY_LAYERS = 200  # of which a profile takes seconds
+_SIZES, _SIZES_OF_MANY = tuple(1 << n for n in range(9)), (1, 4, 16)
+_PRECISIONS: tuple[Precision, ...] = ("float32", "mixed-bfloat16", "bfloat16", "master-bfloat16")
+_EFFORT = 0.01  # the part of its budget that the joint planner has for a plan
+_MEANS: dict[How, Means] = {
+    "recomputed": Means(host=False, peers=False, spill=False),
+    "moved": Means(spill=False),
+}
+
+
+class _Asked(TypedDict):
+    """Arguments besides model and cluster."""
+
+    microbatches: int | None
+    schedule: str
+    target: Target | None
+    progress: Callable[..., object] | None
+
+
+def fit(
+    model: Task,
+    cluster: Cluster | str,
+    *,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    target: Target | None = None,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Overview:
+    """Look at the whole question of `model` on devices like those of `cluster`, of equal kind and memory.
+
+    `cluster` may be a name or a file, as `load_cluster` takes them; `microbatches` None is four for each device.
+    Otherwise arguments are those of `pipefit.plan`. Print the answer, or end a notebook's cell with it.
+
+    Raises:
+        UsageError: what is no task or cluster, a cluster of devices of different kinds or sizes, or a task that
+            cannot be profiled.
+    """
+    instance("model", model, Task, "pipefit.Task says how a module is trained")
+    check_arguments(
+        _Asked, {"microbatches": microbatches, "schedule": schedule, "target": target, "progress": progress}
+    )
+    if isinstance(cluster, str):
+        cluster = load_cluster(cluster)
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
+    if len({(device.kind.key, device.memory_bytes) for device in cluster.devices}) > 1:
+        raise UsageError(
+            f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
+            "fits on a few: name a cluster of equal devices, or ask pipefit plan"
+        )
+    each = 1 if microbatches is None else microbatches
+    training = Training(batch_size=each, microbatches=each, schedule=schedule)
+    check_first(training, cluster, Options(), (1,))
+    kernels = target or cluster.target
+    return apart(kernels, lambda: _looked_at(model, cluster, microbatches, schedule, kernels, threads, progress))
+
+
+def _looked_at(
+    model: Task,
+    cluster: Cluster,
+    microbatches: int | None,
+    schedule: str,
+    kernels: Target,
+    threads: int,
+    progress: Progress | None,
+) -> Overview:
+    """The answer of `fit`, for the kernels of a target."""
+    profiles = OnDemand(model, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
+    chain = profiles.chain()
+    look = _Look(
+        profiles,
+        cluster,
+        microbatches=microbatches,
+        schedule=schedule,
+        say=progress or _silent,
+        many=len(chain.layers) > _MANY_LAYERS,
+    )
+    own = precision_of(model, chain)
+    (others,) = profiled_beside(kernels, lambda: tuple(_others(model, own, look, kernels, threads)))
+    reaches = tuple(look.reach(count) for count in look.counts)
+    found = Overview(
+        cluster=cluster,
+        sizes=look.seen,
+        reaches=reaches,
+        precisions=(look.in_precision(own), *others()),
+        replicated=tuple(look.replicated()),
+        filled={},
+        loss_bytes=_loss_bytes(look.profiles(1)),
+    )
+    if not found.fits:
+        found = replace(found, impossible=impossible(look.profiles(1), cluster))
+    return replace(found, filled=_filled(found.limiting))
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """For who does not want to hear of progress."""
+
+
+@dataclass
+class _Look:
+    """The plans that were looked at, each made once."""
+
+    profiles: Callable[[int], ModelProfile]
+    cluster: Cluster
+    microbatches: int | None
+    schedule: str
+    say: Progress
+    many: bool  # layers
+    known: dict[tuple[int, int, How], Attempt] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of microbatches that may be looked at."""
+        return _SIZES_OF_MANY if self.many else _SIZES
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The numbers of devices that are looked at: each has a block at least."""
+        most = len(self.profiles(1).edges) - 1
+        return sorted({min(count, most) for count in {*_COUNTS, len(self.cluster.devices)}})
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The sizes of microbatches that were looked at."""
+        return tuple(sorted({size for _, size, _ in self.known}))
+
+    def at(self, devices: int, size: int, how: How) -> Attempt:
+        """The plan of so many devices and microbatches of so many samples."""
+        key = devices, size, how
+        if key not in self.known:
+            self.say(
+                len(self.known), len(self.known) + 1, f"{counted(devices, 'device')}, microbatches of {size}, {how}"
+            )
+            self.known[key] = attempt(size, self._plan(self.profiles(size), devices, how))
+        return self.known[key]
+
+    def _plan(self, costs: ModelProfile, devices: int, how: How) -> Plan:
+        count = self.microbatches or 4 * devices
+        question = Question(
+            profile=costs,
+            cluster=with_devices(self.cluster, devices),
+            training=Training(
+                batch_size=count * costs.measurements[0].microbatch_size,
+                microbatches=count,
+                schedule=self.schedule,
+                precision=costs.assumptions.precision,
+            ),
+            options=Options(data=1, tensor=1, allow_infeasible=True, effort=_EFFORT),
+        )
+        if how == "kept":
+            name = "exact" if exact_in_time(question) else "uniform"
+            return solved(question, PLANNERS[name], name=name)
+        first = replace(question, means=_MEANS[how])
+        name = "uniform" if step_bound(first) == float("inf") else "joint"  # no search makes it fit
+        plan = solved(first, PLANNERS[name], name=name)
+        if how == "moved" and question.training.microbatch_size == 1 and not attempt(1, plan).fits:
+            soon = soon_fitting(1, question)
+            return plan if soon is None else soon.plan
+        return plan
+
+    def reach(self, devices: int) -> Reach:
+        """What so many devices hold; what more may be done for begins at the largest that fits without it."""
+        largest, least = list[Attempt | None](), 0
+        for how in HOWS:
+            best = self._largest(devices, how, least)
+            largest.append(best or (largest[-1] if largest else None))
+            least = 0 if largest[-1] is None else self.sizes.index(largest[-1].value) + 1
+        fitting = [one for (count, _, _), one in self.known.items() if count == devices and one.fits]
+        if largest[0] is not None:  # the split of lowest peak is not the fastest
+            fitting += [one for one in [self.at(devices, largest[0].value, "moved")] if one.fits]
+        return Reach(
+            devices=devices,
+            one=self.at(devices, 1, "kept"),
+            largest=tuple(largest),
+            fastest=max(fitting, key=samples_per_second, default=None),
+        )
+
+    def _largest(self, devices: int, how: How, least: int) -> Attempt | None:
+        """The largest size that fits, from that in place `least` on; None if none of them does.
+
+        So many samples hardly need more than as many times one of them: smaller sizes are not looked at unless that
+        size does not fit.
+        """
+        one = self.at(devices, 1, "kept")
+        start = max(least, self._place(one.budget_bytes // one.need_bytes))
+        found = [self.at(devices, size, how) for size in self.sizes[start : start + 1]]
+        if found and not found[0].fits:
+            smaller = (self.at(devices, size, how) for size in reversed(self.sizes[least:start]))
+            return next((one for one in smaller if one.fits), None)
+        for size in self.sizes[start + 1 :]:
+            found.append(self.at(devices, size, how))
+            if not found[-1].fits:
+                break
+        return next((one for one in reversed(found) if one.fits), None)
+
+    def _place(self, size: int) -> int:
+        """The place of the largest size up to this one, 0 if there is none."""
+        return max(sum(known <= size for known in self.sizes) - 1, 0)
+
+    def replicated(self) -> Iterator[Replicated]:
+        """All devices with the whole model each, a sample of their own, and more and more of the state divided; and if
+        nothing fits, with state at hosts.
+        """
+        question = self._of_replicas()
+        if question is None:
+            return
+        budget, simulations, fits = min(self.cluster.budgets), Simulations(question), False
+        for one in sorted(common_plans(question), key=lambda one: bool(one.moves)):
+            if fits and one.moves:
+                return
+            self.say(0, 0, f"{counted(len(self.cluster.devices), 'device')}, {one.way}")
+            need, rate = simulations.least_bytes(one.split, one.recompute), None
+            is_bound = not one.moves and need > budget
+            if not is_bound:
+                with suppress(UsageError):
+                    made = simulations.of(one.split, one.decisions)
+                    need = max(made.peak_bytes)
+                    rate = question.training.batch_size / made.step_seconds[-1] if made.fits else None
+            fits = fits or rate is not None
+            yield Replicated(
+                way=one.way,
+                recompute=one.recompute == "always",
+                need_bytes=int(need),
+                is_bound=is_bound,
+                samples_per_second=rate,
+            )
+
+    def _of_replicas(self) -> Question | None:
+        """The question of as many replicas of one stage as there are devices; None if there can be none."""
+        devices = len(self.cluster.devices)
+        if devices == 1 or (self.schedule in ENDLESS):
+            return None
+        with suppress(UsageError):
+            if changed_by_replicas(self.profiles(devices), Options(), opens_sizes=True):
+                return None
+            profile = with_slices(self.profiles, devices, Options(data=devices), opens_sizes=True)(devices)
+            count = self.microbatches or 4
+            return Question(
+                profile=profile,
+                cluster=self.cluster,
+                training=Training(
+                    batch_size=count * devices,
+                    microbatches=count,
+                    schedule=self.schedule,
+                    precision=profile.assumptions.precision,
+                ),
+                options=Options(stages=1, data=devices, tensor=1, allow_infeasible=True),
+            )
+        return None
+
+    def in_precision(self, precision: Precision) -> InPrecision:
+        """What one sample with all of it kept takes, of profiles in this precision."""
+        one = self.at(1, 1, "kept")
+        return InPrecision(
+            precision=precision,
+            state_bytes=sum(_state(one.plan.measurement)),
+            need_bytes=one.need_bytes,
+            fewest=next((count for count in self.counts if self.at(count, 1, "kept").fits), None),
+        )
+
+
+def impossible(profile: ModelProfile, cluster: Cluster) -> str:
+    """Why no plan fits, whatever it divides, moves or recomputes; empty if that is not proven.
+
+    Parameters and optimizer state are somewhere between steps; and a device that computes a layer, or one of as many
+    ranks as there are devices, has its part of the layer's bytes.
+    """
+    measured = profile.at(1)
+    parameters, _, state = _state(measured)
+    room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
+    if parameters + state > room:
+        return (
+            f"parameters and optimizer state take {format_bytes(parameters + state)}, and devices, hosts and disks "
+            f"have {format_bytes(room)} together"
+        )
+    names = [*(f"layer {name}" for name in profile.layers), "the loss"]
+    largest = max(zip(names, (*measured.costs, measured.loss), strict=True), key=lambda one: one[1].least_bytes)
+    least, budget, devices = largest[1].least_bytes, max(cluster.budgets), len(cluster.devices)
+    if least // devices > budget:
+        divided = f", {format_bytes(least // devices)} if {devices} ranks divide it" if devices > 1 else ""
+        return (
+            f"{largest[0]} takes at least {format_bytes(least)} for one sample{divided}, and a device has "
+            f"{format_bytes(budget)}"
+        )
+    return ""
+
+
+def _loss_bytes(profile: ModelProfile) -> int:
+    """The least that the loss takes of a device for one sample: that, or layers without parameters before it."""
+    measured, start = profile.at(1), profile.edges[-2]
+    costs = (cost for cost in (*measured.costs[start:], measured.loss) if not cost.parameters)
+    return max(cost.least_bytes for cost in costs)
+
+
+def _state(measured: Measurement) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state of the whole model."""
+    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each is there once
+    return (
+        sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
+        sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
+        sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
+    )
+
+
+def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
+    """The usual precisions but the task's own one."""
+    chains = dict[object, Chains]()
+    for precision in (other for other in _PRECISIONS if other != own):
+        cast = replace(task, precision=precision)
+        types = cast.dtype, cast.autocast
+        known = chains[types].also_for(cast) if types in chains else Chains(cast, (1,))
+        chains[types] = known
+        profiles = OnDemand(cast, target=target, threads=threads, chains=known)
+        try:
+            profiles(1)
+        except UsageError:  # the model cannot be cast, or its optimizer keeps no master weights
+            continue
+        yield replace(look, profiles=profiles, say=_silent, known={}).in_precision(precision)
+
+
+def _filled(limiting: Attempt) -> dict[Category, int]:
+    """What holds the bytes of the device that limits, at its peak."""
+    peak = simulate(limiting.plan).devices[limiting.device].peak
+    return {} if peak is None else peak.by_category

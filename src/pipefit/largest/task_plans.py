@@ -1,0 +1,297 @@
+"""Plans of tasks: what planning has to know of a model is found out on the way.
+
+    plan = pipefit.plan(task, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
+
+A profile is planned without torch. For a task, profiles are made for the microbatch sizes that planning looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypedDict, Unpack
+
+from pipefit.capture import Task
+from pipefit.errors import InfeasibleError, OutOfMemory, UsageError
+from pipefit.fake_cuda.chain import Chains
+from pipefit.largest.attempts import Proposal
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.planner import ELSEWHERE, ON_RUNS, Asked, Means
+from pipefit.planner import plan as plan_of_profile
+from pipefit.profiler import Progress
+from pipefit.runtime import certify
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import ModelProfile, Target
+from pipefit.schema.trace import DeviceTrace, Trace
+from pipefit.schema.training import Training
+from pipefit.schema.validation import check_arguments, check_names, instance
+from pipefit.texts import counted
+from pipefit.units import MIB
+
+# ----------------------------------------------------------------------------------------------------
+# Plans that are held against a dry run before they are given out: what `certify` refuses is planned again.
+#
+# A planner knows requested bytes alone. What a GPU's caching allocator reserves for them follows from a dry
+# run of the plan, and so does how many communicators its process has. Where that is more than the device has,
+# its tensors get as much less than they take (`Cluster.reserves`), and all is planned again: mostly once or
+# twice, since the next plan is much like the last. Where the dry run refuses what a plan moves, it is planned
+# again with fewer means.
+#
+# Costs a dry run of all layers for each plan for GPUs. For other devices, plans that neither move nor
+# recompute anything are not run: their peaks are the simulator's.
+
+ROUNDS = 6  # plans at most
+Make = Callable[[Cluster], Proposal]
+_SEGMENT = 20 * MIB  # what the allocator has from the driver at least, where it is more than 2 MiB
+
+
+def plan_reserving(
+    task: Task,
+    cluster: Cluster,
+    make: Make,
+    allocator: AllocatorSettings | None = None,
+    chains: Chains | None = None,
+    progress: Progress | None = None,
+    *,
+    target: Target = "cuda",
+    fewer: Sequence[Make] = (),
+) -> Plan:
+    """The plan of `make` for `cluster`, or one that leaves more of its devices, which a dry run does not refuse. What
+    is proposed is run dry while it is held against traces.
+
+    For GPUs its prediction tells what processes take (`Prediction.processes`). The model of `task` is run dry under
+    `allocator`, and not traced for numbers of samples for which `chains` have a trace. `progress` hears of each dry
+    run. Where one refuses what a plan moves, the next of `fewer` takes the place of `make`.
+
+    Raises:
+        InfeasibleError: the tensors of a plan fit but not its processes, or a dry run refuses what it moves, and no
+            other plan was found.
+    """
+    asked, short, others = [cluster], list[str](), iter(fewer)
+    settings = (allocator or AllocatorSettings()) if target == cluster.backend == "cuda" else None
+    dry = partial(_run_dry, partial(certify, task, target=target, allocator=settings, chains=chains))
+    for number in range(ROUNDS):
+        try:
+            within, proposal = _first(make, asked)
+            if progress is not None and (settings or proposal.plan.decisions):
+                progress(number, 0, f"a dry run of {counted(len(proposal.plan.workers), 'process')}")
+            devices = dry(proposal.plan)
+            made = proposal.settled()
+            if replace(made, alternatives=()) != proposal.plan:
+                devices = dry(made)
+        except _Refused as refusal:
+            short.append(str(refusal))
+            make = _next(others, refusal)
+            continue
+        except InfeasibleError as error:
+            if not short:
+                raise
+            raise InfeasibleError(f"{short[-1]}. No plan was found that does otherwise: {error}") from None
+        if not any(device.lack_bytes for device in devices):
+            return _told(made, devices, short)
+        short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
+        asked = [_leaving_more(within, devices, short[-1])]
+        if len(short) > 1:  # what no longer fits on one device may be next on another like it, and then on a third
+            asked.insert(0, _alike(asked[0]))
+    raise InfeasibleError(f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit")
+
+
+class _Refused(Exception):
+    """A dry run refuses a plan that moves something."""
+
+
+def _run_dry(run: Callable[[Plan], Trace], plan: Plan) -> Sequence[DeviceTrace]:
+    """The devices of a dry run; none of a plan whose peaks are the simulator's.
+
+    Raises:
+        _Refused: what it moves cannot be moved, or a host has no room for it.
+    """
+    moves = any(decision.place is not None for decision in plan.decisions)
+    if not plan.decisions and plan.cluster.backend != "cuda":
+        return ()
+    try:
+        return run(plan).devices
+    except (UsageError, OutOfMemory) as refusal:
+        if moves:
+            raise _Refused(f"a dry run refuses the plan: {refusal}") from refusal
+        raise
+
+
+def _next(others: Iterator[Make], refusal: _Refused) -> Make:
+    """What is asked next.
+
+    Raises:
+        InfeasibleError: there is nothing else.
+    """
+    for other in others:
+        return other
+    raise InfeasibleError(f"{refusal}. No other plan was found") from refusal.__cause__
+
+
+def _first(make: Make, clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
+    """The first of some clusters for which there is a plan, and what is proposed for it.
+
+    Raises:
+        InfeasibleError: there is none for any of them; as the last one says.
+    """
+    for cluster in clusters[:-1]:
+        with suppress(InfeasibleError):
+            return cluster, make(cluster)
+    return clusters[-1], make(clusters[-1])
+
+
+def _alike(cluster: Cluster) -> Cluster:
+    """The cluster that leaves of all devices of a kind and size what it leaves of any of them."""
+    most = dict[tuple[object, int], int]()
+    for reserve, device in zip(cluster.reserves, cluster.devices, strict=True):
+        most[device.kind.key, device.memory_bytes] = max(reserve, most.get((device.kind.key, device.memory_bytes), 0))
+    return cluster.reserving([most[device.kind.key, device.memory_bytes] for device in cluster.devices])
+
+
+def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
+    """The cluster that leaves to tensors what they take now, less the bytes or segments that a device lacks.
+
+    Raises:
+        InfeasibleError: nothing of a device would be left.
+    """
+    more = list(cluster.reserves)
+    for number, one in enumerate(devices):
+        if one.lack_bytes:
+            each = _SEGMENT if one.allocator else 1
+            unused = max(more[number], one.budget_bytes - one.peak_bytes)
+            more[number] = unused + -(-one.lack_bytes // each) * each
+    if any(reserve >= device.memory_bytes for reserve, device in zip(more, cluster.devices, strict=True)):
+        raise InfeasibleError(f"{short}. That leaves nothing to tensors")
+    return cluster.reserving(more)
+
+
+def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> Plan:
+    """The plan with what its processes take, and why it was planned again, if it was."""
+    assert plan.prediction is not None  # planners predict
+    processes = tuple(device.allocator for device in devices) if any(device.allocator for device in devices) else ()
+    told = replace(plan, prediction=replace(plan.prediction, processes=processes))
+    if not short or plan.provenance is None:
+        return told
+    remark = f"Planned {counted(len(short) + 1, 'time')}: in the first plan {short[0]}."
+    return replace(told, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class _Own(TypedDict):
+    """Arguments that concern tasks alone."""
+
+    target: Target | None
+    certify: bool
+    progress: Callable[..., object] | None
+
+
+def plan(
+    model: Task | ModelProfile,
+    cluster: Cluster | str,
+    training: Training | None = None,
+    *,
+    target: Target | None = None,
+    certify: bool = True,
+    allocator: AllocatorSettings | None = None,
+    progress: Progress | None = None,
+    **asked: Unpack[Asked],
+) -> Plan:
+    """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
+
+    `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target`
+    says whose kernels a task will run; the cluster's unless given. The plan of a task is held against a dry run
+    (`pipefit.largest.task_plans`), unless `certify` is False or what does not fit is allowed: for GPUs against what
+    processes reserve under the settings of torch's `allocator`, for other devices if it moves or recomputes anything.
+    What the dry run refuses is planned again. `progress` hears of layers as they are profiled.
+
+    Raises:
+        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
+        InfeasibleError: no plan fits; says by how much and what would.
+    """
+    if isinstance(cluster, str):
+        from pipefit.schema.json_io import load_cluster
+
+        cluster = load_cluster(cluster)
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
+    if training is not None:
+        instance("training", training, Training, "or say batch_size and microbatches by name")
+    check_names("plan", asked, Asked, ELSEWHERE)
+    check_arguments(Asked, asked)
+    check_arguments(_Own, {"target": target, "certify": certify, "progress": progress})
+    if isinstance(model, ModelProfile):
+        return plan_of_profile(model, cluster, training, **asked)
+    from pipefit.capture import Task
+    from pipefit.fake_cuda.apart import apart
+
+    instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
+    kernels: Target = target or cluster.target
+    return apart(kernels, lambda: _plan_of_task(model, cluster, training, kernels, certify, allocator, progress, asked))
+
+
+def _plan_of_task(
+    model: Task,
+    cluster: Cluster,
+    training: Training | None,
+    kernels: Target,
+    certify: bool,
+    allocator: AllocatorSettings | None,
+    progress: Progress | None,
+    asked: Asked,
+) -> Plan:
+    """The plan of a task, whose profiles are made on the way."""
+    _check(model, asked)
+    from pipefit.largest.attempts import in_order, plan_on_the_way, sizes_asked
+    from pipefit.profiler.on_demand import OnDemand
+
+    sizes = sizes_asked(training, asked)
+    ahead = in_order(sizes, training, asked, len(cluster.devices))
+    known = OnDemand(model, target=kernels, progress=progress, sizes=sizes, ahead=ahead)
+
+    for_gpus = kernels == cluster.backend == "cuda"
+    runs_dry = certify and not asked.get("allow_infeasible") and (for_gpus or cluster.backend != "cuda")
+
+    def make(within: Cluster, **other: Unpack[Asked]) -> Proposal:
+        shards, along = (asked.get("tensor") or 1,), bool(asked.get("sequences"))
+        ask: Asked = {**asked, **other}
+        forks = runs_dry and for_gpus
+        return plan_on_the_way(known, within, training, shards=shards, along=along, runs_dry=forks, **ask)
+
+    if not runs_dry:
+        return make(cluster).settled()
+
+    means = asked.get("means", Means())
+    fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
+    fewer.append(replace(fewer[-1], host=False, peers=False))
+    tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
+    return plan_reserving(model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried)
+
+
+def _check(model: Task, asked: Asked) -> None:
+    """Check, before a profile is made, what is known of a task besides.
+
+    Raises:
+        UsageError: it cannot be planned as asked.
+    """
+    if asked.get("sequences") and asked.get("tensor") is None:
+        raise UsageError(
+            "a model is profiled with sequence parallelism for as many shards as are asked for: say how many, as by "
+            "--tensor 2 --sequences (tensor=2, sequences=True)"
+        )
+    if asked.get("planner") in ON_RUNS:
+        raise UsageError(
+            f"the {asked['planner']} planner takes what training runs measured: profile the model with --runs "
+            "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no runs"
+        )
+    Training(  # of one sample: schedule, precision, clipping and versions do or do not go together
+        batch_size=1,
+        microbatches=1,
+        schedule=asked.get("schedule") or "1f1b",
+        precision=model.precision or "float32",
+        clip_norm=asked.get("clip_norm"),
+        versions=asked.get("versions", "weights"),
+    )

@@ -1,0 +1,495 @@
+"""What a schedule without end asks of a plan, and what one of its steps leaves to the next one.
+
+Stages update at different times, and no moment exists at which all of them have seen the same microbatches. So whatever
+needs such a moment is refused here, with the ways out: it would train something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from math import lcm
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.lowering.local_batches import Slices
+from pipefit.lowering.passes.collectives import summed_units
+from pipefit.lowering.passes.communication import communicated, drained
+from pipefit.lowering.passes.offload import (
+    Bundles,
+    Inserted,
+    Move,
+    Timeline,
+    inserted,
+    moved_states,
+    moves_of,
+    named,
+    subjects_of,
+)
+from pipefit.lowering.passes.recomputation import recomputed_units
+from pipefit.lowering.passes.state_offload import StateCopies, check_moved, gradient_moves, weights_copied
+from pipefit.lowering.passes.updates import run_by_run, unshards_of, update_of
+from pipefit.lowering.schedules import Endless, Order, check_alone
+from pipefit.schema.actions import FORWARDS, SENDS, UPDATES, Action, Kind
+from pipefit.schema.decisions import Decision, SavedTensors, State, StateKind, What
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import shifted
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# Moves of weight versions: weights that updates do not change any more are away but where microbatches need
+# them.
+#
+#     F3 B0 STASH0 OFFLOAD3 STEP0 WAIT_STASH0  F4 WAIT_OFFLOAD3 B1 ...  RELOAD3 WAIT_RELOAD3 B3
+#
+# From the STASH on updates change a copy, so that the weights of the forward before it are free to go. They
+# come back before every pass that goes through them, run by run where passes have been cut at the edges of
+# the layers, and leave again behind it. Under PipeDream these are the backward and the second forward of one
+# microbatch, of many only while the pipeline fills. Its stage s of P holds P-s-1 older versions, and the last
+# stage none. Under the two-version form every stage has two versions at all times: the forwards of a step go
+# through weights that the update in the step before last has made, and of two updates later ones only the
+# copy is worked on.
+#
+# A copy is named by a microbatch in flight that went through the weights. Before a forward that is another
+# one than its own, so that weights stay where no other is in flight, as between two microbatches of the last
+# stage.
+
+_AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})
+
+
+@dataclass(slots=True)
+class _Version:
+    """The microbatches that go forward with these weights, and behind which positions their layers have been copied."""
+
+    microbatches: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+
+
+class _Use(NamedTuple):
+    """The passes of a microbatch through some layers that need them at once: a forward, or all that follow it."""
+
+    positions: tuple[int, ...]
+    microbatch: int
+    is_forward: bool
+
+
+def version_moves(timeline: Timeline, decisions: Sequence[Decision], stage: Stage, bundles: Bundles) -> Iterator[Move]:
+    """What a rank of one stage moves away and back by decisions to offload versions of its weights."""
+    if not decisions:
+        return
+    versions, copies = _versions(timeline, stage), StateCopies(timeline)
+    for decision in decisions:
+        assert isinstance(decision.subject, State)
+        subject = named(subjects_of(decision.subject), bundles)
+        for version in versions:
+            for microbatch, free, users in _gaps(timeline, decision.subject, version):
+                offload = Action(Kind.OFFLOAD, decision.stage, microbatch, None, subject, decision.place)
+                if move := copies.gap(offload, free, users, behind=decision.behind, ahead=decision.ahead):
+                    yield move
+
+
+def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
+    """The versions of a stage's weights that microbatches go forward with, in their order."""
+    newest = current = _Version()
+    found = [current]
+    for position, action in enumerate(timeline.actions):
+        begins = action.layers is None or action.layers[0] == stage.start
+        if action.kind in FORWARDS and begins and action.microbatch is not None:
+            current.microbatches.append(action.microbatch)
+        elif action.kind is Kind.STASH and action.wait:
+            current = newest
+        elif action.kind is Kind.STASH:
+            if newest is current:
+                newest = _Version()
+                found.append(newest)
+            current.copied.append(position)
+    return found
+
+
+def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """When nobody needs the weights of these layers: by the name of which microbatch, from which position on, and the
+    positions of its next use.
+    """
+    copied = [position for position in version.copied if _touches(timeline.actions[position], state)]
+    if not copied:
+        return
+    free = max(copied)
+    uses = sorted(use for m in version.microbatches for use in _uses(timeline, state, m, free))
+    for number, use in enumerate(uses):
+        later = (one.microbatch for one in uses[number:] if not one.is_forward)
+        name = next((m for m in later if _computes(timeline, m)[0] < free), None)
+        if use.positions[0] > free and name is not None:
+            yield name, free, use.positions
+        free = max(free, use.positions[-1])
+
+
+def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iterator[_Use]:
+    """Where a microbatch goes through the layers behind a position: forward, and in all that follows."""
+    for kinds in (FORWARDS, _AGAIN):
+        passes = ((number, timeline.actions[number]) for number in _computes(timeline, microbatch) if number > since)
+        found = tuple(number for number, action in passes if action.kind in kinds and _touches(action, state))
+        if found:
+            yield _Use(found, microbatch, kinds is FORWARDS)
+
+
+def _computes(timeline: Timeline, microbatch: int) -> list[int]:
+    """Where the only stage of a rank computes for a microbatch, its forward first."""
+    return timeline.computes[timeline.actions[0].stage][microbatch]
+
+
+def _touches(action: Action, state: State) -> bool:
+    """Whether an action is one of some of the layers of a state."""
+    first, end = action.layers or (state.start, state.stop)
+    return first < state.stop and state.start < end
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def check_endless(plan: Plan) -> None:
+    """Check that every microbatch can be followed by an update of its own stages alone.
+
+    Raises:
+        UsageError: several stages on a device, stages that share a parameter, or a decision for another share of the
+            microbatches in every step.
+    """
+    name = plan.training.schedule
+    for stages in plan.ranks:
+        check_alone(name, len(stages))
+    for number, members in plan.summed.items():
+        shared = plan.measurement.shared[number].name
+        raise UsageError(
+            f"parameter {shared!r} is shared by stages {', '.join(map(str, members))}, whose gradients would be added "
+            f"up before every update, but schedule {name} updates every stage by itself: put all of its layers into "
+            "one stage, untie them, or use schedule 1f1b"
+        )
+    for number, stage in enumerate(plan.stages):
+        _check_divided(plan, number, stage.grid)
+    check_moved(moved_states(plan), plan)
+    for decision in plan.decisions:
+        if isinstance(decision.subject, State):
+            _check_state(plan, decision, decision.subject)
+        every, count = decision.microbatches.every, plan.training.microbatches
+        if count % every:
+            raise UsageError(
+                f"{decision}: it is for a share of every {counted(every, 'microbatch')}, but under schedule {name} "
+                f"their numbers go on from step to step, and {every} does not divide the {count} of a step, so that "
+                f"steps would differ: take a share of every {_divisors(count)}, or all"
+            )
+
+
+def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
+    """Check that replicas divide nothing of which there would be a part for every version of the weights.
+
+    Raises:
+        UsageError: they do.
+    """
+    name, where = plan.training.schedule, f"stage {number} has {grid.data} replicas that divide {grid.shard}"
+    if grid.shard == "parameters":
+        raise UsageError(
+            f"{where}, but under schedule {name} every microbatch goes through weights of its own version, which would "
+            "have to come from their owners for each of them, and older ones again for its backward: divide gradients "
+            "(shard='gradients'), which leaves the weights on all, or use schedule 1f1b"
+        )
+    if grid.shard != "none" and plan.training.versions == "everything":
+        raise UsageError(
+            f"{where}, and versions='everything' gives every version of the weights room for these, as if each replica "
+            "had all of them: let versions hold weights alone (versions='weights'), or divide nothing"
+        )
+
+
+def _check_state(plan: Plan, decision: Decision, state: State) -> None:
+    """Check that weights that move exist, as a stage holds older versions of them for some time, or newest ones.
+
+    Raises:
+        UsageError: they do not, or belong to layers that stay; says why.
+    """
+    last = len(plan.stages) - 1
+    if state.kind in ("optimizer", "gradients"):
+        return
+    if state.kind == "versions" and plan.training.schedule == "pipedream" and decision.stage == last:
+        raise UsageError(
+            f"{decision}: stage {last} is the last one and updates in place, so that it has no older weights; leave it "
+            "out"
+        )
+    _check_layers(plan, decision, state)
+
+
+def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
+    """Check that layers whose weights move are trained, and share no weights with others of their stage.
+
+    Raises:
+        UsageError: they do, or are not.
+    """
+    layers, stage = range(state.start, state.stop), plan.stages[decision.stage]
+    costs = plan.measurement.costs[state.start : state.stop]
+    if not any(cost.trained_bytes for cost in costs):
+        raise UsageError(f"{decision}: these layers have no weights that are trained; leave them out")
+    frozen = next((n for n, cost in zip(layers, costs, strict=True) if cost.trained_bytes < cost.parameter_bytes), None)
+    if state.kind == "parameters" and frozen is not None:
+        raise UsageError(
+            f"{decision}: layer {frozen} has weights that are not trained, which all microbatches go through, whatever "
+            "their version; leave it out, or use schedule 1f1b"
+        )
+    for shared in plan.measurement.shared:
+        inside = [user in layers for user in shared.users if stage.start <= user < stage.stop]
+        if shared.gradient_bytes and any(inside) and not all(inside):
+            raise UsageError(
+                f"{decision}: parameter {shared.name!r} belongs to other layers of the stage too; move the weights of "
+                "all layers that share it, or of none"
+            )
+
+
+def check_in_turn(plan: Plan, entered: int) -> None:
+    """Check that a step after so many microbatches begins where shares of the microbatches begin, as a plan's steps do.
+
+    Raises:
+        UsageError: the batch before was a smaller one.
+    """
+    if entered % (turn := period(plan)):
+        raise UsageError(
+            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple of them: "
+            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a batch "
+            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all microbatches"
+        )
+
+
+def period(plan: Plan) -> int:
+    """Of how many microbatches in a row every decision takes the same share."""
+    return lcm(*(decision.microbatches.every for decision in plan.decisions))
+
+
+def _divisors(count: int) -> str:
+    """The numbers that divide `count`, in words."""
+    return " or ".join(str(number) for number in range(2, count + 1) if count % number == 0) or "1"
+
+
+def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """The starts that these actions join without having them, and those that they leave to be joined."""
+    before, begun = list[Action](), dict[Action, None]()
+    for action in actions:
+        if action.in_background and not action.wait:
+            begun[action] = None
+        elif action.wait and action.start in begun:
+            del begun[action.start]
+        elif action.wait:
+            before.append(action.start)
+    return tuple(before), tuple(begun)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A device's step under an endless schedule, cut out of all that the device does before it, in it and after
+# it.
+#
+# The order of a rank's forwards and backwards is the same wherever steps end, unless it is drained. What
+# stands next to a forward or backward may belong to a microbatch of another step: a recomputation that comes
+# early, the end of a copy that began in the step before, the begin of one that the next step needs. So all of
+# that is decided in a `Stream`, which has the steps around the own one too, and the step takes the part that
+# stands next to its own actions.
+#
+#     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
+#
+# A drain finds some of that done, and does the rest: copies on their way out are joined first, so that what
+# is away never takes more than in a full pipeline; then everything comes back just before the backward that
+# needs it. Gradients and weights leave again between backwards of the drain, if they do so in steps, whose
+# slots they have.
+
+
+class Entered(NamedTuple):
+    """What has entered a pipeline since it was empty.
+
+    Microbatches in flight that are `smaller` than the plan's have numbers, counted from the next one that enters, and
+    samples.
+    """
+
+    microbatches: int = 0
+    steps: int = 0
+    smaller: tuple[tuple[int, int], ...] = ()
+
+
+def settled(plan: Plan, microbatches: int | None = None) -> int:
+    """After how many microbatches steps of so many are all alike; of the plan's unless given.
+
+    That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
+    flight must have gone forward in a full pipeline too, and none of them through the first weights. Where weights move
+    under two versions, two steps must have come before.
+    """
+    stages, kinds = len(plan.stages), {d.subject.kind for d in plan.decisions if isinstance(d.subject, State)}
+    if plan.training.schedule == "pipedream-2bw" and not kinds.isdisjoint(("parameters", "versions")):
+        return max(2 * stages, (microbatches or plan.training.microbatches) + 1)
+    far = [d for d in plan.decisions if not (isinstance(d.subject, State) and d.subject.kind == "optimizer")]
+    reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in far)
+    return 2 * stages - 1 if reaches else stages
+
+
+def as_early(plan: Plan, entered: int) -> int:
+    """The fewest microbatches after which a step is like that after `entered`."""
+    least = settled(plan)
+    return entered if entered <= least else least + (entered - least) % period(plan)
+
+
+class Stream:
+    """What a device of one rank does, from an empty pipeline on: `entered` microbatches of `steps` earlier steps, a
+    step, and what follows.
+
+    Microbatches are counted from the first one in the pipeline. Under two versions weights depend on where steps end,
+    though only on whether there was more than one, and that each had a microbatch for every stage.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Endless,
+        rank: int,
+        bundles: Bundles,
+        slices: Slices,
+        *,
+        microbatches: int,
+        entered: int,
+        steps: int,
+    ) -> None:
+        self._plan, self._schedule, self._rank, self._bundles = plan, schedule, rank, bundles
+        self._slices = slices
+        self._microbatches, self._entered = microbatches, entered
+        self._earlier = list(self._before(entered, steps))
+        self._own = self._order(microbatches, entered)
+
+    def step(self) -> list[Action]:
+        """The actions of the step, its microbatches counted from its own first one."""
+        alone = not self._plan.decisions and self._plan.stages[self._rank].grid.data == 1
+        units = [[action] for action in (*self._earlier, *self._own)] if alone else self._units
+        own = chain(*units[len(self._earlier) : len(self._earlier) + len(self._own)])
+        actions = self._communicated(own, before=self._last)
+        if moves := self._moves():
+            before, behind = (self._by_action(places) for places in inserted(moves))
+            actions = [one for a in actions for one in (*before.get(a, ()), a, *behind.get(a, ()))]
+        return self._finished(actions)
+
+    def drain(self) -> list[Action]:
+        """The actions that end what is in flight after the earlier steps, in the place of a step."""
+        done = {action for unit in self._units[: len(self._earlier)] for action in unit if not action.moves_state}
+        soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
+        units = self._divided([*self._earlier, *self._own], soon)[len(self._earlier) :]
+        order = [action for unit in units for action in unit if action not in done]
+        actions = list(drained(order, self._plan, self._slices, before=self._last))
+        if moves := self._moves():
+            actions = list(self._with_the_rest(actions, moves))
+        return self._finished(actions)
+
+    def _finished(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with the parameters away between them, and with microbatches counted from the own first one."""
+        copied = (
+            weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
+        )
+        return [shifted(action, -self._entered) for action in self._slices.together(copied)]
+
+    def _communicated(self, order: Iterable[Action], *, before: Action | None = None) -> list[Action]:
+        """An order of the stream with its receives, loads and sends."""
+        return list(communicated(list(order), self._plan, self._slices, before=before, endless=True))
+
+    def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
+        """The actions of a drain with what the earlier steps have left to do of their moves, and its own moves."""
+        earlier = list(chain(*self._units[: len(self._earlier)]))
+        past = self._communicated(earlier) if earlier else []
+        done = set(past)
+        at, own = self._timeline.actions, {action: number for number, action in enumerate(actions)}
+        left = [move for move in moves if at[move.start] in done and at[move.users[0]] not in done]
+        joins = [move.offload.join for move in left if at[move.freed] not in done]
+        needed: dict[Action, list[Action]] = {}
+        for move in left:
+            reload = () if at[move.back] in done else (move.reload,)
+            first = min((at[user] for user in move.users), key=own.__getitem__)
+            needed.setdefault(first, []).extend((*reload, move.reload.join))
+        begun = next((n for n, a in enumerate(actions) if not (a.wait and a.kind in SENDS)), len(actions))
+        yield from (*actions[:begun], *joins)
+        timeline, stage = Timeline([*past, *actions]), self._plan.stages[self._rank]
+        again = [
+            *version_moves(timeline, self._of_state("versions"), stage, self._bundles),
+            *gradient_moves(timeline, self._gradients, self._bundles),
+        ]
+        known = {move.offload._replace(microbatch=None) for move in moves}
+        again = [m for m in again if m.start >= len(past) and m.offload._replace(microbatch=None) in known]
+        before, behind = inserted(again)
+        for number, action in enumerate(actions[begun:], start=len(past) + begun):
+            yield from (*needed.get(action, ()), *before[number], action, *behind[number])
+
+    def _before(self, entered: int, steps: int) -> Iterator[Action]:
+        """The compute actions of the earlier steps: of one, or of two of which the last is as short as it may be."""
+        last = len(self._plan.stages)
+        sizes = (entered - last, last) if steps > 1 and entered >= 2 * last else (entered,)
+        for size, before in zip(sizes, (0, entered - last), strict=False):
+            yield from self._order(size, before) if size else ()
+
+    def _order(self, microbatches: int, entered: int) -> Order:
+        """The order of compute actions in a step after `entered` microbatches."""
+        order = self._schedule(self._rank, len(self._plan.stages), microbatches, entered)
+        return [shifted(action, entered) for action in order]
+
+    @property
+    def _last(self) -> Action | None:
+        """The last forward or backward of the earlier steps, whose sends are not joined yet."""
+        return next((action for action in reversed(self._earlier) if action.kind not in UPDATES), None)
+
+    @cached_property
+    def _units(self) -> list[list[Action]]:
+        """What every action of the earlier steps, the own one and the next becomes if nothing is drained."""
+        entered = self._entered + self._microbatches
+        own = self._own if self._microbatches else []
+        return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
+
+    def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
+        """What every action of an order becomes: passes in pieces by the decisions of `plan`, updates in runs, and sums
+        of gradients.
+        """
+        summed = {(self._rank, action.microbatch) for action in order if action.kind is Kind.STEP}
+        units = summed_units(recomputed_units(order, plan, summed=summed), plan, self._rank)
+        pairs = zip(chain([None], order), units, strict=False)
+        return [[one for action in unit for one in self._updated(before, action)] for before, unit in pairs]
+
+    def _updated(self, before: Action | None, action: Action) -> list[Action]:
+        """What an update becomes, or the copy of the weights `before` it, which goes with it if parameters move."""
+        if action.kind not in UPDATES:
+            return [action]
+        if action.kind is Kind.STASH:
+            apart = self._parameters and not action.wait
+            return [] if apart else list(run_by_run(action, self._plan)) if self._parameters else [action]
+        stash = before if self._parameters and before is not None and before.kind is Kind.STASH else None
+        unshards = unshards_of(self._plan, [self._rank], action.microbatch)
+        return [*update_of(action, self._plan, self._bundles, stash=stash), *unshards]
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return Timeline(self._communicated(chain(*self._units)))
+
+    def _moves(self) -> list[Move]:
+        """All that is moved away and back in the stream, but for updates."""
+        tensors = [d for d in self._offloads if isinstance(d.subject, SavedTensors)]
+        versions = self._of_state("versions")
+        if not tensors and not versions and not self._gradients:
+            return []
+        return [
+            *moves_of(self._timeline, tensors, self._plan, self._bundles),
+            *version_moves(self._timeline, versions, self._plan.stages[self._rank], self._bundles),
+            *gradient_moves(self._timeline, self._gradients, self._bundles),
+        ]
+
+    @cached_property
+    def _offloads(self) -> tuple[Decision, ...]:
+        return tuple(self._plan.decisions_of(self._rank, What.OFFLOAD))
+
+    @property
+    def _gradients(self) -> list[Decision]:
+        return self._of_state("gradients")
+
+    @property
+    def _parameters(self) -> list[Decision]:
+        return self._of_state("parameters")
+
+    def _of_state(self, kind: StateKind) -> list[Decision]:
+        return [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == kind]
+
+    def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:
+        return {self._timeline.actions[position]: copies for position, copies in places.items()}

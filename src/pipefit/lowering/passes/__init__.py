@@ -1,0 +1,1 @@
+"""Passes of the lowering: each rewrites the program for one purpose."""

@@ -1,0 +1,267 @@
+"""The rewriting that begins sums of gradients: each as soon as the last backward of its layers has ended.
+
+The gradients of a stage with several replicas are summed in buckets, which are runs of layers. The last microbatch goes
+backward bucket by bucket (`pipefit.lowering.passes.recomputation`), so that a sum is under way while earlier layers
+still compute; all are joined before the update (`pipefit.lowering.passes.updates`).
+
+    B3[6:9] SEND.. REDUCE[6:9] B3[3:6] REDUCE[3:6] B3[0:3] SEND_B3 REDUCE[0:3] ... WAIT_REDUCE[6:9] ... STEP
+
+With one bucket it is `B3 SEND_B3 REDUCE`. (Buckets: PyTorch Distributed, Li et al., VLDB 2020.)
+
+Where only the owner of a layer keeps its gradients (ZeRO 2), every microbatch goes backward in buckets and has sums of
+its own, which owners add up. A sum is joined behind the stage's next backward, or before it where that has the same
+layers, and then the gradients of all others are freed:
+
+    B3[6:9] REDUCE3[6:9] B3[3:6] WAIT_REDUCE3[6:9] REDUCE3[3:6] B3[0:3] WAIT_REDUCE3[3:6] REDUCE3[0:3] ...
+
+So besides its own a replica has the gradients of two buckets at most.
+
+Under an endless schedule every update has sums of its own, which its STEP joins (`summed_units`); they and it have the
+number of the microbatch behind which the stage is updated:
+
+    B3 SEND_B3 REDUCE3 STASH3 WAIT_REDUCE3 STEP3 WAIT_STASH3
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from pipefit.lowering.passes.offload import Timeline
+from pipefit.schema.actions import COMPUTE, Action, Kind
+from pipefit.schema.decisions import What
+from pipefit.schema.plan import Plan
+
+
+def sums_of(plan: Plan, stage: int, microbatch: int | None = None) -> list[Action]:
+    """The REDUCEs that a stage's update joins, the one behind a `microbatch` if there are many in a step, in the order
+    in which they begin; none where it is one replica, or every microbatch has its own.
+    """
+    if plan.stages[stage].grid.data == 1 or plan.stages[stage].grid.divides_gradients:
+        return []
+    return [Action(Kind.REDUCE, stage, microbatch, run) for run in _runs(plan, stage)]
+
+
+def cut_for_sums(plan: Plan, stage: int, *, is_last: bool) -> list[int]:
+    """The layers before which a microbatch's passes are cut; `is_last` says whether it is the stage's last backward."""
+    grid = plan.stages[stage].grid
+    return bucket_edges(plan, stage) if grid.data > 1 and (is_last or grid.divides_gradients) else []
+
+
+def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Action]:
+    """One device's actions with the sums of its stages begun, each behind the last backward of its layers and what that
+    sends; without an `update`, those of every microbatch alone.
+    """
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    replicated = [s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1]
+    for stage in replicated:
+        backwards = [n for n, one in enumerate(actions) if one.kind is Kind.BACKWARD and one.stage == stage]
+        last_of = _last_of(actions, backwards)
+        for reduce in sums_of(plan, stage) if update else ():
+            behind[_sent(actions, last_of(reduce))].append(reduce)
+        for reduce, last in _of_microbatches(actions, backwards, plan, stage):
+            behind[_sent(actions, last)].append(reduce)
+            following = bisect_right(backwards, last)
+            if following == len(backwards):
+                before[len(actions)].append(reduce.join)
+            elif _has(actions[backwards[following]], reduce):
+                before[backwards[following]].append(reduce.join)
+            else:
+                behind[_sent(actions, backwards[following])].append(reduce.join)
+    merged = [one for n, action in enumerate(actions) for one in (*before[n], action, *behind[n])]
+    return [*merged, *before[len(actions)]] if replicated else list(actions)
+
+
+def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> list[list[Action]]:
+    """What every action of a stage's order becomes under an endless schedule, with the sums for its updates: begun
+    behind the last backward of their layers, joined before the STEP. Where every microbatch has its own, they are
+    joined behind the next backward if that comes first, or before what it becomes if it has the same layers.
+    """
+    if plan.stages[stage].grid.data == 1:
+        return list(map(list, units))
+    actions = [action for unit in units for action in unit]
+    begins = [number for number, unit in enumerate(units) for _ in unit]  # by position in `actions`, its unit
+    backwards = [n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD]
+    updates = [n for n, action in enumerate(actions) if action.kind is Kind.STEP]
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    for update in updates:
+        own = [n for n in backwards if actions[n].microbatch == actions[update].microbatch]
+        last_of = _last_of(actions, own)
+        for reduce in sums_of(plan, stage, actions[update].microbatch):
+            behind[last_of(reduce)].append(reduce)
+            before[begins[update]].append(reduce.join)
+    for reduce, last in _of_microbatches(actions, backwards, plan, stage):
+        behind[last].append(reduce)
+        following, update = (_next(found, last, len(actions)) for found in (backwards, updates))
+        if update < following:
+            before[begins[update]].append(reduce.join)
+        elif following < len(actions) and _has(actions[following], reduce):
+            before[begins[following]].append(reduce.join)
+        elif following < len(actions):
+            behind[following].append(reduce.join)
+    numbered = iter(range(len(actions)))
+    return [
+        [*before[number], *(one for action, n in zip(unit, numbered, strict=False) for one in (action, *behind[n]))]
+        for number, unit in enumerate(units)
+    ]
+
+
+def _next(positions: Sequence[int], position: int, end: int) -> int:
+    """The first of rising positions behind a position, or the end."""
+    found = bisect_right(positions, position)
+    return positions[found] if found < len(positions) else end
+
+
+def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[Action], int]:
+    """A function that tells the position of the last of these backwards that passes through layers of a sum."""
+    of_layers, of_all = dict[int, int](), -1
+    for number in backwards:
+        layers = actions[number].layers
+        of_all = number if layers is None else of_all
+        of_layers.update(dict.fromkeys(range(*layers) if layers else (), number))
+
+    def last(reduce: Action) -> int:
+        if reduce.layers is None:
+            return backwards[-1]
+        return max(of_all, *(of_layers.get(layer, -1) for layer in range(*reduce.layers)))
+
+    return last
+
+
+def _of_microbatches(
+    actions: Sequence[Action], backwards: Sequence[int], plan: Plan, stage: int
+) -> Iterator[tuple[Action, int]]:
+    """The sums of all microbatches of a stage in which only owners keep gradients, each with its last backward."""
+    if not plan.stages[stage].grid.divides_gradients:
+        return
+    runs, of_microbatch = _runs(plan, stage), defaultdict[int | None, list[int]](list)
+    for number in backwards:
+        of_microbatch[actions[number].microbatch].append(number)
+    for microbatch, own in of_microbatch.items():
+        last_of = _last_of(actions, own)
+        for reduce in (Action(Kind.REDUCE, stage, microbatch, run) for run in runs):
+            yield reduce, last_of(reduce)
+
+
+def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:
+    """The buckets of a stage, the last layers first; None is the whole stage."""
+    place = plan.stages[stage]
+    cuts = [place.start, *bucket_edges(plan, stage), place.stop]
+    return [*reversed([*pairwise(cuts)])] if len(cuts) > 2 else [None]
+
+
+def _sent(actions: Sequence[Action], backward: int) -> int:
+    """The position of the last of the sends that a backward begins, or of itself."""
+    last = backward
+    while last + 1 < len(actions) and actions[last + 1].kind is Kind.SEND_BACKWARD and not actions[last + 1].wait:
+        last += 1
+    return last
+
+
+def _has(backward: Action, reduce: Action) -> bool:
+    """Whether a backward passes through layers of a sum."""
+    if backward.layers is None or reduce.layers is None:
+        return True
+    return backward.layers[0] < reduce.layers[1] and reduce.layers[0] < backward.layers[1]
+
+
+def bucket_edges(plan: Plan, stage: int) -> list[int]:
+    """The layers before which a stage is divided in buckets, of about equal bytes of gradients, or of parameters where
+    these are divided.
+
+    Never between layers that share a parameter, whose gradients would be added up in another order, or that would be
+    gathered with the first of them alone; and not within a run that is recomputed as a whole.
+    """
+    place, measured = plan.stages[stage], plan.measured(stage)
+    at, before = 0, {place.start: 0}  # by layer, bytes of the layers before it
+    for layer, cost in enumerate(measured.costs[place.start : place.stop], start=place.start):
+        before[layer + 1] = at = at + (
+            cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
+        )
+    within = {n for first, last in _together(plan, stage) for n in range(first + 1, last + 1)}
+    allowed = [n for n in range(place.start + 1, place.stop) if n not in within]
+    cuts = {before[layer]: layer for layer in reversed(allowed)}  # of layers without any bytes the first
+    nearest = _nearest(sorted(cuts), at, place.grid.buckets)
+    return [cuts[size] for size in nearest if 0 < size < at]
+
+
+def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
+    """Of rising sizes those that are the nearest to an end of one of so many equal parts of a whole, however many."""
+    for number, size in enumerate(sizes):
+        first, last = 1, parts - 1  # the ends that are as near: part n ends at whole * n / parts
+        if number:
+            first = (sizes[number - 1] + size) * parts // (2 * whole) + 1
+        if number + 1 < len(sizes):
+            last = min(last, (size + sizes[number + 1]) * parts // (2 * whole))
+        if first <= last:
+            yield size
+
+
+def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """The first and the last layers of what no cut may part."""
+    place = plan.stages[stage]
+    found = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
+    for shared in plan.measurement.shared:
+        users = [user for user in shared.users if place.start <= user < place.stop]
+        exchanged = shared.gradient_bytes or place.grid.shard == "parameters"
+        found += [(users[0], users[-1])] if users and exchanged else []
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# The rewriting that brings parameters which replicas divide: from their owners before they are used, and away
+# again.
+#
+# Where only the owner of a layer keeps its parameters (ZeRO 3), passes are cut in buckets, and a bucket's
+# parameters are there around the passes through it:
+#
+#     UNSHARD[0:3] WAIT_UNSHARD[0:3] UNSHARD[3:6] F0[0:3] RESHARD[0:3] WAIT_UNSHARD[3:6] F0[3:6] RESHARD[3:6] ...
+#
+# They start to come as the device begins what it computes before that pass, and stay where nothing would be
+# computed while they are away, as at the turn from a forward to its backward. So a replica has the parameters
+# of two buckets at most besides its own, and with two buckets mostly those of all. (ZeRO: Rajbhandari et al.,
+# SC 2020; FSDP: Zhao et al., VLDB 2023.)
+
+
+def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
+    """One device's actions with the parameters of its stages brought before they are used, and freed behind it."""
+    unshards = list(_unshards(actions, plan))
+    if not unshards:
+        return list(actions)
+    timeline = Timeline(actions)
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    computing = [number for number, action in enumerate(actions) if action.kind in COMPUTE]
+    for unshard in unshards:
+        for first, last in _uses(actions, computing, unshard):
+            start = computing[max(first - 1, 0)]
+            before[timeline.before_waiting(start)].append(unshard)
+            before[computing[first]].append(unshard.join)
+            behind[computing[last]].append(unshard._replace(kind=Kind.RESHARD))
+    for starts in before.values():
+        starts.sort(key=lambda action: action.wait)  # a join does not hold up what starts at the same place
+    return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
+
+
+def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
+    """The UNSHARDs of all buckets of the stages whose parameters are divided."""
+    for stage in dict.fromkeys(action.stage for action in actions):
+        place = plan.stages[stage]
+        if place.grid.shard == "parameters":
+            cuts = [place.start, *bucket_edges(plan, stage), place.stop]
+            yield from (Action(Kind.UNSHARD, stage, layers=run) for run in pairwise(cuts))
+
+
+def _uses(actions: Sequence[Action], computing: Sequence[int], unshard: Action) -> list[tuple[int, int]]:
+    """The first and the last of the computing actions that pass through a bucket, without gaps in which it is freed."""
+    found: list[tuple[int, int]] = []
+    for number, position in enumerate(computing):
+        action, run = actions[position], unshard.layers
+        assert run is not None
+        outside = action.layers is not None and (action.layers[1] <= run[0] or run[1] <= action.layers[0])
+        if action.stage != unshard.stage or outside:
+            continue
+        begins = found.pop()[0] if found and found[-1][1] >= number - 2 else number
+        found.append((begins, number))
+    return found

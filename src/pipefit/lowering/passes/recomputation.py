@@ -1,0 +1,290 @@
+"""The rewriting that makes recomputation explicit: which runs of layers run forward twice, and when.
+
+Where layers 3 to 5 of a stage with layers 0 to 8 are recomputed, its F and B become
+
+    F[0:3] N[3:6] F[6:9]              the forward in pieces; an N keeps nothing but its inputs
+    B[6:9] R[3:6] B[3:6] B[0:3]       the run goes forward again just before its backward
+
+Where the whole stage is recomputed, they become N and R B. With `ahead` n, a decision's R comes before the n-th compute
+action before the backward, so that it may fill a bubble. (Chen et al., 2016; where to put the recomputation: Mario,
+PPoPP 2025, and Lynx, 2024.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal
+
+from pipefit.errors import UsageError
+from pipefit.lowering.passes.collectives import cut_for_sums
+from pipefit.lowering.passes.offload import state_edges
+from pipefit.lowering.schedules import Order
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, State, What
+from pipefit.schema.grids import Stage
+from pipefit.schema.layer_costs import SharedParameter
+from pipefit.schema.plan import Plan
+
+# ----------------------------------------------------------------------------------------------------
+# Recompute settings: what a caller may ask for, and the decisions that each becomes in a plan.
+#
+# never         nothing is recomputed always        every block is recomputed by itself, for all microbatches:
+# activation checkpointing per block stages        every stage is recomputed as a whole, for all microbatches:
+# it keeps only its inputs except_last   the same for all microbatches of a step but the last, as in GPipe and
+# torchgpipe except_one    the same for all but the one whose backward comes first, which is the cheapest to
+# keep
+
+Recompute = Literal["never", "always", "stages", "except_last", "except_one"]
+RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "stages", "except_last", "except_one")
+
+_FROM_THE_LAST = frozenset({"torchgpipe"})  # schedules whose backwards begin with the last microbatch
+
+
+def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: int) -> Microbatches | None:
+    """The microbatches of a step that are recomputed; None if none is.
+
+    Raises:
+        UsageError: there is no such setting; says which there are.
+    """
+    if recompute not in RECOMPUTE:
+        raise UsageError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
+    if recompute in ("always", "stages"):
+        return ALL_MICROBATCHES
+    if recompute == "never" or microbatches == 1:
+        return None
+    first = recompute == "except_one" and schedule not in _FROM_THE_LAST
+    return Microbatches(taken=microbatches - 1, every=microbatches, first=int(first))
+
+
+def recompute_decisions(
+    stages: Sequence[Stage],
+    edges: Sequence[int],
+    recompute: Recompute,
+    schedule: str,
+    microbatches: int,
+    *,
+    shared: Sequence[SharedParameter] = (),
+) -> tuple[Decision, ...]:
+    """The decisions that a recompute setting makes for these stages.
+
+    Args:
+        edges: the first layer of every block, and the number of layers.
+        shared: parameters that layers share; blocks of a stage that share one are recomputed together.
+
+    Raises:
+        UsageError: there is no such setting.
+    """
+    which = recomputed_microbatches(recompute, schedule, microbatches)
+    return tuple(
+        Decision(
+            stage=number,
+            subject=run,
+            what=What.RECOMPUTE,
+            microbatches=which,
+            why=f"recompute {recompute} was asked for",
+        )
+        for number, stage in enumerate(stages)
+        if which is not None
+        for run in _runs(stage, edges if recompute == "always" else (), shared)
+    )
+
+
+def _runs(stage: Stage, edges: Sequence[int], shared: Sequence[SharedParameter]) -> Iterator[Run]:
+    """The runs of layers of a stage that are recomputed by themselves."""
+    for start, stop in pairwise(cuts(edges, stage.start, stage.stop, shared)):
+        yield Run(start=start, stop=stop)
+
+
+def cuts(edges: Sequence[int], start: int, stop: int, shared: Sequence[SharedParameter]) -> list[int]:
+    """The edges at which layers `start` to `stop - 1` may be run in parts, both ends included: not between layers that
+    share a trained parameter, whose gradients would be added up in another order.
+    """
+    inside = [edge for edge in edges if start < edge < stop]
+    for one in shared if inside else ():
+        users = [user for user in one.users if start <= user < stop]
+        if users and one.gradient_bytes:
+            inside = [edge for edge in inside if not users[0] < edge <= users[-1]]
+    return [start, *inside, stop]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Pass = tuple[int, int | None]  # of a microbatch through a stage
+Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
+
+
+def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> list[Order]:
+    """The orders with every decision to recompute carried out. With `sums`, the last microbatch that goes backward in a
+    stage does so in the buckets in which gradients are summed; where only their owners keep them, all do.
+
+    Raises:
+        UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
+            compute something else when it runs again.
+    """
+    found = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
+    return [[action for unit in units for action in unit] for units in found]
+
+
+def _last_backwards(order: Order) -> Collection[Pass]:
+    """The microbatch that goes backward last in every stage of an order."""
+    return {action.stage: action.microbatch for action in order if action.kind is Kind.BACKWARD}.items()
+
+
+def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ()) -> list[list[Action]]:
+    """The same of one rank: what every action of its order becomes, with the recomputations that stand before it.
+    Gradients are summed behind the backwards of the stages and microbatches `summed`.
+
+    Raises:
+        UsageError: as `recomputed`.
+    """
+    cutting = any(one.what is What.RECOMPUTE or isinstance(one.subject, State) for one in plan.decisions)
+    buckets = any(stage.grid.buckets > 1 for stage in plan.stages)
+    if not cutting and not buckets:
+        return [[action] for action in order]
+    units: list[list[Action]] = []
+    early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
+    passes: list[int] = []  # the numbers of the forwards and backwards so far
+    forward_of: dict[tuple[int, int | None], int] = {}  # by stage and microbatch, how many came before its forward
+    pieces_of = _Pieces(plan, summed)
+    for number, action in enumerate(order):
+        if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            units.append([action])
+            continue
+        here = len(passes)
+        passes.append(number)
+        stage, unit = plan.stages[action.stage], list[Action]()
+        pieces = pieces_of(action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            forward_of[action.stage, action.microbatch] = here
+            unit += [_piece(action, stage, p, Kind.FORWARD_ONLY if p[2] else Kind.FORWARD) for p in pieces]
+        for piece in reversed(pieces) if action.kind is Kind.BACKWARD else ():
+            if piece[2] is not None:
+                place = max(here - piece[2].ahead, forward_of.get((action.stage, action.microbatch), -1) + 1)
+                (early[passes[place]] if place < here else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
+            unit.append(_piece(action, stage, piece, Kind.BACKWARD))
+        units.append(unit)
+    return [[*before, *unit] for before, unit in zip(early, units, strict=True)]
+
+
+class _Pieces:
+    """The pieces of every stage; made once for all microbatches that the same decisions are for.
+
+    `summed` has the stages and microbatches behind whose backward the gradients of the stage are summed.
+    """
+
+    def __init__(self, plan: Plan, summed: Collection[Pass]) -> None:
+        self._plan, self._summed = plan, summed
+        self._runs: dict[int, tuple[Decision, ...]] = {}
+        self._known: dict[tuple[int, tuple[bool, ...], bool], list[Piece]] = {}
+
+    def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
+        """The layers of a stage, divided where recomputation for this microbatch, states that move and sums of
+        gradients begin and end.
+
+        Raises:
+            UsageError: as `_divided`.
+        """
+        if stage not in self._runs:
+            self._runs[stage] = tuple(sorted(self._plan.decisions_of(stage, What.RECOMPUTE), key=_start))
+        runs = self._runs[stage]
+        taken = tuple(microbatch in decision.microbatches for decision in runs)
+        is_last = (stage, microbatch) in self._summed
+        if (stage, taken, is_last) not in self._known:
+            here = [decision for decision, is_taken in zip(runs, taken, strict=True) if is_taken]
+            edges = {*state_edges(self._plan, stage), *cut_for_sums(self._plan, stage, is_last=is_last)}
+            self._known[stage, taken, is_last] = _divided(self._plan, stage, here, microbatch, sorted(edges))
+        return self._known[stage, taken, is_last]
+
+
+def _divided(
+    plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None, edges: Sequence[int]
+) -> list[Piece]:
+    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers, and at
+    other `edges`.
+
+    Raises:
+        UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
+            in another order than in one backward; or a layer computes something else when it runs again.
+    """
+    place = plan.stages[stage]
+    pieces: list[Piece] = []
+    at = place.start
+    for decision in runs:
+        assert isinstance(decision.subject, Run)
+        start, stop = decision.subject.start, decision.subject.stop
+        if start < at:
+            raise UsageError(f"{decision}: layer {start} is recomputed already for microbatch {microbatch}")
+        pieces += [(at, start, None)] if at < start else []
+        pieces.append((start, stop, decision))
+        at = stop
+    pieces += [(at, place.stop, None)] if at < place.stop else []
+    pieces = [cut for piece in pieces for cut in _cut(piece, edges)]
+    _check_shared(plan, stage, pieces)
+    _check_repeatable(plan, stage, pieces)
+    return pieces
+
+
+def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
+    """A piece, divided where parameters, gradients or versions of weights that move begin and end.
+
+    Raises:
+        UsageError: they do so within a run that is recomputed as a whole.
+    """
+    start, stop, decision = piece
+    inside = [edge for edge in edges if start < edge < stop]
+    if inside and decision is not None:
+        raise UsageError(
+            f"{decision}: a state that is moved begins or ends at layer {inside[0]}, within this run: move the state "
+            "of runs that hold all of these layers or none, or recompute in two runs"
+        )
+    cuts = [start, *inside, stop]
+    return [(one, other, decision) for one, other in pairwise(cuts)]
+
+
+def _start(decision: Decision) -> int:
+    assert isinstance(decision.subject, Run)
+    return decision.subject.start
+
+
+def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
+    """Check that no parameter that is trained is used in two pieces of a stage.
+
+    Raises:
+        UsageError: one is.
+    """
+    for shared in plan.measurement.shared if len(pieces) > 1 else ():
+        users = [[user for user in shared.users if start <= user < stop] for start, stop, _ in pieces]
+        if sum(map(bool, users)) > 1 and shared.gradient_bytes:
+            layers = ", ".join(str(user) for part in users for user in part)
+            raise UsageError(
+                f"stage {stage} cannot be run in pieces between layers {layers}, which share parameter "
+                f"{shared.name!r}: its gradients would be added up in another order. Recompute the whole stage, or a "
+                "run that holds all of these layers or none; and move the state of such runs"
+            )
+
+
+def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
+    """Check that every layer that is recomputed computes the same again, and so does the loss.
+
+    Raises:
+        UsageError: one does not.
+    """
+    measured, count = plan.measurement, len(plan.profile.layers)
+    for start, stop, decision in pieces:
+        for layer in range(start, stop + (stop == count)) if decision is not None else ():
+            is_loss = layer == count  # it goes with the last layer
+            why = (measured.loss if is_loss else measured.kinds[measured.layers[layer]]).unrepeatable
+            if why:
+                what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
+                raise UsageError(
+                    f"stage {stage} cannot recompute {what}, which {why}: a second forward might not be like the "
+                    "first. Recompute other runs of layers, or none; or keep what a forward changes in buffers, and "
+                    "draw from torch's default generator"
+                )
+
+
+def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
+    """The action for one piece, without layers where the piece is the whole stage."""
+    layers = piece[:2]
+    return Action(kind, action.stage, action.microbatch, None if layers == (stage.start, stage.stop) else layers)

@@ -1,0 +1,263 @@
+"""The rewriting that moves parameters and gradients away while nothing uses them.
+
+Parameters are away except around what needs them: forwards, second forwards, backwards and the update of their layers.
+They are copied out only behind an update; otherwise their home has their bytes, and their OFFLOAD frees them at once:
+
+    RELOAD[5.parameters] WAIT_RELOAD F0[5:7] OFFLOAD[5.parameters] WAIT_OFFLOAD F0[7:9] ...
+
+Gradients are born by the first backward of their layers and end with the update. They are away between backwards, and
+until whatever needs them at the end of the step: the sum over stages, what the stages agree on, the update.
+
+    B0[5:7] OFFLOAD[5.gradients] B0[0:5] WAIT_OFFLOAD ... RELOAD[5.gradients] ... WAIT_RELOAD B1[5:7] ...
+
+A RELOAD starts `ahead` compute actions of the device before its use, and an OFFLOAD that copies is joined `behind` of
+them after it. Every piece of a forward or backward counts, and every update of a run: with `ahead=1` the parameters of
+the next run come while this one computes.
+Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
+at the edges of the layers (`pipefit.lowering.passes.recomputation`), so that only those in use are there.
+
+Where replicas divide parameters, their owners send them to the others from an UNSHARD to its join, and need them there.
+
+Under an endless schedule gradients move so from the first backward behind an update to the next update
+(`gradient_moves`), and parameters within every step (`weights_copied`): those that updates change, which forwards use
+but for the time from a STASH to its join, and backwards only where no update has come since their forward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain, pairwise
+
+from pipefit.errors import UsageError
+from pipefit.lowering.passes.offload import Bundles, Move, Timeline, moved_states, named, subjects_of
+from pipefit.schema.actions import COLLECTIVE, COMPUTE, FORWARDS, Action, Kind
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.plan import Plan
+
+
+def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
+    """One rank's actions with every decision to move parameters or gradients carried out.
+
+    Raises:
+        UsageError: two decisions move one layer's, or layers that share a parameter are moved apart.
+    """
+    stages = {action.stage for action in actions}
+    decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
+    if not decisions:
+        return list(actions)
+    check_moved(decisions, plan)
+    copies = StateCopies(Timeline(actions))
+    for decision in decisions:
+        copies.add(decision, _action(decision, bundles))
+    return list(copies.merged())
+
+
+def weights_copied(
+    actions: Sequence[Action], earlier: Sequence[Action], decisions: Sequence[Decision], bundles: Bundles
+) -> list[Action]:
+    """One rank's step, behind `earlier` compute actions, with the newest weights away but where they are used."""
+    copies = StateCopies(Timeline(actions), through_older_weights(earlier, actions))
+    for decision in decisions:
+        copies.add(decision, _action(decision, bundles))
+    return list(copies.merged())
+
+
+def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) -> frozenset[int]:
+    """The positions in `actions` of what goes through weights that an update has followed, after `earlier` ones."""
+    newest = current = 0
+    versions, found = dict[int | None, int](), set[int]()
+    for position, action in enumerate((*earlier, *actions), start=-len(earlier)):
+        if action.kind in FORWARDS:
+            versions.setdefault(action.microbatch, current)
+        if action.kind is Kind.STASH:
+            newest, current = (newest, newest) if action.wait else (current + 1, current)
+        elif action.kind is not Kind.STEP and versions.get(action.microbatch) != newest:
+            found.add(position)
+    return frozenset(found)
+
+
+def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:
+    """What one rank moves away and back by decisions to offload gradients, between two uses."""
+    copies = StateCopies(timeline)
+    for decision in decisions:
+        yield from copies.gaps(decision, _action(decision, bundles))
+
+
+def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles) -> list[Action]:
+    """The actions of an evaluation, before which all parameters are brought in, and freed again behind it."""
+    decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
+    offloads = [_action(decision, bundles) for decision in decisions if _kind(decision) == "parameters"]
+    reloads = [offload._replace(kind=Kind.RELOAD) for offload in offloads]
+    joins = [reload.join for reload in reloads]
+    return [*reloads, *joins, *actions, *offloads, *(offload.join for offload in offloads)]
+
+
+class StateCopies:
+    """A rank's actions, and the copies of state to insert before and after each of them.
+
+    Those at the positions `without` do not need parameters, though they are of their layers.
+    """
+
+    def __init__(self, timeline: Timeline, without: Container[int] = ()) -> None:
+        self.timeline, self.actions, self.without = timeline, timeline.actions, without
+        self.before: dict[int, list[Action]] = defaultdict(list)
+        self.behind: dict[int, list[Action]] = defaultdict(list)
+        self.computing = [n for n, action in enumerate(self.actions) if _computes(action)]
+        self._users_of = defaultdict[tuple[int, int], list[int]](list)  # by stage and layer
+        self._users_of_all = list[int]()
+        for number, action in enumerate(self.actions):
+            if _begins_sum(action) or (_needs_state(action) and action.layers is None):
+                self._users_of_all.append(number)
+            elif _needs_state(action):
+                for layer in range(*action.layers or ()):
+                    self._users_of[action.stage, layer].append(number)
+
+    def add(self, decision: Decision, offload: Action) -> None:
+        """Insert the copies of one decision."""
+        uses = list(self._uses(decision))
+        if not uses:
+            return
+        reload = offload._replace(kind=Kind.RELOAD)
+        if _kind(decision) == "parameters":
+            self._insert(self._begin(uses[0], decision.ahead), uses[0], reload)
+        for move in self.gaps(decision, offload):
+            self._leave(move.start, move.freed, offload)
+            self._insert(move.back, move.users[0], reload)
+        if _kind(decision) == "parameters":
+            behind = 0 if self._is_unchanged(decision, uses[-1]) else decision.behind
+            self._leave(uses[-1], self._freed(uses[-1], behind), offload)
+
+    def gaps(self, decision: Decision, offload: Action) -> Iterator[Move]:
+        """When a state is away between two uses."""
+        for one, following in self._pairs(decision):
+            behind = 0 if self._is_unchanged(decision, one) else decision.behind
+            if move := self.gap(offload, one, (following,), behind=behind, ahead=decision.ahead):
+                yield move
+
+    def gap(self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int) -> Move | None:
+        """The way of a state behind `one`, and back before `users`; None if nothing is computed while it is away."""
+        freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
+        if bisect_right(self.computing, freed) < bisect_left(self.computing, begin):
+            return Move(offload, one, freed, begin, users)
+        return None
+
+    def merged(self) -> Iterator[Action]:
+        """The actions with the copies inserted."""
+        for number, action in enumerate(self.actions):
+            yield from self.before[number]
+            yield action
+            yield from self.behind[number]
+
+    def _uses(self, decision: Decision) -> Iterator[int]:
+        """The positions of what needs the state of a decision. Gradients stay from a collective to the update."""
+        assert isinstance(decision.subject, State)
+        gradients, layers = decision.subject.kind == "gradients", range(decision.subject.start, decision.subject.stop)
+        of_layers = (self._users_of[decision.stage, layer] for layer in layers)
+        for number in sorted({*self._users_of_all, *chain.from_iterable(of_layers)}):
+            action = self.actions[number]
+            if gradients and _begins_sum(action):
+                yield number
+                continue
+            if action.stage != decision.stage or not _needs_state(action):
+                continue
+            if number in self.without if not gradients else action.kind not in (Kind.BACKWARD, Kind.STEP):
+                continue
+            yield number
+
+    def _pairs(self, decision: Decision) -> Iterator[tuple[int, int]]:
+        """Two uses of a state, one after the other, between which all of it exists.
+
+        Gradients exist once every layer has gone backward since the update before.
+        """
+        assert isinstance(decision.subject, State)
+        layers = frozenset(range(decision.subject.start, decision.subject.stop))
+        missing = layers if decision.subject.kind == "gradients" else frozenset()
+        for one, following in pairwise(self._uses(decision)):
+            action = self.actions[one]
+            if action.kind in COLLECTIVE:
+                continue  # it reads them until its join, if not longer
+            if action.kind is Kind.BACKWARD:
+                missing = missing.difference(range(*action.layers) if action.layers else layers)
+            elif action.kind is Kind.STEP and decision.subject.kind == "gradients":
+                missing = layers
+            if not missing:
+                yield one, following
+
+    def _is_unchanged(self, decision: Decision, use: int) -> bool:
+        """Whether a state is at its home as it is behind `use`, so that its OFFLOAD only frees, which takes no time."""
+        return _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP
+
+    def _freed(self, use: int, behind: int) -> int:
+        """The position behind which an OFFLOAD is joined that starts behind `use`."""
+        last = min(bisect_right(self.computing, use) - 1 + behind, len(self.computing) - 1)
+        return max(use, self.computing[last]) if behind else use
+
+    def _begin(self, use: int, ahead: int) -> int:
+        """The position before which the RELOAD for a use starts."""
+        if not ahead:
+            return use
+        first = self.computing[max(bisect_left(self.computing, use) - ahead, 0)]
+        return min(use, self.timeline.before_waiting(first))
+
+    def _insert(self, begin: int, use: int, reload: Action) -> None:
+        self.before[begin].append(reload)
+        self.before[use].append(reload.join)
+
+    def _leave(self, use: int, freed: int, offload: Action) -> None:
+        self.behind[use].append(offload)
+        self.behind[freed].append(offload.join)
+
+
+def _computes(action: Action) -> bool:
+    """Whether an action keeps the device computing."""
+    return action.kind in COMPUTE and action.place is None
+
+
+def _needs_state(action: Action) -> bool:
+    """Whether an action needs state of its layers: it computes with it, copies it, or brings it to other replicas."""
+    return _computes(action) or action.kind is Kind.UNSHARD or (action.kind is Kind.STASH and not action.wait)
+
+
+def _begins_sum(action: Action) -> bool:
+    return action.kind in COLLECTIVE and not action.wait
+
+
+def _kind(decision: Decision) -> str:
+    assert isinstance(decision.subject, State)
+    return decision.subject.kind
+
+
+def _action(decision: Decision, bundles: Bundles) -> Action:
+    assert isinstance(decision.subject, State)
+    subject = named(subjects_of(decision.subject), bundles)
+    return Action(Kind.OFFLOAD, decision.stage, subject=subject, place=decision.place)
+
+
+def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
+    """Check that every layer's state is moved once, and with whatever shares a parameter with it.
+
+    Raises:
+        UsageError: a layer's is moved twice, or updated on a host, or shares a parameter with layers that stay.
+    """
+    moved: set[tuple[str, int]] = set()
+    for decision in decisions:
+        run = decision.subject
+        assert isinstance(run, State)
+        for other in plan.decisions_of(decision.stage, What.UPDATE):
+            if other.layers[0] < run.stop and run.start <= other.layers[1]:
+                raise UsageError(f"{decision}: the plan says `{other}`, for which they move by themselves; do only one")
+        for layer in range(run.start, run.stop):
+            if (run.kind, layer) in moved:
+                raise UsageError(f"{decision}: the {run.kind} of layer {layer} are moved already")
+            moved.add((run.kind, layer))
+        stage = plan.stages[decision.stage]
+        for shared in plan.measurement.shared:
+            users = [user for user in shared.users if stage.start <= user < stage.stop]
+            inside = [run.start <= user < run.stop for user in users]
+            if any(inside) and not all(inside):
+                raise UsageError(
+                    f"{decision}: parameter {shared.name!r} is shared by layers {', '.join(map(str, users))}: move "
+                    "those of all these layers, or of none"
+                )

@@ -1,0 +1,252 @@
+"""The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
+
+The sums of gradients over the replicas of a stage are joined, which have begun (`pipefit.lowering.passes.collectives`);
+those of parameters that stages share are summed over all devices that have one; the stages agree, and every stage is
+updated. Where replicas divide the optimizer state, each updates the layers that it owns, and an UNSHARD brings their
+parameters to all. Where a stage's optimizer state is away between steps, it is updated run by run, in the order of its
+layers; a run also ends where parameters or gradients that move begin or end.
+
+    RELOAD[5.optimizer] WAIT_RELOAD STEP[5:6] OFFLOAD[5.optimizer] ... STEP[6:9] ... WAIT_OFFLOAD[5.optimizer]
+
+With `ahead` n, a run's RELOAD starts before the n-th STEP in front of its own; with `behind` n, its OFFLOAD is joined
+behind the n-th STEP after it. So `ahead=1, behind=0` keeps the state of two runs on the device: the next one comes
+while this one is updated.
+
+Layers that a host updates send it their gradients, one run after the other. The host updates a run while the gradients
+of the next one are on their way to it and the parameters of the one before are on their way back:
+
+    OFFLOAD[5.gradients] OFFLOAD[6.gradients]
+    WAIT_OFFLOAD[5.gradients] STEP[5:6]@host
+    WAIT_OFFLOAD[6.gradients] STEP[6:7]@host WAIT_STEP[5:6]@host RELOAD[5.parameters]
+    WAIT_STEP[6:7]@host RELOAD[6.parameters] WAIT_RELOAD[5.parameters] WAIT_RELOAD[6.parameters]
+
+Under an endless schedule all of this stands in the place of every STEP (`update_of`), so that nothing of an update is
+under way where a step ends. (ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.lowering.passes.collectives import sums_of
+from pipefit.lowering.passes.offload import Bundles, named, of_layers, state_edges
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.decisions import Decision, State, StateKind, What
+from pipefit.schema.plan import Plan
+
+# ----------------------------------------------------------------------------------------------------
+# Weights that a forward changes, and what a plan may not do with them: another copy would miss the change.
+#
+# `nn.Embedding(max_norm=...)` scales rows of its weight down as it reads them. The change has to reach the
+# weights that the next forward reads and the next update starts from. So they are one tensor, which stays on
+# one device.
+
+
+def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
+    """Check that no parameter that a forward of these ranks changes has a copy elsewhere.
+
+    Raises:
+        UsageError: one has; says where, and what to do.
+    """
+    of_ranks = plan.ranks
+    for number in sorted(stage for rank in ranks for stage in of_ranks[rank]):
+        stage, measured = plan.stages[number], plan.measured(number)
+        for layer, kind in enumerate(measured.layers[stage.start : stage.stop], start=stage.start):
+            shared = any(layer in one.users and one.copying for one in measured.shared)
+            for parameter in measured.kinds[kind].changed_parameters:
+                copied = bool(shared or parameter.copy_bytes)
+                for where, instead in _elsewhere(plan, number, layer, is_trained=parameter.trainable, copied=copied):
+                    raise UsageError(
+                        f"layer {plan.profile.layers[layer]} changes its parameter {parameter.name!r} in its forward, "
+                        f"as nn.Embedding(max_norm=...) does, and {where}, which would miss the change: {instead}"
+                    )
+
+
+def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool, copied: bool) -> Iterator[tuple[str, str]]:
+    """What has another copy of a parameter of a layer in stage `number`, and what to do instead.
+
+    It is `copied` where autocast computes with a copy of it, which has the weight's values from before the forward.
+    """
+    training, moved = plan.training, list(_moved(plan, number, layer))
+    for decision in moved if is_trained else [one for one in moved if one.what is What.OFFLOAD]:
+        yield f"the plan has it elsewhere too ({decision})", "leave the parameters of this layer on its device"
+    if is_trained and training.endless:
+        yield f"schedule {training.schedule} has several versions of it", "use schedule 1f1b"
+    if is_trained and training.precision.startswith("master-"):
+        instead = f"use precision {training.precision.replace('master', 'mixed')}, or float32"
+        yield f"precision {training.precision} updates a float32 copy of it", instead
+    if copied:
+        yield f"precision {training.precision} computes with a half-precision copy of it", "use precision float32"
+
+
+def _moved(plan: Plan, number: int, layer: int) -> Iterator[Decision]:
+    """The decisions by which the parameters of a layer are elsewhere too: updated there, or away between passes."""
+    for decision in plan.decisions:
+        state = decision.subject
+        if decision.stage != number or not isinstance(state, State) or not state.start <= layer < state.stop:
+            continue
+        if decision.what is What.UPDATE or state.kind == "parameters":
+            yield decision
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Layers `start` to `stop - 1`, which are updated together, and what has been decided about them."""
+
+    start: int
+    stop: int
+    decision: Decision | None
+
+
+def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Action]:
+    """The end of a rank's step: have the sums of gradients that others have a part of, agree on them, update.
+
+    Raises:
+        UsageError: a state is moved that cannot be, or two decisions are about one layer.
+    """
+    shared = [
+        Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
+        for stage in stages
+        for number, members in plan.summed.items()
+        if stage in members
+    ]
+    yield from shared
+    yield from (reduce.join for stage in stages for reduce in sums_of(plan, stage))
+    yield from (reduce.join for reduce in shared)
+    if plan.training.agrees:
+        yield Action(Kind.AGREE, stages[0])
+        yield Action(Kind.AGREE, stages[0]).join
+    for stage in stages:
+        yield from update_of(Action(Kind.STEP, stage), plan, bundles)
+    yield from unshards_of(plan, stages)
+
+
+def unshards_of(plan: Plan, stages: Sequence[int], microbatch: int | None = None) -> list[Action]:
+    """What follows the updates of these stages, those behind a `microbatch` if there are many in a step: where each
+    layer is updated by one replica alone, it brings the parameters to the others, who keep them.
+    """
+    owned = [stage for stage in stages if plan.stages[stage].grid.shard in ("optimizer", "gradients")]
+    unshards = [Action(Kind.UNSHARD, stage, microbatch) for stage in owned]
+    return [*unshards, *(unshard.join for unshard in unshards)]
+
+
+def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | None = None) -> Iterator[Action]:
+    """What the update of a whole stage becomes: updates of runs, and what moves around them.
+
+    Those of a host begin first and are joined last, and the device's come between. A `stash` copies the weights of
+    every run just before its update; those of a host's runs at first.
+
+    Raises:
+        UsageError: as `runs_of`.
+    """
+    runs = runs_of(plan, step.stage)
+    away = [run for run in runs if run.decision is not None and run.decision.what is What.UPDATE]
+    yield from (_of_run(stash, run, plan) for run in away if stash is not None)
+    here = _here([run for run in runs if run not in away], plan, step, bundles, stash)
+    yield from _updates_elsewhere(away, plan, step, bundles, between=here)
+
+
+def run_by_run(action: Action, plan: Plan) -> Iterator[Action]:
+    """An action of a whole stage, once for each run of layers that is updated by itself."""
+    return (_of_run(action, run, plan) for run in runs_of(plan, action.stage))
+
+
+def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stash: Action | None) -> Iterator[Action]:
+    """The device's own updates, with copies of optimizer state around them."""
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    for number, run in enumerate(runs):
+        if run.decision is not None:
+            offload = _copy(Kind.OFFLOAD, run, "optimizer", step, bundles)
+            reload = offload._replace(kind=Kind.RELOAD)
+            before[max(number - run.decision.ahead, 0)].append(reload)
+            behind[number].append(offload)
+            behind[min(number + run.decision.behind, len(runs) - 1)].append(offload.join)
+    for number, run in enumerate(runs):
+        yield from before[number]
+        if run.decision is not None:
+            yield _copy(Kind.RELOAD, run, "optimizer", step, bundles).join
+        yield from () if stash is None else (_of_run(stash, run, plan),)
+        yield _step(run, plan, step)
+        yield from behind[number]
+
+
+def _updates_elsewhere(
+    runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, *, between: Iterator[Action]
+) -> Iterator[Action]:
+    """The updates of a host; `between` is what the device does while the last of them runs."""
+    gradients = [_copy(Kind.OFFLOAD, run, "gradients", step, bundles) for run in runs]
+    parameters = [_copy(Kind.RELOAD, run, "parameters", step, bundles) for run in runs]
+    steps = [_step(run, plan, step) for run in runs]
+    yield from gradients
+    for number, (offload, begun) in enumerate(zip(gradients, steps, strict=True)):
+        yield offload.join
+        yield begun
+        yield from (steps[number - 1].join, parameters[number - 1]) if number else ()
+    yield from between
+    yield from (steps[-1].join, parameters[-1]) if runs else ()
+    yield from (reload.join for reload in parameters)
+
+
+def _step(run: _Run, plan: Plan, step: Action) -> Action:
+    """The update of a run."""
+    place = run.decision.place if run.decision is not None and run.decision.what is What.UPDATE else None
+    return _of_run(step, run, plan)._replace(place=place)
+
+
+def _of_run(action: Action, run: _Run, plan: Plan) -> Action:
+    """The action for the layers of a run, without them where it is the whole stage."""
+    stage = plan.stages[action.stage]
+    whole = (run.start, run.stop) == (stage.start, stage.stop)
+    return action._replace(layers=None if whole else (run.start, run.stop))
+
+
+def _copy(kind: Kind, run: _Run, state: StateKind, step: Action, bundles: Bundles) -> Action:
+    assert run.decision is not None
+    subject = named(of_layers(run.start, run.stop, state), bundles)
+    return Action(kind, step.stage, subject=subject, place=run.decision.place)
+
+
+def runs_of(plan: Plan, stage: int) -> list[_Run]:
+    """The layers of a stage, divided into runs that are updated one after the other.
+
+    Raises:
+        UsageError: two decisions are about the optimizer of one layer, or a state is moved that cannot be.
+    """
+    place, at, runs, edges = plan.stages[stage], plan.stages[stage].start, list[_Run](), state_edges(plan, stage)
+    for start, stop, decision in sorted(_decided(plan, stage), key=lambda run: run.start):
+        if start < at:
+            raise UsageError(f"{decision}: the optimizer state of layer {start} is moved already")
+        runs += _free(at, start, edges)
+        runs.append(_Run(start, stop, decision))
+        at = stop
+    return [*runs, *_free(at, place.stop, edges)]
+
+
+def _free(start: int, stop: int, edges: Sequence[int]) -> Iterator[_Run]:
+    """Layers whose optimizer state stays, divided where parameters or gradients that move begin and end."""
+    cuts = [start, *(edge for edge in edges if start < edge < stop), stop]
+    yield from (_Run(one, other, None) for one, other in pairwise(cuts) if one < other)
+
+
+def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
+    """The decisions about the optimizer of a stage's layers.
+
+    Raises:
+        UsageError: a decision is about versions of weights, which the schedule does not have.
+    """
+    for decision in (d for d in plan.decisions if d.stage == stage and isinstance(d.subject, State)):
+        subject = decision.subject
+        assert isinstance(subject, State)
+        if subject.kind == "versions" and not plan.training.endless:
+            raise UsageError(
+                f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to pipedream "
+                "and pipedream-2bw"
+            )
+        if subject.kind == "optimizer":
+            yield _Run(subject.start, subject.stop, decision)

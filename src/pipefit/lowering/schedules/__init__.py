@@ -1,0 +1,77 @@
+"""What a schedule is: it gives the order in which every rank computes, for any plan.
+
+A rank is one grid of devices, all of which compute in the same order. With R ranks, stage s is on rank s modulo R; the
+stages of one rank are its chunks 0, 1 and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from pipefit.errors import UsageError
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.plan import Plan
+
+
+class Compute(NamedTuple):
+    """A forward or backward of one stage for one microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class Schedule(Protocol):
+    """Generates the compute actions of one of `ranks` ranks, in their order; each rank has `chunks` stages."""
+
+    def __call__(self, rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+        """The forwards and backwards of the stages of `rank`."""
+
+
+class Endless(Protocol):
+    """A schedule without end: generates what one of `ranks` ranks computes in a step, its updates included.
+
+    `entered` are the microbatches of the steps before, as far as that matters: at most `ranks`. A step of no
+    `microbatches` drains the pipeline.
+    """
+
+    def __call__(self, rank: int, ranks: int, microbatches: int, entered: int) -> Iterator[Action]:
+        """The forwards, backwards, copies of weights and updates of the rank's stage."""
+
+
+Order = list[Action]  # the compute actions of one rank
+
+
+def check_alone(name: str, chunks: int) -> None:
+    """Check that every rank holds one stage.
+
+    Raises:
+        UsageError: one holds several, for which the schedule of this name is not defined.
+    """
+    if chunks > 1:
+        raise UsageError(
+            f"{name} is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give every "
+            "stage a device of its own"
+        )
+
+
+def computes(plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[int] | None = None) -> list[Order]:
+    """The compute actions of every rank of `plan` under `schedule`, or of these ranks alone.
+
+    Raises:
+        UsageError: stage s is not on rank s modulo the number of ranks, or ranks have different numbers of stages.
+    """
+    ranks = plan.ranks
+    if any(stage % len(ranks) != number for number, stages in enumerate(ranks) for stage in stages) or any(
+        len(stages) != len(ranks[0]) for stages in ranks
+    ):
+        raise UsageError(
+            f"schedule {plan.training.schedule} needs stages on the devices in turn, equally many on each, not "
+            f"{', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or write its program by hand"
+        )
+    return [
+        [Action(*compute) for compute in schedule(number, len(ranks), len(stages), microbatches)]
+        for number, stages in enumerate(ranks)
+        if which is None or number in which
+    ]

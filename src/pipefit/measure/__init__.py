@@ -1,0 +1,31 @@
+"""Meters count the memory of a device while it runs: `cpu.Meter` for tensors on the CPU, real or fake, and
+`cuda.CudaMeter` for a GPU, which reads the figures of its allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipefit.schema.trace import AllocatorPeaks, Category, MemorySample
+
+
+class MemoryMeter(AbstractContextManager[Any], Protocol):
+    """What a runtime calls while it executes the actions of a program on a metered device.
+
+    `allocator` are the peaks of the device's caching allocator; None where it has none.
+    """
+
+    @property
+    def allocator(self) -> AllocatorPeaks | None: ...
+    def begin(self, action: str) -> None: ...
+    def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...
+    def tag(self, tensors: Sequence[Tensor | None], category: Category) -> None: ...
+    def reserve(self, nbytes: int) -> None: ...
+    def resized(self, storage: torch.UntypedStorage) -> None: ...
+    def drop_graph(self) -> None: ...
+    def forget_graphs(self) -> None: ...

@@ -1,0 +1,325 @@
+"""The meter: counts the bytes of one device by category, as storages are allocated and freed, and enforces its cap.
+
+A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, and watches each storage that one of
+them allocates through a weak reference. Views and operations in place allocate none, so that a tensor of somebody else
+is not counted because it was used. What a CPU kernel allocates and frees within one operation cannot be seen from
+outside; it is looked up in `pipefit.measure.kernels` and counted as workspace. When the sum passes the cap, the meter
+raises a `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such a meter.
+
+Costs about ten microseconds an operation. Real GPUs have the figures of their own allocator (`pipefit.measure.cuda`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.measure.kernels import Kernels
+from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
+from pipefit.units import format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# A forward that is recorded as in training, but keeps nothing for a backward: that of a run to be recomputed.
+#
+# Some kernels (attention, recurrent layers, matrix products) differ in their last bits where no graph is
+# recorded, so a forward that will run again records one, and drops what it would save. Numbers are the
+# exception: for the backward of `x * 2.0` autograd keeps the 2.0 as long as the graph exists, which a meter
+# must know.
+
+
+@contextmanager
+def saving_nothing() -> Iterator[None]:
+    """Inside, autograd records a graph that keeps no tensors, so that it cannot run backward."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _nothing):
+        yield
+
+
+def saves_nothing() -> bool:
+    """Whether this is inside `saving_nothing`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0] is _drop
+
+
+def _drop(tensor: Tensor) -> None:
+    """What is saved instead of a tensor."""
+
+
+def _nothing(_: None) -> NoReturn:
+    raise AssertionError("a forward that saves nothing has no backward")
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_POSITION = {category: number for number, category in enumerate(CATEGORIES)}
+_LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
+_DEVICE = torch.ops.prim.device.default  # asked of fake tensors, more often than all operations together
+_COLLECTIVES = "c10d"  # these return the tensors they were given, which may be no memory of their own
+_TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
+_LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
+
+# For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
+_KEEP_SCALAR = frozenset(
+    {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
+)
+SCALAR_BYTES = 8
+
+
+class OverCap(torch.OutOfMemoryError):
+    """An allocation of `asked_bytes` passed the cap of a meter, whose bytes have it already."""
+
+    def __init__(self, sentence: str, asked_bytes: int) -> None:
+        super().__init__(sentence)
+        self.asked_bytes = asked_bytes
+
+
+class Tracked(weakref.ref[torch.UntypedStorage]):
+    """A living storage: where it is in the ledger, its bytes, and the position of its category."""
+
+    __slots__ = ("category", "key", "nbytes")
+    key: int
+    nbytes: int
+    category: int
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of one device.
+
+    Args:
+        device: its number, for messages.
+        cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
+        kernels: what the CPU's kernels take, which is added, and how their results lie in memory, which fake results
+            follow; None for other targets.
+        place: where the device's memory is: tensors elsewhere, such as what an optimizer keeps on the host beside a
+            GPU, are not counted. None counts all.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        cap_bytes: int | None = None,
+        kernels: Kernels | None = None,
+        place: torch.device | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.cap_bytes, self.kernels = device, cap_bytes, kernels
+        self.allocator: AllocatorPeaks | None = None
+        self._place = None if place is None else place.type
+        self.total = 0
+        self.bytes = [0] * len(CATEGORIES)
+        self.action = "setting up"
+        self._live: dict[int, Tracked] = {}
+        self._scalars = Counter[tuple[torch.Size, float]]()
+        self._spent = 0
+        self._unsaved_numbers = 0  # numbers of a graph that saves nothing, until it is dropped
+        self._born: list[Tracked] = []
+        self._peak = 0
+        self._peak_bytes = list(self.bytes)
+
+    # ---------------------------------------------------------------- called by whoever runs a program
+
+    def begin(self, action: str) -> None:
+        """`action` begins: the peak restarts at the present level."""
+        self.action = action
+        if self.kernels is not None:
+            self.kernels.refresh()
+        self._release_scalars()
+        self._born.clear()
+        self._peak, self._peak_bytes = self.total, list(self.bytes)
+
+    def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
+        """The action has ended. What it allocated and did not free counts as `category` unless it is tagged already.
+
+        Returns the action's peak.
+        """
+        for tracked in self._born:
+            if tracked.category == _TEMPORARY and tracked() is not None:
+                self._move(tracked, _POSITION[category])
+        self._born.clear()
+        return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
+
+    def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+        """Count the storages of these tensors as `category` from now on, also storages that were not counted before."""
+        for tensor in tensors:
+            if tensor is not None and self._is_here(tensor):
+                self._move(self._track(tensor), _POSITION[category])
+
+    def reserve(self, nbytes: int) -> None:
+        """Count memory that the device lends to others as long as it lives."""
+        self.bytes[_LENT] += nbytes
+        self.total += nbytes
+        if self.total > self._peak:
+            self._reach(self.total, nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage by its present size."""
+        tracked = self._live.get(storage._cdata)
+        if tracked is not None and tracked.nbytes != storage.nbytes():
+            self._resize(tracked, storage.nbytes())
+
+    # ---------------------------------------------------------------- counting
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch.compile would make of a meter is of no interest, and every operation would pay
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0].device if func is _DEVICE else self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and count what it allocated."""
+        if self._spent:
+            self._release_scalars()
+        before = self.total
+        out = func(*args, **kwargs)
+        known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
+        if known is not None:
+            out = known.laid_out(out)
+        kept = self._account(func, args, out)
+        if known is not None:
+            self._take(before + known.peak_bytes - kept, known.peak_bytes - kept)
+        return out
+
+    def _scalar(self, tensor: Tensor, value: float) -> int:
+        """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
+
+        The operation has just run. If it was recorded for a backward, the tensor exists from now on. If it was part of
+        a backward, it has used such a tensor, which is freed when the backward goes on to its next operation; its bytes
+        are returned, because the kernel used this tensor instead of making one. In any other forward there is none.
+        """
+        key = tensor.shape, value
+        if tensor.requires_grad and torch.is_grad_enabled():
+            if saves_nothing():
+                self._unsaved_numbers += 1
+            else:
+                self._scalars[key] += 1
+            self._hold_scalars(1)
+        elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
+            self._scalars[key] -= 1
+            self._spent += 1  # freed with its node of the graph, before the next operation
+            return SCALAR_BYTES
+        return 0
+
+    def _release_scalars(self) -> None:
+        self._hold_scalars(-self._spent)
+        self._spent = 0
+
+    def _hold_scalars(self, number: int) -> None:
+        self.bytes[_ACTIVATIONS] += SCALAR_BYTES * number
+        self.total += SCALAR_BYTES * number
+        if self.total > self._peak:
+            self._reach(self.total, SCALAR_BYTES * number)
+
+    def drop_graph(self) -> None:
+        """The graph of a forward that saved nothing is gone, and so are the numbers that it kept."""
+        self._hold_scalars(-self._unsaved_numbers)
+        self._unsaved_numbers = 0
+
+    def forget_graphs(self) -> None:
+        """The graphs recorded so far are gone without a backward: so are the numbers they kept."""
+        self.drop_graph()
+        self._hold_scalars(-self._spent - self._scalars.total())
+        self._spent = 0
+        self._scalars.clear()
+
+    def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Count what an operation allocated. Returns the bytes of a number in its arguments that autograd had kept."""
+        kept = 0
+        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
+            kept = self._scalar(args[0], args[1])
+        if not isinstance(out, Tensor):
+            if not func.is_view and func.namespace != _COLLECTIVES:
+                self._track_all(out)
+        elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
+            self.resized(out.untyped_storage())
+        elif (not func.is_view or func is _LIFT) and self._is_here(out):
+            self._track(out)
+        return kept
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return self._place is None or tensor.device.type == self._place
+
+    def _keeps_numbers(self, tensor: Tensor) -> bool:
+        """Whether what autograd keeps of a number that this tensor is multiplied by counts: it is on the host."""
+        return tensor.device.type == "cpu" and self._is_here(tensor)
+
+    def _track_all(self, items: Any) -> None:
+        """Track every tensor in an operation's list of results."""
+        if isinstance(items, (tuple, list)):
+            for item in items:
+                if isinstance(item, Tensor):
+                    if self._is_here(item):
+                        self._track(item)
+                else:
+                    self._track_all(item)
+
+    def _take(self, level: int, asked: int) -> None:
+        """A kernel has taken `asked` bytes, so that the level was as high."""
+        if level > self._peak:
+            self._reach(level, asked)
+
+    def _track(self, tensor: Tensor) -> Tracked:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        tracked = self._live.get(key)
+        if tracked is None:
+            tracked = Tracked(storage, self._died)
+            tracked.key, tracked.nbytes, tracked.category = key, storage.nbytes(), _TEMPORARY
+            self._live[key] = tracked
+            self._born.append(tracked)
+            self.bytes[_TEMPORARY] += tracked.nbytes
+            self.total += tracked.nbytes
+            if self.total > self._peak:
+                self._reach(self.total, tracked.nbytes)
+        return tracked
+
+    def _resize(self, tracked: Tracked, nbytes: int) -> None:
+        more = nbytes - tracked.nbytes
+        self.bytes[tracked.category] += more
+        self.total += more
+        tracked.nbytes = nbytes
+        if self.total > self._peak:
+            self._reach(self.total, more)
+
+    def _died(self, tracked: Tracked) -> None:
+        del self._live[tracked.key]
+        self.bytes[tracked.category] -= tracked.nbytes
+        self.total -= tracked.nbytes
+
+    def _move(self, tracked: Tracked, category: int) -> None:
+        self.bytes[tracked.category] -= tracked.nbytes
+        self.bytes[category] += tracked.nbytes
+        tracked.category = category
+
+    def _reach(self, level: int, asked: int) -> None:
+        """Note a new highest level of the action, of which a kernel takes `level - total` for itself.
+
+        `asked` is what has just been asked for.
+        """
+        self._peak, self._peak_bytes = level, list(self.bytes)
+        self._peak_bytes[_WORKSPACE] += level - self.total
+        if self.cap_bytes is not None and level > self.cap_bytes:
+            raise OverCap(self._out_of_memory(level, self.cap_bytes), asked)
+
+    def _out_of_memory(self, level: int, cap: int) -> str:
+        held = sorted(zip(self._peak_bytes, CATEGORIES, strict=True), reverse=True)
+        return (
+            f"device {self.device} ran out of memory at {self.action}: it needed {format_bytes(level)}, "
+            f"{format_bytes(level - cap)} over its {format_bytes(cap)}; held by "
+            + ", ".join(f"{category.value} {format_bytes(nbytes)}" for nbytes, category in held if nbytes)
+        )

@@ -1,0 +1,657 @@
+"""What each operation's kernel takes on the CPU: looked up by the operation and its arguments, or measured.
+
+A look-up costs a microsecond or two. Measured are only operations that are neither in the profile that is followed, nor
+in the user's cache, nor met before. An operation that cannot be measured counts with its results alone, and is named:
+in the profile, in plans made from it, and in a warning wherever it runs under a meter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from functools import cache, lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import (  # type: ignore[attr-defined]
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from pipefit.errors import PipefitWarning
+from pipefit.measure.machine import Machine, flags, this_machine, threads_of
+from pipefit.schema.file_access import NO_LINK, replace_file
+from pipefit.schema.json_text import adapter
+from pipefit.schema.kernels import Kernel, KernelMemory, Layout
+from pipefit.texts import dtype_name
+from pipefit.units import format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# The user's cache of what kernels take, so that no operation is measured twice.
+#
+# There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`:
+# a line that names the machine, then a line for every time that something was measured, behind its digest.
+# Workers add lines at the same time, each with one write, and read only what has been added since they last
+# looked. A file that cannot be read, that a disk has damaged, that belongs to another machine, or that is a
+# link counts as empty and is replaced; nothing is written to what a link leads to. Where no file can be
+# written, nothing is cached.
+
+_VERSION = 5
+_DIGITS = 16  # of the digest of a line
+
+
+class Cache:
+    """What is known of the kernels of one kind of machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        header = json.dumps({"pipefit": "kernels", "version": _VERSION, "machine": asdict(machine)}).encode()
+        self.path = _folder() / f"{hashlib.sha256(header).hexdigest()[:16]}.jsonl"
+        self._header = header + b"\n"
+        self._reader = _reader(self.path, self._header)
+
+    def read(self) -> Mapping[str, Kernel]:
+        """Every kernel in the file, by its operation."""
+        return self._reader.read()
+
+    def add(self, kernels: Iterable[Kernel]) -> None:
+        """Add these to the file."""
+        memory = KernelMemory(kernels=tuple(kernels))
+        line = _signed(adapter(KernelMemory).dump_json(memory, exclude_defaults=True)) + b"\n"
+        self._reader.read()
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._reader.broken:
+                replace_file(self.path, self._header + line, through_links=False)
+            else:
+                self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        """Two workers may both begin the file: it then holds its first line twice."""
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
+        try:
+            os.write(file, line if os.fstat(file).st_size else self._header + line)
+        finally:
+            os.close(file)
+
+
+class _Reader:
+    """What has been read of a file so far."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self._path, self._header = path, header
+        self._file, self._end = 0, 0  # its inode, and how many of its bytes have been read
+        self._kernels: dict[str, Kernel] = {}
+        self._lock = threading.Lock()
+        self.broken = False
+
+    def read(self) -> Mapping[str, Kernel]:
+        """All that the file says now."""
+        with self._lock:
+            self._look()
+            return self._kernels
+
+    def _look(self) -> None:
+        try:
+            status = self._path.lstat()
+            if status.st_ino != self._file or status.st_size < self._end:
+                self._file, self._end, self._kernels, self.broken = status.st_ino, 0, {}, False
+            if stat.S_ISLNK(status.st_mode):
+                raise ValueError("it is a link")
+            if status.st_size > self._end and not self.broken:
+                self._read_on()
+        except FileNotFoundError:
+            self._file, self._end, self._kernels, self.broken = 0, 0, {}, False
+        except (OSError, ValueError):  # among them what pydantic and our own checks refuse
+            self._kernels, self.broken = {}, True
+
+    def _read_on(self) -> None:
+        """The lines that have been added; what has no end yet is still being written."""
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINK)) as file:
+            file.seek(self._end)
+            *lines, _ = file.read().split(b"\n")
+        if not self._end and [line + b"\n" for line in lines[:1]] != [self._header]:
+            raise ValueError("it does not begin as a cache of this machine does")
+        for line in lines:
+            self._end += len(line) + 1
+            if line + b"\n" != self._header:
+                if line != _signed(text := line[_DIGITS + 1 :]):
+                    raise ValueError("a line is not as it was written")
+                memory: KernelMemory = adapter(KernelMemory).validate_json(text, strict=True)
+                self._kernels.update((kernel.operation, kernel) for kernel in memory.kernels)
+
+
+def _signed(text: bytes) -> bytes:
+    """A text behind its digest."""
+    return f"{hashlib.sha256(text).hexdigest()[:_DIGITS]} ".encode() + text
+
+
+@lru_cache(maxsize=8)
+def _reader(path: Path, header: bytes) -> _Reader:
+    """The one reader of a file in this process."""
+    return _Reader(path, header)
+
+
+def _folder() -> Path:
+    """The folder of the files. The XDG specification ignores a path that is not absolute."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    if not base.is_absolute():  # a user without a home, as in some containers
+        base = Path(os.devnull)  # below it nothing can be made
+    return base / "pipefit" / "kernels"
+
+
+# ----------------------------------------------------------------------------------------------------
+# How the results of a kernel lie in memory, and fake results that lie in the same way.
+#
+# For fake tensors torch has rules for the shapes, strides and dtypes of results. The kernel that really runs
+# may return other strides, another dtype (the statistics of norms under autocast), a storage that is larger
+# than the result, or another size of workspace, depending on the processor. The operations that follow then
+# copy or keep other bytes, so fake results are made to lie as the kernel's do.
+
+
+def results_of(out: Any) -> list[Any]:
+    """What an operation returned, one by one, lists within it too."""
+    if not isinstance(out, (tuple, list)):
+        return [out]
+    return [result for part in out for result in results_of(part)]
+
+
+def layouts_of(out: Any, given: Iterable[Tensor]) -> tuple[Layout | None, ...]:
+    """How the results lie; None for one that is no tensor, or that shares its storage with a `given` one."""
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    numbers: dict[int, int] = {}
+    return tuple(_layout_of(result, theirs, numbers) for result in results_of(out))
+
+
+def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout | None:
+    if not isinstance(result, Tensor) or (storage := result.untyped_storage())._cdata in theirs:
+        return None
+    return Layout(
+        shape=tuple(result.shape),
+        strides=result.stride(),
+        offset=int(result.storage_offset()),
+        storage=numbers.setdefault(storage._cdata, len(numbers)),
+        storage_bytes=storage.nbytes(),
+        dtype=dtype_name(result.dtype),
+    )
+
+
+def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
+    """Whether fake results lie as `layouts` say. Real results always do, because the kernel has made them."""
+    results = results_of(out)
+    if len(results) != len(layouts) or not any(isinstance(result, FakeTensor) for result in results):
+        return True
+    numbers: dict[int, int] = {}
+    return all(
+        layout is None or _layout_of(result, set(), numbers) == layout
+        for result, layout in zip(results, layouts, strict=True)
+    )
+
+
+def relaid(out: Any, layouts: tuple[Layout | None, ...]) -> Any:
+    """Fake results like `out` that lie as `layouts` say, made in the fake mode that is active."""
+    return _relaid(out, iter(layouts), {})
+
+
+def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tensor]) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out)([_relaid(part, layouts, storages) for part in out])
+    layout = next(layouts)
+    if layout is None or not isinstance(out, Tensor):
+        return out
+    if layout.storage not in storages:
+        storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
+    elements = storages[layout.storage].view(getattr(torch, layout.dtype))
+    return elements.as_strided(layout.shape, layout.strides, layout.offset)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Made-up arguments for a call: like its own arguments in shapes, strides and dtypes, with other data. Those
+# that are only marked as conjugated or negated, which some kernels copy, are so too.
+#
+# The data are valid for nearly every operation. Floating-point numbers are one half, which is a probability,
+# positive and far from overflow. Integers are zero, which is a valid index. Masks are true everywhere or
+# nowhere, as asked. The call's own data are not read, so its tensors may be fake.
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recipe:
+    """How to make up arguments like those of a call, later and elsewhere."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> None:
+        self._described = tree_map(
+            lambda arg: _Description(arg, grad) if isinstance(arg, Tensor) else arg, (args, dict(kwargs))
+        )
+        self.has_masks = any(tensor.dtype in _MASKS for tensor in tensors((args, kwargs)))
+
+    def make(self, mask: bool) -> Arguments:
+        """The arguments; masks are true everywhere, or nowhere."""
+        return tree_map(partial(_made, mask), self._described)  # type: ignore[no-any-return]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in `tree`."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Description:
+    """Everything about a tensor except its data."""
+
+    def __init__(self, tensor: Tensor, grad: bool) -> None:
+        self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.differentiable = grad and tensor.requires_grad
+        self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
+
+    def make(self, mask: bool) -> Tensor:
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        everything = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+        floating = self.dtype.is_floating_point or self.dtype.is_complex
+        everything.fill_(0.5 if floating else mask if self.dtype in _MASKS else 0)
+        made = torch._neg_view(made) if self.negated else made
+        return (made.conj() if self.conjugated else made).requires_grad_(self.differentiable)
+
+
+def _made(mask: bool, arg: Any) -> Any:
+    if isinstance(arg, _Description):
+        return arg.make(mask)
+    return torch.Generator() if isinstance(arg, torch.Generator) else arg
+
+
+# ----------------------------------------------------------------------------------------------------
+# The key of a call, equal for calls whose kernels take the same memory, and the text of the operation made
+# from it.
+#
+# Two calls have equal keys if they call the same operation on tensors of the same shapes, strides and dtypes,
+# of which the same ones need a gradient and the same ones are only marked as conjugated or negated, with the
+# same other arguments. Of numbers that are not sizes, such as a learning rate, only the type counts, because
+# they change from step to step and no kernel takes more for 0.3 than for 0.4. Values for which some kernels
+# have another path, such as 0 and 1, do count.
+#
+# A key is made for every operation of a metered run, in a microsecond or two, and its text only for a new
+# key.
+
+_ANOTHER_PATH = frozenset({-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, float("inf"), float("-inf")})
+_SIZES = frozenset({"start", "end", "step", "scales", "scale_factors", "scales_h", "scales_w", "scales_d"})
+_AS_THEY_ARE = (str, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+Key = tuple[Any, ...]
+
+
+class Named(NamedTuple):
+    """An argument given by name."""
+
+    name: str
+    part: Any
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: str) -> Key | None:
+    """The key of this call among those of `func`; None if an argument has a type that cannot be part of a key."""
+    grad = torch.is_grad_enabled()
+    try:
+        parts: list[Any] = [
+            (arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg())
+            if isinstance(arg, Tensor)
+            else _part(func, arg, grad)
+            for arg in args
+        ]
+        if kwargs:
+            parts += [Named(name, _part(func, arg, grad)) for name, arg in kwargs.items()]
+    except (TypeError, RuntimeError, NotImplementedError):  # some layouts have no strides
+        return None
+    return (flags, *parts)
+
+
+def _part(func: Any, arg: Any, grad: bool) -> Any:
+    kind = type(arg)
+    if kind is int or arg is None:
+        return arg
+    if kind is float:
+        return str(arg) if arg in _ANOTHER_PATH or takes_sizes(func) else "float"
+    if kind is bool:
+        return str(arg)  # True == 1, and they are not alike
+    if isinstance(arg, Tensor):
+        return arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg()
+    if kind is list or kind is tuple:
+        return tuple([_part(func, item, grad) for item in arg])
+    if kind is complex or kind is torch.Generator:
+        return kind.__name__
+    if isinstance(arg, _AS_THEY_ARE):
+        return arg
+    raise TypeError
+
+
+@cache
+def takes_sizes(func: Any) -> bool:
+    """Whether the size of something follows from a number that the operation is given."""
+    return any(arg.name in _SIZES and str(arg.type) != "Tensor" for arg in func._schema.arguments)
+
+
+def text_of(func: Any, key: Key) -> str:
+    """The operation with its arguments as readable text, as files keep it."""
+    flags, *parts = key
+    return f"{flags}{func}({', '.join(map(_text, parts))})"
+
+
+def name_of(func: Any, args: tuple[Any, ...]) -> str:
+    """The operation with the types of its arguments, for a call that has no key."""
+    return f"{func}({', '.join(type(arg).__name__ for arg in args)})"
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, Named):
+        return f"{part.name}={_text(part.part)}"
+    if not isinstance(part, tuple):
+        return str(part)
+    if len(part) == 7 and type(part[0]) is torch.Size:
+        return _tensor_text(*part)
+    return f"[{', '.join(map(_text, part))}]"
+
+
+def _tensor_text(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: torch.layout,
+    differentiable: bool,
+    conjugated: bool,
+    negated: bool,
+) -> str:
+    by = f" by {','.join(map(str, strides))}" if strides != _dense(shape) else ""
+    if layout is not torch.strided:
+        by = f" {str(layout).removeprefix('torch.')}"
+    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]{' conjugated' * conjugated}{' negated' * negated}"
+    return f"{text} with gradient" if differentiable else text
+
+
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The peak of one call by the CPU allocator's own events, which say how many bytes it gives and takes back.
+#
+# `torch.profiler` shows the same events with `profile_memory`. They are read through torch's older profiler,
+# because it starts in a tenth of a millisecond where the newer one takes a second the first time, prints
+# nothing, touches no GPU and works while another profiler is running. Only the events of the calling thread
+# are seen: what the other threads of a parallel region allocate for themselves is not counted, here or by
+# `torch.profiler`.
+#
+# The call runs on a thread of its own (`apart`), because dispatch modes, fake tensors, autocast and profilers
+# are active for one thread. It runs below autograd, as calls inside a dispatch mode do, and torch's random
+# state is restored afterwards. Torch's private interfaces for this are used only here.
+
+T = TypeVar("T")
+
+
+def apart(call: Callable[[], T]) -> T:
+    """What `call` returns, or raises, on a thread of its own."""
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="pipefit-measuring")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised.pop()  # not to be kept by a frame that it keeps
+    return found.pop()
+
+
+def peak_of(call: Callable[[], T]) -> tuple[int, T]:
+    """The most bytes that `call` held at once, and what it returned. To be called inside `apart`."""
+    state = torch.get_rng_state()
+    _enable_profiler_legacy(_memory_only())
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = call()
+    finally:
+        threads = _disable_profiler_legacy()
+        torch.set_rng_state(state)
+    changes = [
+        event.cpu_memory_usage() for events in threads for event in events if str(event.kind()) == "memory_alloc"
+    ]
+    return max(accumulate(changes), default=0), out
+
+
+def _memory_only() -> ProfilerConfig:
+    """No shapes, but memory; no stacks, FLOPs or modules."""
+    return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Measures what a kernel takes: it runs once on made-up data, while the allocator's events are read.
+#
+# The data have the shapes, strides and dtypes of the call in question. Meters, modes and the random state of
+# the caller are not touched. An operation is not run, and what it takes stays unknown, if it would need more
+# than 1 GiB, or more than two seconds of a processor that does 100 GFLOPS a thread, if its arguments cannot
+# be made up, if what it takes depends on their values, or if it does not come with torch. No clock is asked:
+# what is known of a model would depend on how busy the machine was.
+
+aten = torch.ops.aten
+
+_OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # operations that come with torch
+_MOST_BYTES, _MOST_FLOPS = 1 << 30, 2e11  # floating-point operations of a thread
+_RECURRENT = {aten.mkldnn_rnn_layer.default: 1, aten.mkldnn_rnn_layer_backward.default: 2}  # products with each weight
+_BY_VALUE = "it depends on the values of its arguments"
+_BAG_MODE, _MAXIMUM = 8, 2  # the backward of a bag's maximum works on the bags that are not empty
+
+Taken = tuple[int, tuple[Layout | None, ...]]
+
+
+def measured(
+    operation: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, *, threads: int
+) -> Kernel:
+    """What the kernel of `func(*args, **kwargs)` takes. `out` is what the call returned, real or fake."""
+    if why := _refused(func, args):
+        return Kernel(operation=operation, peak_bytes=None, reason=why)
+    recipe = Recipe(args, kwargs, torch.is_grad_enabled())
+    if why := _too_much(_size(args, kwargs, out), _flops(func, args, kwargs, out), threads):
+        return Kernel(operation=operation, peak_bytes=None, reason=why)
+    found = apart(partial(_run, func, recipe, threads))
+    if isinstance(found, str):
+        return Kernel(operation=operation, peak_bytes=None, reason=found)
+    peak, results = found
+    return Kernel(operation=operation, peak_bytes=peak, results=results)
+
+
+def _refused(func: Any, args: tuple[Any, ...]) -> str:
+    """Why the operation must not be run on made-up data; empty if it may be."""
+    if func.namespace not in _OWN:
+        return "it does not come with torch, so it is not run on made-up data"
+    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # it is run with all masks
+    if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
+        return _BY_VALUE
+    if any(tensor.layout is not torch.strided for tensor in tensors(args)):
+        return "only dense arguments are made up"
+    return ""
+
+
+def _too_much(nbytes: int, flops: int, threads: int) -> str:
+    """Why an operation with so many bytes of arguments and results takes more than is spent; empty if it does not."""
+    if nbytes > _MOST_BYTES:
+        return f"to run it takes {format_bytes(nbytes)}, more than is spent on measuring"
+    if flops > _MOST_FLOPS * threads:
+        return f"to run it takes {flops / 1e9:,.0f} GFLOP, more than is spent on measuring"
+    return ""
+
+
+def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
+    """What the kernel takes, or why that cannot be measured. Called on a thread of its own.
+
+    It raises nothing. The frames of an exception would keep the arguments of the call alive until the next garbage
+    collection, and a meter would count them until then.
+    """
+    with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
+        try:
+            found = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
+        except Exception as error:  # noqa: BLE001 - whatever torch raises for made-up data
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            return f"it cannot be run on made-up data ({said})"
+        return found.pop() if len(found) == 1 else _BY_VALUE
+
+
+def _once(func: Any, recipe: Recipe, mask: bool) -> Taken:
+    args, kwargs = recipe.make(mask)
+    peak, out = peak_of(lambda: func(*args, **kwargs))
+    return peak, layouts_of(out, tensors((args, kwargs)))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """By torch's own counter, and of recurrent layers, which it does not know, by the products with their weights."""
+    if func in _RECURRENT:
+        steps, samples = args[0].shape[:2]
+        return int(2 * _RECURRENT[func] * steps * samples * (args[1].numel() + args[2].numel()))
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def _size(*trees: Any) -> int:
+    """Bytes of the storages of made-up tensors that are like those in `trees`."""
+    return sum(
+        t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in tensors(trees)
+        if t.numel()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+# These allocate nothing but their results on any machine, and neither do views.
+_KNOWN_EVERYWHERE = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.resize_.default,
+        aten.set_.source_Storage,
+        aten.set_.source_Storage_storage_offset,
+        aten.set_.source_Tensor,
+        aten._local_scalar_dense.default,
+        aten._unsafe_view.default,
+    }
+)
+_NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # messages, a tensor's device or layout, marks of a profiler
+
+
+class Known:
+    """A kernel as a meter needs it."""
+
+    __slots__ = ("_agrees", "_results", "peak_bytes")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
+        self._agrees: bool | None = None  # fake results with the kernel's own, once they were compared
+
+    def laid_out(self, out: Any) -> Any:
+        """Fake results as the kernel would have laid them out; real ones are returned as they are."""
+        if self._agrees or type(out) is Tensor:
+            return out
+        if self._agrees is None and agree(out, self._results):
+            self._agrees = True
+            return out
+        self._agrees = False
+        return relaid(out, self._results)
+
+
+class Kernels:
+    """The kernels of this machine at work on `threads` threads.
+
+    Args:
+        threads: of the kernels, whatever this process uses otherwise.
+        given: what a profile knows. It comes first, also where the kernels of this machine take something else.
+    """
+
+    def __init__(self, threads: int, given: KernelMemory | None = None) -> None:
+        self.threads = threads
+        self._given = {kernel.operation: kernel for kernel in given.kernels} if given is not None else {}
+        self._cache = Cache(this_machine(threads))
+        self._flags = flags()
+        self._known: dict[Any, dict[Key | None, Known] | None] = {}
+        self._met: dict[str, Kernel] = {}
+        self._new: dict[str, Kernel] = {}
+        self._told: set[str] = set()
+
+    @property
+    def memory(self) -> KernelMemory:
+        """Every operation met so far."""
+        return KernelMemory(kernels=tuple(self._met.values()))
+
+    def refresh(self) -> None:
+        """Read again the settings of this process that kernels depend on."""
+        self._flags = flags()
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Known | None:
+        """What the kernel of `func(*args, **kwargs)` takes; None if that is its result `out` alone on any machine."""
+        try:
+            calls = self._known[func]
+        except KeyError:
+            calls = self._known[func] = {} if _may_take(func) else None
+        if calls is None:
+            return None
+        key = key_of(func, args, kwargs, self._flags)
+        known = calls.get(key)
+        if known is None:
+            known = Known(self._meet(key, func, args, kwargs, out))
+            if key is not None:
+                calls[key] = known
+        return known
+
+    def keep(self) -> None:
+        """Add what was measured to the user's cache."""
+        if self._new:
+            self._cache.add(self._new.values())
+            self._new.clear()
+
+    def tell_unknown(self) -> None:
+        """Warn, once, of operations that were met and that could not be measured."""
+        unknown = tuple(kernel for kernel in self.memory.unknown if kernel.operation not in self._told)
+        self._told |= {kernel.operation for kernel in unknown}
+        if unknown:
+            warnings.warn(KernelMemory(kernels=unknown).gap, PipefitWarning, stacklevel=3)
+
+    def _meet(self, key: Key | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kernel:
+        """A call that has not been looked up before."""
+        operation = name_of(func, args) if key is None else text_of(func, key)
+        kernel = self._met.get(operation) or self._given.get(operation) or self._cache.read().get(operation)
+        if kernel is None:
+            kernel = measured(operation, func, args, kwargs, out, threads=self.threads)
+            self._new[operation] = kernel
+        self._met[operation] = kernel
+        return kernel
+
+
+def _may_take(func: Any) -> bool:
+    """Whether its kernel may take memory of its own on some machine."""
+    return not (func.is_view or func in _KNOWN_EVERYWHERE or func.namespace.startswith(_NO_KERNELS))

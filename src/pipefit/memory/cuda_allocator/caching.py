@@ -1,0 +1,537 @@
+"""One device's caching allocator, as it is in torch 2.11 to 2.15 (`c10/cuda/CUDACachingAllocator.cpp`).
+
+A request is rounded up, and gets the smallest free block of its pool and stream that is large enough, at the lowest
+address among equals. The block is split where enough is left. Without such a block a segment is taken from the driver:
+2 MiB for requests of up to 1 MiB, 20 MiB for those below 10 MiB, and its own size in multiples of 2 MiB for larger
+ones. What is freed becomes one block with its free neighbours and stays reserved. Only where the driver has no memory
+left are segments without a tensor given back; then the request is tried again, and after that the device is out of
+memory.
+
+Good for: what a sequence of allocations and frees reserves, to the byte. Costs about two microseconds an event.
+
+What is assumed: the driver hands out segments at rising addresses, which decides between free blocks of equal size;
+and no tensor is used on a second stream (`record_stream`), which would delay its free. Settings hold from the first
+allocation on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.memory.cuda_allocator.settings import MIN_BLOCK, SMALL, SMALL_SEGMENT, AllocatorSettings
+from pipefit.texts import counted
+from pipefit.units import format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# Segments, the blocks that they are cut into, and the free blocks of a pool in the order in which it is
+# searched.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The three numbers of a device, in bytes: of the tensors, of the blocks that hold them, and of all segments."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class Segment:
+    """Memory of the driver, or the addresses of an expandable segment, and the first of its blocks."""
+
+    __slots__ = ("address", "first", "pool", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool) -> None:
+        self.pool, self.address, self.size = pool, address, size
+        self.first = Block(self, address, size, mapped=mapped)
+
+    def __iter__(self) -> Iterator[Block]:
+        """Its blocks by address."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.next
+
+
+class Block:
+    """A part of a segment: in use, free, or addresses without memory.
+
+    `size` is in bytes, and `requested` those of the tensor in it.
+    """
+
+    __slots__ = ("address", "allocated", "mapped", "next", "previous", "requested", "segment", "size")
+
+    def __init__(self, segment: Segment, address: int, size: int, *, mapped: bool = True) -> None:
+        self.segment, self.address, self.size, self.mapped = segment, address, size, mapped
+        self.allocated, self.requested = False, 0
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.previous is None and self.next is None
+
+    def cut(self, size: int) -> Block:
+        """Keep the first `size` bytes; the rest is a new block behind this one."""
+        rest = Block(self.segment, self.address + size, self.size - size, mapped=self.mapped)
+        rest.previous, rest.next = self, self.next
+        if self.next is not None:
+            self.next.previous = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def absorb_next(self) -> None:
+        """Become one block with the next one."""
+        other = self.next
+        assert other is not None
+        self.size, self.next = self.size + other.size, other.next
+        if other.next is not None:
+            other.next.previous = self
+
+
+class Pool:
+    """The free blocks of one kind of request on one stream.
+
+    `free` are those with memory, by size and then address, which is the order of the search for the best fit.
+    `unmapped` are those without, by address.
+    """
+
+    __slots__ = ("free", "page", "small", "stream", "unmapped")
+
+    def __init__(self, stream: int, *, small: bool, page: int) -> None:
+        self.stream, self.small, self.page = stream, small, page
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def insert(self, block: Block) -> None:
+        """Enter a free block, with memory or without."""
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Take a free block out, whose size and address are as they were when it was entered."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def merged(self, block: Block) -> Block:
+        """The block that `block`, which is in neither list, becomes together with the free ones beside it."""
+        following, previous = block.next, block.previous
+        if following is not None and not following.allocated and following.mapped == block.mapped:
+            self.remove(following)
+            block.absorb_next()
+        if previous is not None and not previous.allocated and previous.mapped == block.mapped:
+            self.remove(previous)
+            previous.absorb_next()
+            return previous
+        return block
+
+
+# ----------------------------------------------------------------------------------------------------
+# Expandable segments: addresses for the whole device's memory, of which pages get memory as they are needed.
+#
+# A segment belongs to one pool and stream. Free blocks in it are found as in any segment. Where none is large
+# enough, the lowest free addresses are taken that have room, and the pages among them that have no memory are
+# mapped: of 2 MiB in the small pool, of `large_segment_bytes` in the large one (note "Expandable Segments" in
+# CUDACachingAllocator.cpp).
+
+
+def room_for(pool: Pool, size: int) -> Block | None:
+    """The first of neighbouring free blocks, not all with memory, that together have `size` (`find_expandable_block`).
+
+    None if no segment has room.
+    """
+    for _, block in pool.unmapped:
+        previous = block.previous
+        start = previous if previous is not None and not previous.allocated else block
+        if _has_room(start, size):
+            return start
+    return None
+
+
+def _has_room(start: Block, size: int) -> bool:
+    block: Block | None = start
+    while block is not None and not block.allocated and size > 0:
+        size -= block.size
+        block = block.next
+    return size <= 0
+
+
+def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> Block | None:
+    """A free block of at least `size` from `start` on, taken out of its pool (`try_allocate_expandable_block`).
+
+    `take` gets memory from the driver, if it has so much. None if it has not: what was mapped before stays.
+    """
+    block: Block | None = start if start.mapped else _mapped(pool, start, min(start.size, size), take)
+    while block is not None and block.size < size:
+        following = block.next
+        assert following is not None
+        block = _mapped(pool, following, min(size - block.size, following.size), take)
+    if block is not None:
+        pool.remove(block)
+    return block
+
+
+def _mapped(pool: Pool, block: Block, size: int, take: Callable[[int], bool]) -> Block | None:
+    """Give memory to whole pages at the beginning of `block`. Returns the free block that they are in then."""
+    size = -(-size // pool.page) * pool.page
+    if not take(size):
+        return None
+    pool.remove(block)
+    if size < block.size:
+        pool.insert(block.cut(size))
+    block.mapped = True
+    block = pool.merged(block)
+    pool.insert(block)
+    return block
+
+
+def release_pages(pool: Pool) -> tuple[int, list[Segment]]:
+    """Take the memory from all pages without a tensor (`unmap_block`). Returns its bytes, and segments left empty."""
+    released, empty = 0, []
+    for _, _, block in list(pool.free):
+        first, end = _pages(block, pool.page)
+        if first < end:
+            released += end - first
+            bare = _unmapped(pool, block, first, end)
+            if bare.whole:
+                pool.remove(bare)
+                empty.append(bare.segment)
+    return released, empty
+
+
+def _pages(block: Block, page: int) -> tuple[int, int]:
+    """The addresses between which whole pages lie in a block."""
+    base = block.segment.address
+    first, end = block.address - base, block.address - base + block.size
+    return base - (-first // page) * page, base + end // page * page
+
+
+def _unmapped(pool: Pool, block: Block, first: int, end: int) -> Block:
+    """Take the memory of a free block from `first` to `end`. Returns the block without memory that they are in then."""
+    pool.remove(block)
+    if block.address < first:
+        front, block = block, block.cut(first - block.address)
+        pool.insert(front)
+    if end < block.address + block.size:
+        pool.insert(block.cut(end - block.address))
+    block.mapped = False
+    block = pool.merged(block)
+    pool.insert(block)
+    return block
+
+
+# ----------------------------------------------------------------------------------------------------
+# What an allocator holds, as data and in words; what `torch.cuda.memory._snapshot()` tells of a real one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """A block of `nbytes`, with a tensor of `requested_bytes` in it; without one it is free."""
+
+    nbytes: int
+    requested_bytes: int
+    allocated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentState:
+    """Neighbouring blocks that have memory: a segment, or a part of an expandable one between pages without memory."""
+
+    address: int
+    stream: int
+    small: bool
+    blocks: tuple[BlockState, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the device."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of its blocks with tensors."""
+        return sum(block.nbytes for block in self.blocks if block.allocated)
+
+    def __str__(self) -> str:
+        """One line: `20.00 MiB, large pool: 4.00 MiB in use, 16.00 MiB free`."""
+        pool = f"{'small' if self.small else 'large'} pool" + (f", stream {self.stream}" if self.stream else "")
+        return f"{format_bytes(self.nbytes)}, {pool}: {', '.join(map(_words, self.blocks))}"
+
+
+def segment_states(segment: Segment) -> Iterator[SegmentState]:
+    """The parts of a segment that have memory."""
+    for mapped, run in groupby(segment, key=lambda block: block.mapped):
+        blocks = list(run)
+        if mapped:
+            yield SegmentState(
+                address=blocks[0].address,
+                stream=segment.pool.stream,
+                small=segment.pool.small,
+                blocks=tuple(map(_state, blocks)),
+            )
+
+
+def describe(segments: Sequence[SegmentState]) -> str:
+    """All segments in words, a line for each, and their sum in the first."""
+    reserved, allocated = (
+        sum(sizes) for sizes in ([s.nbytes for s in segments], [s.allocated_bytes for s in segments])
+    )
+    head = (
+        f"{counted(len(segments), 'segment')}, {format_bytes(reserved)} reserved, {format_bytes(allocated)} allocated"
+    )
+    return "\n".join([head, *map(str, segments)])
+
+
+def _state(block: Block) -> BlockState:
+    return BlockState(
+        nbytes=block.size, requested_bytes=block.requested if block.allocated else 0, allocated=block.allocated
+    )
+
+
+def _words(block: BlockState) -> str:
+    return f"{format_bytes(block.nbytes)} {'in use' if block.allocated else 'free'}"
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_FAR_APART = 1 << 48  # between the addresses of two segments, so that they never touch
+_ENDLESS = 1 << 46  # bytes of a device of which the memory is not said
+_DEFAULT = AllocatorSettings()
+
+
+class CachingAllocator:
+    """The caching allocator of one device, empty at first.
+
+    Args:
+        settings: as in `PYTORCH_CUDA_ALLOC_CONF`.
+        capacity: the device's memory in bytes; None for as much as is asked for.
+        taken: bytes of it that the driver gives to others: contexts, communicators, other processes.
+        addresses: where the driver puts one segment after the other; rising, unless given.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings = _DEFAULT,
+        capacity: int | None = None,
+        *,
+        taken: int = 0,
+        addresses: Iterator[int] | None = None,
+    ) -> None:
+        if capacity is None and settings.memory_fraction < 1:
+            raise UsageError("per_process_memory_fraction is a part of the device's memory: say its capacity")
+        self.settings, self.capacity, self.taken = settings, capacity, taken
+        self._limit = (
+            None if settings.memory_fraction == 1 or capacity is None else int(settings.memory_fraction * capacity)
+        )
+        self.requested = self.allocated = self.reserved = 0
+        self.retries = 0  # how often cached segments were given back because the driver had no memory left
+        self._peak_requested = self._peak_allocated = self._peak_reserved = 0
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._segments: dict[int, Segment] = {}  # by address
+        self._addresses = addresses or count(_FAR_APART, _FAR_APART)
+
+    # ---------------------------------------------------------------- figures
+
+    @property
+    def now(self) -> Figures:
+        """The three numbers at present."""
+        return Figures(requested_bytes=self.requested, allocated_bytes=self.allocated, reserved_bytes=self.reserved)
+
+    @property
+    def peak(self) -> Figures:
+        """The highest value of each number so far, which are not all of one moment."""
+        return Figures(
+            requested_bytes=self._peak_requested,
+            allocated_bytes=self._peak_allocated,
+            reserved_bytes=self._peak_reserved,
+        )
+
+    def snapshot(self) -> tuple[SegmentState, ...]:
+        """All segments with their blocks, by address."""
+        return tuple(state for _, segment in sorted(self._segments.items()) for state in segment_states(segment))
+
+    # ---------------------------------------------------------------- allocating and freeing
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """A block for a tensor of `nbytes` on a stream.
+
+        Raises:
+            UsageError: not a positive number of bytes; torch takes no block for an empty tensor.
+            OutOfMemory: the device has not enough memory left, whatever is given back.
+        """
+        if nbytes < 1:
+            raise UsageError(f"a block holds at least one byte, not {nbytes}: torch allocates none for empty tensors")
+        size = self.settings.rounded(nbytes)
+        pool = self._pool(stream, small=size <= SMALL)
+        block = self._best_fit(pool, size) or self._new(pool, size)
+        if block is None:
+            raise OutOfMemory(self._out_of_memory(nbytes))
+        if self._splits(pool, block.size - size, size):
+            pool.insert(block.cut(size))
+        block.allocated, block.requested = True, nbytes
+        self.requested += nbytes
+        self.allocated += block.size
+        self._peak_requested = max(self._peak_requested, self.requested)
+        self._peak_allocated = max(self._peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Free a block that `allocate` returned."""
+        assert block.allocated, "a block is freed once"
+        block.allocated = False
+        self.requested -= block.requested
+        self.allocated -= block.size
+        pool = block.segment.pool
+        pool.insert(pool.merged(block))
+
+    def empty_cache(self) -> None:
+        """Give back to the driver what no tensor is in: whole segments, or whole pages of expandable ones."""
+        for pool in self._pools.values():
+            if self.settings.expandable:
+                released, empty = release_pages(pool)
+                self._reserve(-released)
+                for segment in empty:
+                    del self._segments[segment.address]
+            else:
+                for _, _, block in [entry for entry in pool.free if entry[2].whole]:
+                    self._release(pool, block)
+
+    # ---------------------------------------------------------------- finding a block
+
+    def _pool(self, stream: int, *, small: bool) -> Pool:
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            page = SMALL_SEGMENT if small else self.settings.large_segment_bytes
+            pool = self._pools[stream, small] = Pool(stream, small=small, page=page)
+        return pool
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """The free block that a request of `size` gets, taken out of its pool (`get_free_block`)."""
+        free = pool.free
+        place = bisect_left(free, (size,))
+        if place == len(free):
+            return None
+        if self.settings.expandable:  # a block at the end of what is mapped is as large as it can become
+            while place + 1 < len(free) and _could_become(free[place + 1][2]) < _could_become(free[place][2]):
+                place += 1
+        block = free[place][2]
+        most = self.settings.max_split_bytes
+        if most is not None and (size < most <= block.size or (size >= most and block.size >= size + self._rounding)):
+            return None
+        del free[place]
+        return block
+
+    @property
+    def _rounding(self) -> int:
+        return self.settings.non_split_rounding_bytes or self.settings.large_segment_bytes
+
+    def _splits(self, pool: Pool, rest: int, size: int) -> bool:
+        """Whether a block is split of which `rest` would be left beside a request of `size` (`should_split`)."""
+        if pool.small or self.settings.expandable:
+            return rest >= MIN_BLOCK
+        return rest > SMALL and (self.settings.max_split_bytes is None or size < self.settings.max_split_bytes)
+
+    # ---------------------------------------------------------------- the driver's memory
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """A block of memory that is new from the driver, after cached memory is given back if need be."""
+        block = self._taken_anew(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._taken_anew(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._taken_anew(pool, size)
+        return block
+
+    def _taken_anew(self, pool: Pool, size: int) -> Block | None:
+        """A new segment, or an expandable one that has grown; None if there is no room (`alloc_block`)."""
+        nbytes = self.settings.segment(size)
+        if self._limit is not None and self.reserved + nbytes > self._limit:
+            return None
+        if self.settings.expandable:
+            return self._grown(pool, size)
+        if not self._has(nbytes):
+            return None
+        segment = self._enter(pool, nbytes, mapped=True)
+        self._reserve(nbytes)
+        return segment.first
+
+    def _grown(self, pool: Pool, size: int) -> Block | None:
+        """A block of `size` of an expandable segment, of which as many pages are mapped as that needs."""
+        start = room_for(pool, size)
+        if start is None:
+            start = self._enter(pool, self._address_space(pool), mapped=False).first
+            pool.insert(start)
+        return grown(pool, start, size, self._map)
+
+    def _map(self, nbytes: int) -> bool:
+        """Take so many bytes of pages from the driver, if it has them."""
+        if not self._has(nbytes):
+            return False
+        self._reserve(nbytes)
+        return True
+
+    def _enter(self, pool: Pool, nbytes: int, *, mapped: bool) -> Segment:
+        address = next(self._addresses)
+        self._segments[address] = Segment(pool, address, nbytes, mapped=mapped)
+        return self._segments[address]
+
+    def _release(self, pool: Pool, block: Block) -> None:
+        """Give back the segment that a free block is all of."""
+        pool.remove(block)
+        del self._segments[block.address]
+        self._reserve(-block.size)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back as few blocks that are never split as make room for `size`; whether there were such."""
+        most = self.settings.max_split_bytes
+        if most is None or self.settings.expandable:
+            return False
+        needed = max(size, most)
+        place = bisect_left(pool.free, (needed,))
+        if place < len(pool.free):
+            self._release(pool, pool.free[place][2])
+            return True
+        released = 0
+        while released < needed and pool.free and pool.free[-1][0] >= most:
+            released += pool.free[-1][0]
+            self._release(pool, pool.free[-1][2])
+        return released >= needed
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self._peak_reserved = max(self._peak_reserved, self.reserved)
+
+    def _has(self, nbytes: int) -> bool:
+        """Whether the driver has so many bytes left."""
+        return self.capacity is None or self.taken + self.reserved + nbytes <= self.capacity
+
+    def _address_space(self, pool: Pool) -> int:
+        """The addresses of an expandable segment: an eighth more than the device has memory, in whole pages."""
+        total = _ENDLESS if self.capacity is None else self.capacity
+        return -(-(total + total // 8) // pool.page) * pool.page
+
+    def _out_of_memory(self, nbytes: int) -> str:
+        reserved, capacity = format_bytes(self.reserved - self.allocated), self.capacity or 0
+        left = max(0, min(capacity - self.taken, self._limit or capacity) - self.reserved)
+        return (
+            f"no room for {format_bytes(nbytes)}: {format_bytes(self.allocated)} are allocated and {reserved} more are "
+            f"reserved, and of the device's {format_bytes(capacity)} {format_bytes(left)} are left: "
+            + ("plan for less" if self.settings.expandable else "try expandable_segments:True, or plan for less")
+        )
+
+
+def _could_become(block: Block) -> int:
+    """The size of a free block together with the addresses behind it that have no memory yet."""
+    following = block.next
+    return block.size if following is None or following.mapped else block.size + following.size

@@ -1,0 +1,528 @@
+"""One microbatch in a stage: what every kind of action does to its residency, and which actions are refused.
+
+`Flights.apply` takes a residency and an action and returns the next residency and the effect on the device's memory.
+It depends on nothing else, so its answers are remembered, and most actions of a program cost one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from pipefit.errors import UsageError
+from pipefit.memory.passes import Forward, Working, buffer_copies, copy_inputs, run_backward, run_forward
+from pipefit.memory.storages import Away, Done, Effect, Piece, Residency, Sent, StageStorages, Whereabouts, begin
+from pipefit.schema.actions import OF_ROWS, Action, Kind, Subject
+from pipefit.texts import layers_text
+
+# ----------------------------------------------------------------------------------------------------
+# An action applied to the residency of a microbatch: what the functions for the kinds of action work with.
+#
+# Such a function changes `working`, and returns `left(...)`: the next residency, and the action's effect on
+# the memory of the device. It refuses an action that uses what does not exist.
+
+
+def rows_sent(storages: StageStorages, sent: Sent) -> dict[Kind, int]:
+    """The rows that all sends of a microbatch have together, in each direction."""
+    return {
+        Kind.SEND_FORWARD: sent.forward * storages.samples,
+        Kind.SEND_BACKWARD: sent.backward * storages.samples,
+    }
+
+
+Answer = tuple[Residency, Effect | None]
+Handler = Callable[["Transition"], Answer]
+
+
+class Transition:
+    """One action applied to one residency. `working` is the copy of the residency that the action changes."""
+
+    def __init__(
+        self,
+        storages: StageStorages,
+        residency: Residency,
+        action: Action,
+        moved: Sequence[Subject],
+        is_first: bool | frozenset[int],
+        sent: Sent,
+    ) -> None:
+        self.storages, self.residency, self.action = storages, residency, action
+        self.moved, self.is_first, self.sent = moved, is_first, sent
+        self.working = Working(storages, residency)
+        self.holders = self.working.holders
+
+    def bears(self, position: int) -> bool:
+        """Whether a backward allocates the gradients of the layer at a position; the loss goes with the last one."""
+        if isinstance(self.is_first, bool):
+            return self.is_first
+        return self.layer(position) in self.is_first
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Refuse the action.
+
+        Raises:
+            UsageError: always; the action's text and the reason.
+        """
+        raise UsageError(f"{self.action} {reason}")
+
+    def waits_for(self, kind: Kind) -> str:
+        """The text of the WAIT of that kind for the action's stage and microbatch."""
+        return f"{self.action.stage}WAIT_{kind.value}{self.action.microbatch}"
+
+    def left(self, *, gradients: int = 0, boundary: int = 0, **fields: Any) -> Answer:
+        """The next residency, with these fields changed, and the action's effect.
+
+        `gradients` are the bytes by which the gradients of parameters have changed; `boundary` those of values.
+        """
+        found = self.working.after(**fields)
+        return found, self.working.effect(found, gradients=gradients, boundary=boundary)
+
+    def once(self) -> frozenset[Done]:
+        """What has been done with the microbatch after this action, which must not have been done before."""
+        own = self.action.kind, self.action.wait, self.action.part, self.action.place
+        if own in self.residency.done or self.rows_before + self._own_rows > self._all_rows:
+            self.refuse("happens twice")
+        return self.residency.done | {own}
+
+    @property
+    def rows_before(self) -> int:
+        """How many rows of the slice earlier actions of the same kind have had."""
+        return self.residency.rows(self.action.kind, wait=self.action.wait, samples=self.storages.samples)
+
+    @property
+    def completes(self) -> bool:
+        """Whether no row of the slice is left for other actions of the same kind."""
+        return self.rows_before + self._own_rows == self._all_rows
+
+    @property
+    def _all_rows(self) -> int:
+        """How many rows all actions of the same kind have together."""
+        return rows_sent(self.storages, self.sent).get(self.action.kind, self.storages.samples)
+
+    @property
+    def _own_rows(self) -> int:
+        part = self.action.part
+        return self.storages.samples if part is None else part[1] - part[0]
+
+    def has_joined(self, kind: Kind) -> bool:
+        """Whether all receives or sends of that kind have been joined."""
+        samples = self.storages.samples
+        return self.residency.rows(kind, wait=True, samples=samples) == samples
+
+    def layers(self) -> tuple[int, int]:
+        """The positions that a compute action covers; with the model's last layer, the loss too."""
+        storages, given = self.storages, self.action.layers
+        if given is None:
+            return 0, storages.count
+        first, end = given
+        if not storages.start <= first < end <= storages.stop:
+            self.refuse(f"is outside its stage, which holds {layers_text(storages.start, storages.stop)}")
+        return first - storages.start, storages.position(end)
+
+    def layer(self, position: int) -> int:
+        """The layer of the model at a position; the loss counts as the last."""
+        return min(self.storages.start + position, self.storages.stop - 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Moving saved tensors away and back: what OFFLOAD, RELOAD and their joins do to the residency of a
+# microbatch.
+#
+# A tensor is named by its layer and its number there, and its whole storage is moved, whatever else lives in
+# it. The holders of the storage stay; only where its bytes are changes.
+
+
+def offload(transition: Transition) -> Answer:
+    """Start copying saved tensors away; nothing is freed yet."""
+    for subject, instance in _subjects(transition):
+        saver = transition.holders.saved(subject.layer - transition.storages.start)
+        if not transition.working.held.get(instance, 0) & saver:
+            transition.refuse(
+                f"moves what is not there: it belongs between forward and backward of layer {subject.layer}"
+            )
+        if instance in transition.residency.away:
+            transition.refuse(f"moves a storage that is {transition.residency.away[instance].state} already")
+        transition.working.away[instance] = Away(Whereabouts.LEAVING, transition.action.place)
+    return transition.left()[0], None
+
+
+def offloaded(transition: Transition) -> Answer:
+    """The copies have arrived: the bytes here are freed."""
+    for _, instance in _subjects(transition):
+        holders = transition.working.held[instance]
+        if holders & (transition.holders.value | transition.holders.target):
+            transition.refuse(
+                f"frees what the forward of layer {transition.layer(transition.residency.at)} still reads"
+            )
+        if holders & transition.holders.sending:
+            transition.refuse(
+                f"frees what is still being sent: {transition.waits_for(Kind.SEND_FORWARD)} must come before it"
+            )
+        transition.working.away[instance] = Away(Whereabouts.AWAY, transition.action.place)
+    return transition.left()
+
+
+def reload(transition: Transition) -> Answer:
+    """Start copying saved tensors back, into memory that is allocated now."""
+    for _, instance in _subjects(transition):
+        found = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
+        if found != Away(Whereabouts.AWAY, transition.action.place):
+            where = "" if found.place is None else f" (@{found.place})"
+            transition.refuse(f"brings back a storage that is {found.state}{where}")
+        transition.working.away[instance] = Away(Whereabouts.RETURNING, transition.action.place)
+    return transition.left()
+
+
+def reloaded(transition: Transition) -> Answer:
+    """The tensors are back."""
+    for _, instance in _subjects(transition):
+        del transition.working.away[instance]
+    return transition.left()[0], None
+
+
+def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
+    """The saved tensors that the action moves, with the instance of the storage of each.
+
+    Raises:
+        UsageError: it moves something else, a tensor that the stage does not keep, or one storage twice.
+    """
+    if transition.action.place is None:
+        transition.refuse("does not say where: write @host, @device3 or, in shares, @device3*2+device4*1")
+    found: dict[int, Subject] = {}
+    for subject in transition.moved:
+        if not isinstance(subject.what, int):
+            transition.refuse("moves something else: only saved tensors move, such as [5.3]")
+        try:
+            number = transition.storages.storage(subject)
+        except UsageError:
+            transition.refuse(f"names a tensor that stage {transition.action.stage} does not keep")
+        if number in found:
+            transition.refuse(f"moves one storage by two names, {found[number]} and {subject}")
+        found[number] = subject
+    return [(subject, _instance(transition, number, subject)) for number, subject in found.items()]
+
+
+def _instance(transition: Transition, number: int, subject: Subject) -> int:
+    """The instance that the named layer saved, in the first forward or in the second."""
+    saver = transition.holders.saved(subject.layer - transition.storages.start)
+    again = number + len(transition.storages.sizes)
+    return again if transition.working.held.get(again, 0) & saver else number
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class Flights:
+    """The microbatches of one stage: every residency that they pass through, each made only once.
+
+    `sent` says how often what leaves the stage is sent, if not once.
+    """
+
+    def __init__(self, storages: StageStorages, sent: Sent = Sent()) -> None:  # noqa: B008 - it is frozen
+        self.storages, self.sent = storages, sent
+        self._known: dict[object, Residency] = {}
+        self._sent = [] if storages.last else [Kind.SEND_FORWARD]
+        self._sent += [Kind.SEND_BACKWARD] if storages.start else []
+        self.start = self._interned(begin())
+
+    def apply(
+        self,
+        residency: Residency,
+        action: Action,
+        moved: Sequence[Subject] = (),
+        *,
+        is_first: bool | frozenset[int] = False,
+    ) -> Answer:
+        """The residency after `action`, and the action's effect on the memory of the device; None where it has none.
+
+        Args:
+            moved: of an OFFLOAD or RELOAD, the saved tensors that it moves.
+            is_first: of a backward, whether it is the step's first for its layers and so allocates their gradients; or
+                those of its layers of which it allocates them, where replicas divide gradients.
+
+        Raises:
+            UsageError: the action uses what does not exist then; says what is missing.
+        """
+        what = moved or action.subject  # not the number of a bundle, by which another program may mean other tensors
+        key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
+        answer = residency.known.get(key)
+        if answer is None:
+            found, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))
+            answer = residency.known[key] = self._interned(found), changed
+        return answer
+
+    def is_over(self, residency: Residency) -> bool:
+        """Whether nothing of the microbatch is left, so that the next step may use its number again."""
+        if residency.held or residency.back != 0:
+            return False
+        samples, sent = self.storages.samples, rows_sent(self.storages, self.sent)
+        return all(residency.rows(kind, wait=True, samples=samples) == sent[kind] for kind in self._sent)
+
+    def _interned(self, residency: Residency) -> Residency:
+        return self._known.setdefault(residency.key(), residency)
+
+
+def _answer(transition: Transition) -> Answer:
+    """The next residency and the effect, computed by the function for this kind of action.
+
+    Raises:
+        UsageError: the action is not supported, or uses what does not exist then.
+    """
+    action = transition.action
+    handler = (_JOINS if action.wait else _STARTS).get(action.kind)
+    if handler is None or (action.part is not None and action.kind not in OF_ROWS):
+        transition.refuse("can be written down, but neither simulated nor run yet")
+    return handler(transition)
+
+
+# -------------------------------------------------------------------- data and messages
+
+
+def _load(transition: Transition) -> Answer:
+    storages, holders = transition.storages, transition.holders
+    if transition.rows_before:
+        transition.refuse("loads what is there already")
+    if not transition.completes:
+        transition.refuse(f"loads other rows than the {storages.samples} of the stage's slice")
+    if storages.start and not storages.last:
+        transition.refuse("has nothing to load: only the first stage has inputs and only the last one targets")
+    values = transition.residency.values
+    if not storages.start:
+        values = storages.input_storages
+        for instance in values:
+            transition.working.hold(instance, holders.value)
+    for instance in storages.target_storages:
+        transition.working.hold(instance, holders.target)
+    return transition.left(done=transition.once(), values=values)
+
+
+def _receive_forward(transition: Transition) -> Answer:
+    for instance in transition.storages.input_storages:
+        transition.working.hold(instance, transition.holders.value)
+    return transition.left(done=transition.once(), values=transition.storages.input_storages)
+
+
+def _receive_backward(transition: Transition) -> Answer:
+    nbytes = 0 if transition.rows_before else transition.storages.output_gradient_bytes
+    return transition.left(done=transition.once(), boundary=nbytes)
+
+
+def _send_forward(transition: Transition) -> Answer:
+    if transition.residency.at < transition.storages.count or transition.storages.last:
+        transition.refuse(f"comes before the forward of layer {transition.storages.stop - 1}")
+    return transition.residency.changed(done=transition.once()), None
+
+
+def _send_backward(transition: Transition) -> Answer:
+    if transition.residency.back != 0:
+        transition.refuse(f"comes before the backward of layer {transition.storages.start}")
+    return transition.residency.changed(done=transition.once()), None
+
+
+def _received(transition: Transition) -> Answer:
+    return transition.residency.changed(done=transition.once()), None
+
+
+def _sent_forward(transition: Transition) -> Answer:
+    if transition.completes:
+        transition.working.drop_all(transition.holders.sending)
+    return transition.left(done=transition.once())
+
+
+def _sent_backward(transition: Transition) -> Answer:
+    nbytes = transition.storages.sent_gradient_bytes if transition.completes else 0
+    return transition.left(done=transition.once(), boundary=-nbytes)
+
+
+# -------------------------------------------------------------------- forward
+
+
+def _forward(transition: Transition) -> Answer:
+    return _pass(transition, saves=True)
+
+
+def _forward_only(transition: Transition) -> Answer:
+    return _pass(transition, saves=False)
+
+
+def _pass(transition: Transition, *, saves: bool) -> Answer:
+    """A forward that saves for the backward, or one that keeps what it starts from, to run again."""
+    first, end = transition.layers()
+    inputs = _inputs(transition, first, end)
+    piece = Piece(first, end, not saves, inputs)
+    values = inputs
+    if not saves:
+        copies = buffer_copies(transition.storages, first, end, fed_back=True)
+        for instance in (*inputs, *(transition.storages.target_storages if end == transition.storages.count else ())):
+            transition.working.hold(instance, transition.holders.kept(first))
+        transition.working.hold(copies, transition.holders.kept(first))
+        values = copy_inputs(transition.working, first, inputs)
+    values = run_forward(transition.working, Forward(first, end, again=False, saves=saves), values)
+    if end == transition.storages.count:
+        for instance in values:
+            if transition.sent.forward:
+                transition.working.hold(instance, transition.holders.sending)
+            transition.working.drop(instance, transition.holders.value)
+        values = ()
+    return transition.left(at=end, values=values, pieces=(*transition.residency.pieces, piece))
+
+
+def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
+    """The instances that a forward starts from.
+
+    Raises:
+        UsageError: they do not exist yet.
+    """
+    storages, residency = transition.storages, transition.residency
+    if first != residency.at:
+        transition.refuse(
+            f"is out of order: the next layer forward is {transition.layer(residency.at)} of {storages.stop - 1}"
+        )
+    if first == 0 and storages.start and not transition.has_joined(Kind.RECV_FORWARD):
+        transition.refuse(f"has no inputs: {transition.waits_for(Kind.RECV_FORWARD)} must come before it")
+    needs_data = (first == 0 and not storages.start) or (end == storages.count and storages.last)
+    if needs_data and not residency.rows(Kind.LOAD, wait=False, samples=storages.samples):
+        transition.refuse(
+            f"has no data: {transition.action.stage}LOAD{transition.action.microbatch} must come before it"
+        )
+    _check_together(transition, first, end)
+    return residency.values
+
+
+def _check_together(transition: Transition, first: int, end: int) -> None:
+    """Refuse a forward of one of two layers that share a trained parameter, when the other one is in this stage too."""
+    for again in transition.storages.repetitions:
+        apart = (first <= again.user < end) != (first <= again.later < end)
+        if apart and again.shared.gradient_bytes:
+            user, later = transition.layer(again.user), transition.layer(again.later)
+            transition.refuse(
+                f"takes layer {user} apart from layer {later}, which shares parameter {again.shared.name!r} with it: "
+                "their gradients would be added up in another order"
+            )
+
+
+def _recompute(transition: Transition) -> Answer:
+    first, end = transition.layers()
+    number, piece = _piece(transition, first, end)
+    if not piece.keeps_inputs or piece.again:
+        transition.refuse("has nothing to recompute: it belongs once between an N of these layers and their backward")
+    _check_inputs(transition, piece)
+    kept = transition.holders.kept(first)
+    transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
+    for instance in piece.inputs:
+        transition.working.hold(instance, transition.holders.value)
+        transition.working.drop(instance, kept)
+    for instance in transition.storages.target_storages:
+        if transition.working.held.get(instance, 0) & kept:
+            transition.working.hold(instance, transition.holders.target)
+            transition.working.drop(instance, kept)
+    values = run_forward(transition.working, Forward(first, end, again=True, saves=True), piece.inputs)
+    for instance in values:
+        transition.working.drop(instance, transition.holders.value)
+    pieces = list(transition.residency.pieces)
+    pieces[number] = piece._replace(again=True)
+    return transition.left(pieces=tuple(pieces))
+
+
+def _check_inputs(transition: Transition, piece: Piece) -> None:
+    """Refuse a second forward whose inputs are not on the device."""
+    for instance in piece.inputs:
+        state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
+        if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
+            transition.refuse(f"starts from a tensor that is {state} (@{place}): RELOAD it and join the reload before")
+
+
+def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
+    """The piece of exactly these positions, whose forward was one action, and its number.
+
+    Raises:
+        UsageError: there is none: the forwards were cut at other layers.
+    """
+    found = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
+    if not found:
+        transition.refuse(
+            "belongs to no forward of just these layers: cut forwards, recomputations and backwards alike"
+        )
+    return found[0]
+
+
+# -------------------------------------------------------------------- backward
+
+
+def _backward(transition: Transition) -> Answer:
+    first, end = transition.layers()
+    residency, storages = transition.residency, transition.storages
+    back = storages.count if residency.back is None else residency.back
+    if residency.at < storages.count or end != back or back == 0:
+        last = transition.layer(back - 1) if back else "none"
+        transition.refuse(f"is out of order: the next layer backward is {last}, after the forward of the stage")
+    if end == storages.count and not storages.last and not transition.has_joined(Kind.RECV_BACKWARD):
+        transition.refuse(f"has no gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it")
+    pieces = [piece for piece in residency.pieces if first <= piece.first < end]
+    if not pieces or pieces[0].first != first or pieces[-1].end != end:
+        transition.refuse("ends within layers that went forward in one action: cut forwards and backwards alike")
+    for piece in pieces:
+        if piece.keeps_inputs and not piece.again:
+            layers = None if (piece.first, piece.end) == (0, storages.count) else _layers(transition, piece)
+            transition.refuse(f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it")
+    _check_present(transition, first, end)
+    born = travelling = 0
+    for piece in reversed(pieces):
+        made = run_backward(transition.working, piece, bears=transition.bears)
+        born, travelling = born + made[0], travelling + made[1]
+        transition.working.level += sum(made)
+        transition.working.drop_from(_kept(transition, piece), transition.holders.kept(piece.first))
+    transition.working.level -= born + travelling
+    if first == 0 and not transition.sent.backward:
+        travelling -= storages.sent_gradient_bytes
+    return transition.left(back=first, gradients=born, boundary=travelling)
+
+
+def _kept(transition: Transition, piece: Piece) -> Iterator[int]:
+    """The instances that a piece may keep to run again: what it starts from, and copies of buffers."""
+    yield from piece.inputs
+    yield from transition.storages.target_storages
+    for fed_back in (False, True):
+        yield buffer_copies(transition.storages, piece.first, piece.end, fed_back=fed_back)
+
+
+def _layers(transition: Transition, piece: Piece) -> tuple[int, int]:
+    start, stop = transition.storages.start, transition.storages.stop
+    return start + piece.first, min(start + piece.end, stop)
+
+
+def _check_present(transition: Transition, first: int, end: int) -> None:
+    """Refuse a backward that needs a saved tensor which is not on the device."""
+    needed = sum(transition.holders.saved(position) for position in range(first, end))
+    for instance, (state, place) in transition.residency.away.items():
+        holders = transition.working.held[instance]
+        if holders & needed:
+            savers = [p for p in range(transition.storages.count) if holders & transition.holders.saved(p)]
+            layers = " and ".join(dict.fromkeys(str(transition.layer(position)) for position in savers))
+            transition.refuse(
+                f"needs a saved tensor of layer {layers} that is {state} (@{place}): "
+                "RELOAD it and join the reload before"
+            )
+
+
+_STARTS: dict[Kind, Handler] = {
+    Kind.LOAD: _load,
+    Kind.FORWARD: _forward,
+    Kind.FORWARD_ONLY: _forward_only,
+    Kind.RECOMPUTE: _recompute,
+    Kind.BACKWARD: _backward,
+    Kind.SEND_FORWARD: _send_forward,
+    Kind.RECV_FORWARD: _receive_forward,
+    Kind.SEND_BACKWARD: _send_backward,
+    Kind.RECV_BACKWARD: _receive_backward,
+    Kind.OFFLOAD: offload,
+    Kind.RELOAD: reload,
+}
+_JOINS: dict[Kind, Handler] = {
+    Kind.SEND_FORWARD: _sent_forward,
+    Kind.RECV_FORWARD: _received,
+    Kind.SEND_BACKWARD: _sent_backward,
+    Kind.RECV_BACKWARD: _received,
+    Kind.OFFLOAD: offloaded,
+    Kind.RELOAD: reloaded,
+}

@@ -1,0 +1,244 @@
+"""The costs of one stage on one kind of device: bytes by action (`Flights`, `StageRest`), and seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+from pipefit.memory.microbatch import Flights
+from pipefit.memory.model_state import Share, StageRest, owners, share_among
+from pipefit.memory.storages import Effect, Sent, StageStorages
+from pipefit.schema.actions import Action, Kind, Subject
+from pipefit.schema.devices import DeviceKind, Host
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
+from pipefit.timing import Group, Seconds, copy_seconds, host_update_seconds, layer_seconds
+
+
+class StageCost:
+    """The costs of the layers of a stage whose microbatches are these `flights`; what has been computed is kept.
+
+    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device; `share` is what
+    the device keeps of what replicas divide.
+    """
+
+    def __init__(
+        self, flights: Flights, times: Sequence[Seconds], kind: DeviceKind, microbatches: int, share: Share | None
+    ) -> None:
+        self.flights, self.storages, self.share = flights, flights.storages, share
+        self.start, self.stop = self.storages.start, self.storages.stop
+        self._times = times
+        self.rest = StageRest(self.storages, microbatches, share=share)
+        self.layers = frozenset(range(self.start, self.stop))
+        self._seconds: dict[tuple[Kind, int, int], float] = {}
+        self._collected: dict[Kind, list[int]] = {}
+        self._kind = kind
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether replicas of the stage keep gradients of the layers that they own alone."""
+        return self.share is not None and self.share.divides_gradients
+
+    def keeps_gradients(self, layer: int) -> bool:
+        """Whether the device keeps the gradients of a layer when they have been summed."""
+        return self.share is None or self.share.keeps("gradients", layer)
+
+    def seconds(self, action: Action) -> float:
+        """Seconds of a compute action."""
+        first, end = action.layers or (self.start, self.stop)
+        found = self._seconds.get((action.kind, first, end))
+        if found is None:
+            found = self._seconds[action.kind, first, end] = self._sum(action.kind, first, end)
+        return found
+
+    def _sum(self, kind: Kind, first: int, end: int) -> float:
+        """Seconds of layers `first` to `end - 1`, and of the loss behind the model's last layer."""
+        if kind is Kind.STASH:
+            return copy_seconds(self.rest.weight_bytes_of(first, end), self._kind)
+        times = self._times[first : end + (end + 1 == len(self._times))]
+        if kind is Kind.STEP:
+            own = self.share.owns if self.share is not None else self.layers.__contains__
+            return sum(time.update for layer, time in enumerate(times[: end - first], start=first) if own(layer))
+        return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
+
+    def host_update_seconds(self, action: Action, host: Host) -> float:
+        """Seconds of an update on a host.
+
+        Raises:
+            UsageError: the host's memory bandwidth is not known.
+        """
+        first, end = action.layers or (self.start, self.stop)
+        owned = (n for n in range(first, end) if self.share is None or self.share.owns(n))
+        return sum(host_update_seconds(self.storages.costs[n - self.start], host) for n in owned)
+
+    def collective_bytes(self, action: Action) -> int:
+        """Bytes that every member of a collective contributes: of a REDUCE, gradients of the stage's own parameters, or
+        of one that stages share; of an UNSHARD, parameters.
+        """
+        if action.kind is Kind.REDUCE and isinstance(action.subject, Subject):
+            return self.storages.measurement.shared[action.subject.layer].gradient_bytes
+        return sum(self._collected_bytes(action))
+
+    def collective_tensors(self, action: Action) -> int:
+        """In how many tensors the bytes of a collective are, where no two are sent as one."""
+        if isinstance(action.subject, Subject):
+            return 1
+        first = self.start if action.layers is None else action.layers[0]
+        return sum(
+            max(self.rest.exchanged_tensors(layer, gathered=action.kind is Kind.UNSHARD), 1)
+            for layer, nbytes in enumerate(self._collected_bytes(action), start=first)
+            if nbytes
+        )
+
+    def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
+        """Of these bytes, those of the layers that every replica owns; None where each replica gets the sum of all."""
+        if self.share is None or isinstance(action.subject, Subject):
+            return None
+        found, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
+        for position, nbytes in enumerate(self._collected_bytes(action), start=first):
+            found[self.share.owners[position]] += nbytes
+        return found
+
+    def _collected_bytes(self, action: Action) -> list[int]:
+        """Bytes of every layer in a collective of its stage."""
+        if action.kind not in self._collected:
+            self._collected[action.kind] = [self._bytes_in(action.kind, n) for n in range(self.start, self.stop)]
+        first, end = action.layers or (self.start, self.stop)
+        return self._collected[action.kind][first - self.start : end - self.start]
+
+    def _bytes_in(self, kind: Kind, layer: int) -> int:
+        """Bytes of a layer in collectives of a kind."""
+        if kind is Kind.REDUCE:
+            return self.rest.whole_bytes_of("gradients", layer, layer + 1) - self._summed_bytes[layer]
+        return self.rest.gathered_bytes(layer) if kind is Kind.UNSHARD else 0
+
+    @cached_property
+    def _summed_bytes(self) -> Counter[int]:
+        """By layer, bytes of the gradients of parameters that layers of other stages have too."""
+        found = Counter[int]()
+        for shared in self.storages.measurement.shared:
+            users = [user for user in shared.users if self.start <= user < self.stop]
+            if users and len(users) < len(shared.users):
+                found[users[0]] += shared.gradient_bytes
+        return found
+
+
+Way = tuple[int, int, bool]  # of a measurement: samples, ranks, and whether these divide positions too
+
+
+class Costs:
+    """The costs of all stages asked for so far, for one profile and training. Planners share one between plans.
+
+    `measurement` is at the size of a microbatch; `slices` are at those of the slices that replicas compute, and of
+    layers that tensor-parallel ranks divide.
+    """
+
+    def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
+        self._measurements = {one.way: one for one in (*slices, measurement)}
+        self._size, self._training = measurement.microbatch_size, training
+        self._stages: dict[tuple[object, ...], StageCost] = {}
+        self._storages: dict[tuple[object, ...], StageStorages] = {}
+        self._flights: dict[tuple[object, ...], Flights] = {}
+        self._owners: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by samples and kind of device
+
+    @staticmethod
+    def of(plan: Plan) -> Costs:
+        """Costs for `plan`, which serve every plan of the same profile and training."""
+        return Costs(plan.measurement, plan.training, plan.profile.measurements)
+
+    def stage(
+        self,
+        start: int,
+        stop: int,
+        kind: DeviceKind,
+        *,
+        data: int = 1,
+        share: Share | None = None,
+        group: Group | None = None,
+        sequences: bool = False,
+        sent: Sent = Sent(),  # noqa: B008 - it is frozen
+    ) -> StageCost:
+        """The costs of layers `start` to `stop - 1` on a device of `kind`.
+
+        The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
+        divide; or it is one of the ranks of such a replica, which divide the layers, by `sequences` along positions
+        too, and exchange in a `group`.
+        """
+        degree = self._size // data, 1 if group is None else group.members, sequences
+        flight = start, stop, degree, sent
+        key = *flight, kind.key, share, group
+        if key not in self._stages:
+            if flight not in self._flights:
+                self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
+            times = self._seconds(kind, degree, group)
+            self._stages[key] = StageCost(self._flights[flight], times, kind, self._training.microbatches, share)
+        return self._stages[key]
+
+    def of_device(self, plan: Plan, stage: int, device: int, devices: Sequence[int]) -> StageCost:
+        """The costs of a stage of `plan` on one of the `devices` that hold it."""
+        place, grid = plan.stages[stage], plan.stages[stage].grid
+        replica, shard = divmod(devices.index(device), grid.tensor)
+        ranks = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
+        return self.stage(
+            place.start,
+            place.stop,
+            plan.cluster.devices[device].kind,
+            data=grid.data,
+            share=self._share(place, grid.devices[replica * grid.tensor + shard]),
+            group=Group.of(plan.cluster, ranks) if grid.tensor > 1 else None,
+            sequences=grid.sequences,
+            sent=Sent.of(plan, stage, shard),
+        )
+
+    def _storages_of(self, start: int, stop: int, degree: Way) -> StageStorages:
+        """The storages of layers `start` to `stop - 1`, as they were measured in a way."""
+        key = start, stop, degree
+        if key not in self._storages:
+            rooms = self._training.versions == "everything"
+            self._storages[key] = StageStorages(self._measurements[degree], start, stop, rooms=rooms)
+        return self._storages[key]
+
+    def _share(self, place: Stage, device: int) -> Share | None:
+        """What a device of a stage has of what its replicas divide."""
+        grid = place.grid
+        if grid.shard == "none":
+            return None
+        there = place.start, place.stop, (self._size // grid.data, grid.tensor, grid.sequences)
+        if (*there, grid.shard) not in self._owners:
+            self._owners[*there, grid.shard] = owners(self._storages_of(*there), grid)
+        return share_among(place, device, self._owners[*there, grid.shard])
+
+    def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[Seconds, ...]:
+        """The seconds of all layers, as they were measured in a way, on a device of `kind`."""
+        found = self._times.get((degree, kind.key, group))
+        if found is None:
+            measurement = self._measurements[degree]
+            found = self._times[degree, kind.key, group] = layer_seconds(measurement, kind, self._training.dtype, group)
+        return found
+
+
+class WholeStage:
+    """The effects of a stage whose forward and backward are one action each, for closed forms of a stage's peak."""
+
+    def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
+        self.storages = StageStorages(measurement, start, stop)
+        self._flights = Flights(self.storages)
+
+    def backward(self, *, is_first: bool) -> Effect:
+        """The effect of a backward without recomputation, the step's first or a later one."""
+        residency = self._flights.start
+        first, last = not self.storages.start, self.storages.last
+        kinds: list[tuple[Kind, bool]] = [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]
+        kinds += [(Kind.LOAD, False)] if first or last else []
+        kinds += [(Kind.FORWARD, False)]
+        kinds += [] if last else [(Kind.SEND_FORWARD, False), (Kind.SEND_FORWARD, True)]
+        kinds += [] if last else [(Kind.RECV_BACKWARD, False), (Kind.RECV_BACKWARD, True)]
+        for kind, wait in kinds:
+            residency, _ = self._flights.apply(residency, Action(kind, 0, 0, wait=wait))
+        _, effect = self._flights.apply(residency, Action(Kind.BACKWARD, 0, 0), is_first=is_first)
+        assert effect is not None
+        return effect

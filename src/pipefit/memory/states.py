@@ -1,0 +1,376 @@
+"""Where the state of a stage is: what of its optimizer state, gradients and parameters is away, and what that frees.
+
+State belongs to no microbatch. What one OFFLOAD or RELOAD moves of it is a state of one or several layers, and has a
+home: memory at the place it goes to, which is its own for the whole run. It is in one of these conditions:
+
+    on the device        as it is where nothing is moved
+    on its way out       from an OFFLOAD to its join, which frees the device's memory
+    away                 optimizer state and parameters are so before the first step; their homes have been given what
+                         exists by then
+    on its way back      from a RELOAD, which allocates, to its join
+    being updated        parameters, and gradients that are away, from the STEP at a place to its join
+    out of date          parameters that have been updated at a place, until they are back from there
+
+Parameters that are updated at a place keep their memory on the device. Their optimizer state is never there, and their
+gradients end where they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.memory.model_state import StageRest
+from pipefit.memory.storages import Effect, effect
+from pipefit.schema.actions import COPIES, STATES, Action, Bundle, Kind, Subject
+from pipefit.schema.devices import Place
+from pipefit.schema.program import UncheckedProgram
+from pipefit.texts import layers_text
+
+Layers = tuple[int, int]  # the first, and the one behind the last
+
+
+class Condition(StrEnum):
+    """Where a state is, in the words of errors."""
+
+    HERE = "on the device"
+    LEAVING = "on its way out"
+    AWAY = "away"
+    RETURNING = "on its way back"
+    UPDATING = "being updated"
+    STALE = "out of date"
+
+
+class Away(NamedTuple):
+    """Bytes that are not on the device before the first step."""
+
+    parameters: int
+    optimizer: int
+
+
+class Home(NamedTuple):
+    """The memory at `place` that keeps what actions about `subject` move of a stage."""
+
+    stage: int
+    subject: Subject | Bundle
+    place: Place
+
+
+class Kept(NamedTuple):
+    """What a home keeps: a state of `layers`, by its name in actions."""
+
+    kind: str
+    layers: Layers
+
+    def __str__(self) -> str:
+        start, stop = self.layers
+        what = "optimizer state" if self.kind == "optimizer" else self.kind
+        return f"the {what} of {layers_text(start, stop)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """What the program of a device does with state: what every home keeps, and which layers are updated where."""
+
+    homes: Mapping[Home, Kept] = field(default_factory=dict)
+    updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
+    layers_elsewhere: frozenset[int] = field(init=False)  # that are updated at another place
+
+    def __post_init__(self) -> None:
+        elsewhere = frozenset(layer for _, layers in self.updates for layer in range(*layers))
+        object.__setattr__(self, "layers_elsewhere", elsewhere)
+
+    def of_stage(self, stage: int) -> StateMoves:
+        """The same of one stage."""
+        return StateMoves(
+            {home: kept for home, kept in self.homes.items() if home.stage == stage},
+            {key: place for key, place in self.updates.items() if key[0] == stage},
+        )
+
+    def begins_away(self, kept: Kept) -> bool:
+        """Whether a state is away before the first step."""
+        moves = kept.kind == "parameters" and not self.updated_elsewhere(kept.layers)
+        return moves or kept.kind == "optimizer"
+
+    def updated_elsewhere(self, layers: Layers) -> bool:
+        """Whether some of these layers are updated at another place."""
+        return not self.layers_elsewhere.isdisjoint(range(*layers))
+
+
+def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Layers]) -> StateMoves:
+    """What `program` does with the state of a device, which has these `stages` of so many layers.
+
+    Raises:
+        UsageError: an action moves several states at once, layers that do not follow each other or are not in its
+            stage, or a state that another one moves too.
+    """
+    homes, updates = dict[Home, Kept](), dict[tuple[int, Layers], Place]()
+    owners = dict[tuple[str, int], Home]()
+    for action in program.actions[device]:
+        if action.moves_state:
+            home = home_of(action)
+            kept = homes[home] = homes.get(home) or _kept(action, program.moved(action), stages[action.stage])
+            for layer in range(*kept.layers):
+                if owners.setdefault((kept.kind, layer), home) != home:
+                    raise UsageError(f"{action} moves {layer}.{kept.kind}, which another action moves too")
+        elif action.kind is Kind.STEP and action.place is not None:
+            updates[action.stage, action.layers or stages[action.stage]] = action.place
+    return StateMoves(homes, updates)
+
+
+def home_of(action: Action) -> Home:
+    """The home of what an OFFLOAD or RELOAD moves.
+
+    Raises:
+        UsageError: the action names no place.
+    """
+    if action.place is None:
+        raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+    assert action.subject is not None, "programs refuse copies of nothing"
+    return Home(action.stage, action.subject, action.place)
+
+
+def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
+    """What an action moves: one state of layers that follow each other."""
+    layers, kinds = [subject.layer for subject in subjects], {str(subject.what) for subject in subjects}
+    start, stop = layers[0], layers[-1] + 1
+    if len(kinds) > 1 or not kinds <= {*STATES} or layers != list(range(start, stop)):
+        raise UsageError(
+            f"{action} moves what belongs to no microbatch: that is one of {', '.join(STATES)}, of layers that follow "
+            "each other, such as [5.optimizer]"
+        )
+    if not stage[0] <= start < stop <= stage[1]:
+        raise UsageError(f"{action} is outside its stage, which holds {layers_text(*stage)}")
+    if kinds == {"versions"}:
+        raise UsageError(f"{action} moves versions of weights, which cannot be carried out yet")
+    return Kept(kinds.pop(), (start, stop))
+
+
+class Conditions:
+    """Where every state of one stage is, as its program goes on: what ledger and runtime agree on."""
+
+    def __init__(self, moves: StateMoves) -> None:
+        self._moves = moves
+        self._needs: dict[tuple[Kind, Layers], tuple[tuple[Home, ...], frozenset[Home]]] = {}
+        self._by_layer: dict[int, list[Home]] = {}
+        self._by_content: dict[tuple[Kept, Place], Home] = {}
+        for home, kept in moves.homes.items():
+            self._by_content.setdefault((kept, home.place), home)
+            for layer in range(*kept.layers):
+                self._by_layer.setdefault(layer, []).append(home)
+        self._places = {home: number for number, home in enumerate(moves.homes)}
+        self._elsewhere = set[Home]()  # of what is not on the device, or not up to date
+        self._missing = set[Home]()  # those of them that passes need
+        self._of: dict[Home, Condition] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Put every state where it is between steps."""
+        for home, kept in self._moves.homes.items():
+            self.put(home, Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE)
+
+    @property
+    def of(self) -> Mapping[Home, Condition]:
+        """The condition of what each home keeps."""
+        return self._of
+
+    def put(self, home: Home, condition: Condition) -> None:
+        """What a home keeps is in another condition from now on."""
+        self._of[home] = condition
+        if condition is Condition.HERE:
+            self._elsewhere.discard(home)
+            self._missing.discard(home)
+            return
+        self._elsewhere.add(home)
+        if self._moves.homes[home].kind != "optimizer":
+            self._missing.add(home)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that a forward or a backward could need is on the device, and up to date."""
+        return not self._missing
+
+    def behind(self, action: Action) -> Condition:
+        """Where a state is behind an OFFLOAD, a RELOAD or the join of one.
+
+        Raises:
+            UsageError: it is elsewhere than the action needs it, or the program does not move it.
+        """
+        home = home_of(action)
+        if home not in self._of:
+            raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
+        condition, (needed, after) = self._of[home], _COPIES[action.kind, action.wait]
+        if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
+            raise UsageError(f"{action} moves {self._moves.homes[home]}, which is {condition}")
+        return after
+
+    def check_here(self, action: Action, layers: Layers, *, newest: bool = True) -> None:
+        """Check that what an action of these layers needs is on the device, and up to date. Unless it goes through the
+        `newest` weights, it needs no parameters.
+
+        Raises:
+            UsageError: a state is not; says what has to come before the action.
+        """
+        if action.kind is Kind.STASH and action.wait:
+            return
+        key = action.kind, layers
+        if key not in self._needs:
+            needed = tuple(self._needed(*key))
+            self._needs[key] = needed, frozenset(needed)
+        in_order, needs = self._needs[key]
+        if self._elsewhere.isdisjoint(needs):
+            return
+        for home in in_order:
+            if newest or self._moves.homes[home].kind != "parameters":
+                self._check(action, home)
+
+    def _needed(self, kind: Kind, layers: Layers) -> Iterator[Home]:
+        """The homes of what an action of this kind and of these layers needs."""
+        kinds = _NEEDS.get(kind, ())
+        found = {home for layer in range(*layers) for home in self._by_layer.get(layer, ())}
+        for home in sorted(found, key=self._places.__getitem__):
+            if self._moves.homes[home].kind in kinds:
+                yield home
+
+    def _check(self, action: Action, home: Home) -> None:
+        """Refuse an action if what it needs of a home is not on the device, and up to date."""
+        if (condition := self._of[home]) is not Condition.HERE:
+            reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
+            raise UsageError(
+                f"{action} needs {self._moves.homes[home]}, which is {condition} (@{home.place}): {reload.join} must "
+                "come before it"
+            )
+
+    def update(self, action: Action, layers: Layers) -> None:
+        """An update of these layers on the device.
+
+        Raises:
+            UsageError: what it needs is not there, or another place updates some of them.
+        """
+        if self._moves.updated_elsewhere(layers):
+            raise UsageError(f"{action} updates layers that another place updates in this program")
+        self.check_here(action, layers)
+
+    def update_elsewhere(self, action: Action, layers: Layers) -> None:
+        """An update of these layers begins at another place, or has ended there.
+
+        Raises:
+            UsageError: their gradients are not there, or their parameters are not on the device.
+        """
+        gradients, parameters = (self._home(action, layers, kind) for kind in ("gradients", "parameters"))
+        if action.wait:
+            self.put(gradients, Condition.HERE)
+            self.put(parameters, Condition.STALE)
+            return
+        if self._of[gradients] is not Condition.AWAY:
+            offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
+            raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
+        self._check(action, parameters)
+        self.put(gradients, Condition.UPDATING)
+        self.put(parameters, Condition.UPDATING)
+
+    def _home(self, action: Action, layers: Layers, kind: str) -> Home:
+        """The home of a state of just these layers, at the place of their update."""
+        home = None if action.place is None else self._by_content.get((Kept(kind, layers), action.place))
+        if home is not None:
+            return home
+        needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
+        raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
+
+
+_COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs, and the one that it leaves
+    (Kind.OFFLOAD, False): (Condition.HERE, Condition.LEAVING),
+    (Kind.OFFLOAD, True): (Condition.LEAVING, Condition.AWAY),
+    (Kind.RELOAD, False): (Condition.AWAY, Condition.RETURNING),
+    (Kind.RELOAD, True): (Condition.RETURNING, Condition.HERE),
+}
+assert {kind for kind, _ in _COPIES} == COPIES
+_NEEDS = {  # by kind of action, the states that it needs on the device
+    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH, Kind.UNSHARD), ("parameters",)),
+    Kind.BACKWARD: ("parameters", "gradients"),
+    **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
+    Kind.STEP: ("parameters", "gradients", "optimizer"),
+}
+
+
+class StageStates:
+    """What copies of the state of one stage take and free, as its program goes on."""
+
+    def __init__(self, rest: StageRest, moves: StateMoves) -> None:
+        self._rest, self._moves, self.conditions = rest, moves, Conditions(moves)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that a forward or a backward could need is there."""
+        return self.conditions.complete
+
+    @property
+    def state(self) -> object:
+        """Equal at two moments at which everything is at the same places."""
+        return tuple(self.conditions.of.values())
+
+    @property
+    def away(self) -> Away:
+        """What exists before the first step, and is not on the device."""
+        kept = [kept for kept in self._moves.homes.values() if self._moves.begins_away(kept)]
+        early = [one.layers for one in kept if one.kind == "optimizer"]
+        early += [layers for _, layers in self._moves.updates]
+        return Away(
+            sum(self._bytes(one, set()) for one in kept if one.kind == "parameters"),
+            sum(self._rest.bytes_of("early optimizer", *layers) for layers in early),
+        )
+
+    def move(self, action: Action, *, born: set[int], stepped: set[int]) -> Effect | None:
+        """The effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients, `stepped` ones have
+        optimizer state.
+
+        Raises:
+            UsageError: what it moves is elsewhere, or does not exist.
+        """
+        home = home_of(action)
+        kept = self._moves.homes[home]
+        own = (n for n in range(*kept.layers) if self._rest.share is None or self._rest.share.owns(n))
+        if kept.kind == "gradients" and not action.wait and not born.issuperset(own):
+            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+        self.conditions.put(home, self.conditions.behind(action))
+        if action.wait != (action.kind is Kind.OFFLOAD):
+            return None
+        nbytes = self._bytes(kept, stepped) * (1 if action.kind is Kind.RELOAD else -1)
+        if kept.kind == "parameters":  # those that are updated elsewhere keep their memory
+            return None if self._moves.updated_elsewhere(kept.layers) else effect(parameters=nbytes)
+        return effect(gradients=nbytes) if kept.kind == "gradients" else effect(optimizer=nbytes)
+
+    def _bytes(self, kept: Kept, stepped: set[int]) -> int:
+        """What a state takes now."""
+        if kept.kind != "optimizer":
+            return sum(self._rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
+        return sum(
+            self._rest.bytes_of("optimizer" if layer in stepped else "early optimizer", layer, layer + 1)
+            for layer in range(*kept.layers)
+        )
+
+
+def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset[int]:
+    """The positions of OFFLOADs that copy nothing: parameters that no update has changed since they came in.
+
+    Their joins free the device's memory all the same.
+    """
+    updated, all_updated = dict[tuple[int, int], int](), dict[int, int]()  # the last updates of layers, and of stages
+    left = dict[Home, int]()  # the position of the last OFFLOAD
+    found = set[int]()
+    for position, action in enumerate(actions):
+        if action.kind is Kind.STEP and action.place is None and action.layers is None:
+            all_updated[action.stage] = position
+        elif action.kind is Kind.STEP and action.place is None:
+            updated.update(dict.fromkeys(((action.stage, layer) for layer in range(*action.layers or ())), position))
+        elif action.kind is Kind.OFFLOAD and action.moves_state and not action.wait:
+            subjects, home = program.moved(action), home_of(action)
+            changed = (updated.get((action.stage, subject.layer), -1) for subject in subjects)
+            last = max(all_updated.get(action.stage, -1), *changed)
+            if subjects[0].what == "parameters" and last <= left.get(home, -1):
+                found.add(position)
+            left[home] = position
+    return frozenset(found)

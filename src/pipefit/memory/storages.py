@@ -1,0 +1,681 @@
+"""The storages of a microbatch in a stage: which layer makes each, which layers save it, and which pass it on.
+
+Each storage has one number in the stage, whichever layers use it: what one layer returns, the next one may save, and a
+later one may pass on. Gradients have storages too: a layer may pass a gradient on, or slices of a larger one. All of
+this follows from the costs of the layers, and holds for every microbatch and every program. Which of the storages are
+in memory at some moment is a `pipefit.memory.storages.Residency`.
+
+Costs: one walk over the layers and what they save, microseconds per saved tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+from pipefit.errors import UsageError
+from pipefit.schema.actions import Kind, Message, Placement, Subject
+from pipefit.schema.devices import Place
+from pipefit.schema.grids import Rows
+from pipefit.schema.layer_costs import (
+    GradientOrigin,
+    LayerCost,
+    Origin,
+    SavedTensor,
+    SharedBuffer,
+    SharedParameter,
+    SharedTensor,
+    Value,
+)
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.texts import layers_text
+
+# ----------------------------------------------------------------------------------------------------
+# What an action does to the memory of its device, by category.
+#
+# Between actions, every byte belongs to one category:
+#
+#     activations        storages that a forward saved and no backward has used up
+#     weight versions    weights that are not the newest ones, for microbatches in flight and coming forwards
+#     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
+#     gradients          of parameters, from the first backward of a step to its STEP
+#     optimizer state    from the first STEP on
+#     parameters         and buffers, which change where parameters are moved away
+#
+# At the peak of an action, a category that grows counts as large as after the action, and one that shrinks as
+# large as before it; the bytes of the peak above this sum are temporary. The sum may also exceed the peak,
+# because the action freed before it allocated. The categories that shrink then count as smaller. So the
+# categories always add up to the exact total.
+
+
+class Effect(NamedTuple):
+    """Bytes relative to the start of an action: at its peak, and when it has ended.
+
+    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers, parameters,
+    temporary, workspace.
+    `after` is the same without the last two, because none of their bytes outlive the action.
+    """
+
+    peak_bytes: int
+    after_bytes: int
+    at_peak: tuple[int, int, int, int, int, int, int, int]
+    after: tuple[int, int, int, int, int, int]
+
+
+def effect(
+    *,
+    peak_bytes: int = 0,
+    workspace: int = 0,
+    gradients: int = 0,
+    optimizer: int = 0,
+    activations: int = 0,
+    versions: int = 0,
+    boundary: int = 0,
+    parameters: int = 0,
+) -> Effect:
+    """The effect of an action that changes the categories by these bytes and peaks at `peak_bytes` above its start.
+
+    `workspace` bytes of the peak are the workspace of a kernel.
+    """
+    after = (gradients, optimizer, activations, versions, boundary, parameters)
+    peak_bytes = max(0, peak_bytes, sum(after))
+    at_peak = [max(0, change) for change in after]
+    temporary = peak_bytes - sum(at_peak)
+    most_shrinking_first = sorted(enumerate(after), key=lambda item: item[1])
+    for category, change in most_shrinking_first:
+        if change < 0 and temporary < 0:
+            given = min(-change, -temporary)
+            at_peak[category] -= given
+            temporary += given
+    inside = min(workspace, temporary)
+    gradients, optimizer, activations, versions, boundary, parameters = at_peak
+    peak = gradients, optimizer, activations, versions, boundary, parameters, temporary - inside, inside
+    return Effect(peak_bytes, sum(after), peak, after)
+
+
+def freeing_versions(before: Effect, nbytes: int) -> Effect:
+    """The effect of an action that, when it has ended, also frees `nbytes` of weight versions."""
+    gradients, optimizer, activations, versions, boundary, parameters = before.after
+    after = gradients, optimizer, activations, versions - nbytes, boundary, parameters
+    return before._replace(after_bytes=before.after_bytes - nbytes, after=after)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Shared = TypeVar("Shared", bound=SharedTensor)
+
+
+class LayerStorages(NamedTuple):
+    """One layer of a stage: its cost, and the numbers of the storages that it reads, keeps and returns."""
+
+    cost: LayerCost
+    inputs: tuple[int, ...]  # one for every input value; values may share one
+    saves: tuple[int, ...]  # what its backward needs, each once
+    lasts: frozenset[int]  # those of them that its backward does not free, but the end of the whole piece's
+    saved_inputs: tuple[int, ...]  # the numbers of the inputs whose storages are among these
+    outputs: tuple[int, ...]  # one for every output value
+
+
+class GradientValue(NamedTuple):
+    """The gradient of a value: the storage it lives in, whether it is contiguous there, and its own bytes."""
+
+    storage: int
+    contiguous: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition(Generic[Shared]):
+    """A tensor that two layers of a stage share: the positions of one user and of the next."""
+
+    user: int
+    later: int
+    shared: Shared
+
+
+class StageStorages:
+    """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
+
+    Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before position n:
+    boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a version of the weights has
+    room for gradients and optimizer state too.
+    """
+
+    def __init__(self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False) -> None:
+        self.rooms = rooms
+        costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
+        self.measurement, self.start, self.stop = measurement, start, stop
+        self.last = stop == len(measurement.layers)
+        self.costs: tuple[LayerCost, ...] = (*costs, measurement.loss) if self.last else costs
+        self.inputs: tuple[Value, ...] = costs[0].inputs
+        self.outputs: tuple[Value, ...] = costs[-1].outputs
+        self.targets: tuple[Value, ...] = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
+        self.sizes: list[int] = []  # bytes of every storage, by its number
+        self.target_storages: tuple[int, ...] = ()
+        self._saved_places: list[dict[Origin, int]] = []  # by position: the storage of each saved tensor
+        self.layers: tuple[LayerStorages, ...] = self._walk()
+        # Of every position whose layer works in place: what its input values take as copies, one each
+        self.copies = tuple(self._new(v.nbytes for v in cost.inputs * cost.mutates_inputs) for cost in self.costs)
+
+    @staticmethod
+    def of(plan: Plan, stage: int) -> StageStorages:
+        """The storages of a stage of `plan`."""
+        place = plan.stages[stage]
+        rooms = plan.training.versions == "everything"
+        return StageStorages(plan.measured(stage), place.start, place.stop, rooms=rooms)
+
+    # ---------------------------------------------------------------- values
+
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The position whose layer made a storage, for those that a layer of the stage saves, returns or copies."""
+        given = {*self.target_storages, *self.input_storages}
+        found: dict[int, int] = {}
+        for position, layer in enumerate(self.layers):
+            for storage in (*layer.saves, *layer.outputs, *self.copies[position]):
+                if storage not in given:
+                    found.setdefault(storage, position)
+        return found
+
+    @cached_property
+    def saved_as(self) -> dict[int, SavedTensor]:
+        """What is kept in a storage, for those that a layer of the stage saves: the first tensor in it that is kept."""
+        found: dict[int, SavedTensor] = {}
+        for cost, places in zip(self.costs, self._saved_places, strict=True):
+            for tensor in cost.saved:
+                if tensor.origin in places:
+                    found.setdefault(places[tensor.origin], tensor)
+        return found
+
+    @property
+    def samples(self) -> int:
+        """How many samples of a microbatch go through the stage: all, or those of a replica's slice."""
+        return self.measurement.microbatch_size
+
+    @property
+    def count(self) -> int:
+        """Number of positions: the stage's layers, and the loss where it is here."""
+        return len(self.layers)
+
+    @property
+    def input_storages(self) -> tuple[int, ...]:
+        """The storages of the stage's inputs."""
+        return self.layers[0].inputs
+
+    def values(self, boundary: int) -> tuple[int, ...]:
+        """The storages of the values at a boundary, without targets."""
+        if boundary == 0:
+            return self.input_storages
+        return () if self.last and boundary == self.count else self.layers[boundary - 1].outputs
+
+    def position(self, layer: int) -> int:
+        """The boundary before a layer of the model, or, for `stop`, the stage's last boundary."""
+        return self.count if layer == self.stop else layer - self.start
+
+    def _new(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Numbers of storages of these sizes."""
+        first = len(self.sizes)
+        self.sizes += sizes
+        return tuple(range(first, len(self.sizes)))
+
+    def _walk(self) -> tuple[LayerStorages, ...]:
+        layers: list[LayerStorages] = []
+        self.target_storages = self._new(value.nbytes for value in self.targets)
+        values = self._new(value.nbytes for value in self.inputs)
+        for position, cost in enumerate(self.costs):
+            is_loss = self.start + position == self.stop
+            inputs = values + self.target_storages if is_loss else values
+            own = self._new(cost.storages)
+            places = {origin: self._find(origin, own, inputs) for origin in cost.saved_storages}
+            self._saved_places.append(places)
+            saves = tuple(dict.fromkeys(places.values()))
+            lasts = frozenset(places[origin] for origin in cost.lasting_storages)
+            values = tuple(self._find(origin, own, inputs) for origin in cost.output_origins)
+            saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
+            layers.append(LayerStorages(cost, inputs, saves, lasts, saved_inputs, values))
+        return tuple(layers)
+
+    def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
+        """The storage that a tensor lives in; one of no bytes for parameters and constants, which exist anyway."""
+        match origin.kind:
+            case "own":
+                return own[origin.index]
+            case "input":
+                return inputs[origin.index]
+            case _:
+                return self._new([0])[0]
+
+    # ---------------------------------------------------------------- saved tensors by name
+
+    def storage(self, subject: Subject) -> int:
+        """The storage of a saved tensor, named by its layer and its number there.
+
+        Raises:
+            UsageError: the layer keeps no such tensor, or it is a parameter or constant, or the loss's.
+        """
+        found = self._named.get(subject)
+        if found is None:
+            raise UsageError(
+                f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such tensor is "
+                "kept, or one that autograd's hooks do not see, or values decide whether it is kept"
+            )
+        return found
+
+    def nbytes(self, subject: Subject) -> int:
+        """What moves with a saved tensor, or with a version of a layer's weights.
+
+        Raises:
+            UsageError: as `storage`.
+        """
+        return self.version_bytes(subject.layer) if subject.what == "versions" else self.sizes[self.storage(subject)]
+
+    def version_bytes(self, layer: int) -> int:
+        """A version of the weights of a layer of the model; that of a shared one belongs to the stage's first user."""
+        shared = sum(one.nbytes for one in self._shared_before(layer) if one.gradient_bytes)
+        trained = self.costs[layer - self.start].trained_bytes - shared
+        return trained + self.copy_bytes(layer) + self.room_bytes(layer)
+
+    def copy_bytes(self, layer: int) -> int:
+        """Half-precision copies of a layer's weights; that of a shared one belongs to the first layer that uses it."""
+        shared = self.measurement.shared
+        again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
+        return self.costs[layer - self.start].copy_bytes - again
+
+    def cast_only_bytes(self, layer: int) -> tuple[int, int]:
+        """Bytes of the parameters of a layer that the whole stage reads through their half-precision copies alone, and
+        of these copies; those of a shared one belong to the first layer that uses it.
+        """
+        own = [one for one in self.costs[layer - self.start].parameters if one.cast_only]
+        whole, copies = sum(one.nbytes for one in own), sum(one.copy_bytes for one in own)
+        for shared in self.measurement.shared:
+            users = [user for user in shared.users if self.start <= user < self.stop]
+            if layer in shared.cast_only and (layer > users[0] or not set(users) <= set(shared.cast_only)):
+                whole, copies = whole - shared.nbytes, copies - shared.copy_bytes
+        return whole, copies
+
+    def room_bytes(self, layer: int) -> int:
+        """What a version of a layer's weights takes beside them."""
+        if not self.rooms:
+            return 0
+        cost, shared = self.costs[layer - self.start], list(self._shared_before(layer))
+        repeated = sum(one.gradient_bytes + one.state_bytes for one in shared)
+        return cost.gradient_bytes + cost.state_bytes - repeated
+
+    def _shared_before(self, layer: int) -> Iterator[SharedParameter]:
+        """The parameters of a layer that an earlier one of the stage has too."""
+        return (again.shared for again in self.repetitions if again.later == layer - self.start)
+
+    def savers(self, subject: Subject) -> tuple[int, ...]:
+        """The layers of the model whose backward needs the storage of a saved tensor; the loss counts as the last."""
+        number = self.storage(subject)
+        return tuple(
+            min(self.start + position, self.stop - 1)
+            for position, layer in enumerate(self.layers)
+            if number in layer.saves
+        )
+
+    @cached_property
+    def _named(self) -> dict[Subject, int]:
+        found: dict[Subject, int] = {}
+        fixed = frozenset[int]().union(*(layer.lasts for layer in self.layers))  # autograd does not hold these
+        for position, layer in enumerate(self.layers[: self.stop - self.start]):
+            places = self._saved_places[position]
+            for tensor in layer.cost.saved:
+                if tensor.origin in places and places[tensor.origin] not in fixed and not tensor.hidden:
+                    found[Subject(self.start + position, tensor.index)] = places[tensor.origin]
+        return found
+
+    # ---------------------------------------------------------------- gradients
+
+    @property
+    def output_gradient_bytes(self) -> int:
+        """What receiving the gradients of the outputs allocates; nothing on the last stage."""
+        return 0 if self.last else gradient_bytes(self.outputs)
+
+    @cached_property
+    def sent_gradient_bytes(self) -> int:
+        """Gradients that a backward leaves to be sent to the stage before, each contiguous; none on the first stage."""
+        if not self.start:
+            return 0
+        whole = {g.storage: self._gradient_sizes[g.storage] for g in self._present(0) if g.contiguous}
+        return sum(whole.values()) + self.made_gradient_bytes
+
+    @cached_property
+    def made_gradient_bytes(self) -> int:
+        """Gradients of the inputs that are allocated in order to be sent: copies of those that are not contiguous."""
+        return sum(g.nbytes for g in self._present(0) if not g.contiguous) if self.start else 0
+
+    def gradients(self, boundary: int) -> int:
+        """Bytes of the gradients of the values at a boundary; the first stage's inputs have none."""
+        return self._gradient_bytes[boundary]
+
+    @cached_property
+    def _gradient_bytes(self) -> list[int]:
+        found = [
+            sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
+            for boundary in range(self.count + 1)
+        ]
+        return found if self.start else [0, *found[1:]]
+
+    def arrived_gradients(self, boundary: int) -> int:
+        """Bytes of the gradients at a boundary that exist before the backward of the position before it begins.
+
+        At the model's end there are none: the gradient that the backward of the loss starts from is made in it.
+        """
+        return 0 if self.last and boundary == self.count else self.gradients(boundary)
+
+    def unlike_gradients(self) -> list[tuple[int, int]]:
+        """Boundaries at which a gradient has other bytes than a whole gradient for each value would have.
+
+        There the gradient of a value is a slice of a larger one, or that of another value too. Each comes with the last
+        boundary at which that is so, because only a stage that holds both boundaries meets the exception: one that ends
+        between them, or at the second, receives whole gradients.
+        """
+        unlike = [self._unlike(boundary) for boundary in range(self.count + 1)]
+        last = {storage: boundary for boundary, storages in enumerate(unlike) for storage in storages}
+        return [(boundary, last[storage]) for boundary, storages in enumerate(unlike) for storage in sorted(storages)]
+
+    def _unlike(self, boundary: int) -> set[int]:
+        """The storages of gradients at a boundary that are no whole gradient of one value."""
+        present = self._present(boundary)
+        holders = Counter(g.storage for g in present)
+        return {
+            g.storage
+            for g in present
+            if not g.contiguous or self._gradient_sizes[g.storage] != g.nbytes or holders[g.storage] > 1
+        }
+
+    @property
+    def _gradient_sizes(self) -> list[int]:
+        return self._gradients_traced[1]
+
+    @property
+    def _gradient_values(self) -> list[list[GradientValue | None]]:
+        return self._gradients_traced[0]
+
+    @cached_property
+    def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
+        """The gradients of the values at every boundary, and the bytes of the storages that they live in.
+
+        Followed from the last layer to the first: a layer may pass on the gradient of an output, or slices of it. The
+        gradient that the backward of a loss starts from is counted like any other.
+        """
+        sizes: list[int] = []
+
+        def new(nbytes: int) -> int:
+            sizes.append(nbytes)
+            return len(sizes) - 1
+
+        leaving = self.costs[-1].outputs
+        values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.has_gradient else None for v in leaving]
+        boundaries = [values]
+        for cost in reversed(self.costs):
+            own = [new(nbytes) for nbytes in cost.gradient_storages]
+            values = [
+                _gradient(origin, value.nbytes, own, boundaries[-1])
+                for origin, value in zip(cost.input_gradients, cost.inputs, strict=True)
+            ]
+            boundaries.append(values)
+        return boundaries[::-1], sizes
+
+    def _present(self, boundary: int) -> list[GradientValue]:
+        """The gradients that exist at a boundary."""
+        return [value for value in self._gradient_values[boundary] if value is not None]
+
+    # ---------------------------------------------------------------- shared parameters and buffers
+
+    @cached_property
+    def repetitions(self) -> tuple[Repetition[SharedParameter], ...]:
+        """Parameters that several layers of the stage share: one entry for every two consecutive users."""
+        return tuple(self._repeated(self.measurement.shared))
+
+    @cached_property
+    def repeated_buffers(self) -> tuple[Repetition[SharedBuffer], ...]:
+        """The same of buffers, and of tensors that are plain attributes."""
+        return tuple(self._repeated(self.measurement.shared_buffers))
+
+    def _repeated(self, tensors: Iterable[Shared]) -> Iterator[Repetition[Shared]]:
+        for shared in tensors:
+            for user, later in shared.pairs:
+                if self.start <= user and later < self.stop:
+                    yield Repetition(user - self.start, later - self.start, shared)
+
+
+def gradient_bytes(values: Sequence[Value]) -> int:
+    """Bytes of the gradients of `values`, of those that have one; a gradient is as large as its value."""
+    return sum(value.nbytes for value in values if value.has_gradient)
+
+
+def _gradient(
+    origin: GradientOrigin, nbytes: int, own: Sequence[int], behind: Sequence[GradientValue | None]
+) -> GradientValue | None:
+    """The gradient of an input of `nbytes`, given those of the layer's outputs (`behind`)."""
+    if origin.kind == "own":
+        return GradientValue(own[origin.index], origin.contiguous, nbytes)
+    passed = behind[origin.index] if origin.kind == "output" else None
+    return None if passed is None else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A residency: which storages of one microbatch are in its stage's memory at a moment, and what holds each of
+# them.
+#
+#     residency, effect = flights.apply(residency, action)
+#
+# This is the one model of when a storage is allocated and freed. A storage exists as long as something holds
+# it: a layer that saved it for its backward; the forward that will read it next; a message that sends it; a
+# run of layers that keeps its inputs to run again. Actions add and remove holders: a storage is allocated
+# with its first holder and freed with its last. What is held does not depend on the microbatch's number, but
+# only on what has been done with it, so all microbatches of a stage pass through the same few residencies. A
+# residency therefore remembers what each action makes of it, and a ledger looks up nearly all of a million
+# actions.
+#
+# A second forward makes new storages, and those of the first may still exist: the output of a recomputed run
+# may wait for the next layer while the run is recomputed. What is held are therefore instances of storages.
+# In a stage of n storages, instance s is storage s of the first forward, and n + s that of the second.
+#
+# What each action holds and drops:
+#
+#     LOAD, RECV_F          holds the inputs (and targets) for the first forward; of several receives, the first does
+#     F[a:b]                every layer holds what it saves, and drops what only it read
+#     N[a:b]                holds the inputs and copies of buffers that feed back, to run again, and saves nothing
+#     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
+#     B[a:b]                every layer, from the last to the first, drops what it saved; then the copies go
+#     WAIT_SEND_F, _B       drops the outputs or gradients that were sent; of several, the last does
+#     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
+
+# Of an action: its kind, whether it is a WAIT, its rows, where None is all of them, and the device that it names
+Done = tuple[Kind, bool, Rows | None, Place | None]
+
+_PART = 8  # all that is held is kept where at least one of so many instances has changed since
+
+
+class Piece(NamedTuple):
+    """Positions `first` to `end - 1`, whose forward was one action, and the instances of its inputs."""
+
+    first: int
+    end: int
+    keeps_inputs: bool  # its forward was an N: it must be recomputed before its backward
+    inputs: tuple[int, ...]
+    again: bool = False  # it has been recomputed
+
+
+class Whereabouts(StrEnum):
+    """Where a storage is between its forward and its backward, in the words of errors."""
+
+    HERE = "on the device"
+    LEAVING = "on its way out"
+    AWAY = "away"
+    RETURNING = "on its way back"
+
+
+class Away(NamedTuple):
+    """A storage that is moved: where it is, and the other place."""
+
+    state: Whereabouts
+    place: Place | None
+
+
+class Held:
+    """The instances that exist, on the device or away, with their holders (`Holders`): what was held before an action,
+    and what the action has changed.
+
+    Of many only the changes are kept, so that a stage whose thousand runs of layers are actions of their own takes
+    memory for what these do, and not for all that there is after each.
+    """
+
+    __slots__ = ("_before", "_changes", "_count", "_since", "_whole")
+
+    def __init__(self) -> None:
+        self._before: Held | None = None
+        self._changes: dict[int, int] = {}  # 0 where nothing holds an instance any more
+        self._since = 0  # changes since all was kept
+        self._whole: dict[int, int] | None = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def after(self, now: dict[int, int], touched: Iterable[int]) -> Held:
+        """What is held `now`, which differs in no other instances than those that were `touched`."""
+        found, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
+        found._count, found._since, found._whole = len(now), self._since + len(changes), None
+        if found._since * _PART >= found._count:
+            found._since, found._whole = 0, now
+        else:
+            found._before, found._changes = self, changes
+        return found
+
+    def mapping(self) -> dict[int, int]:
+        """All instances with their holders, as a dictionary that may be changed."""
+        later, one = list[dict[int, int]](), self
+        while one._whole is None:
+            assert one._before is not None
+            later.append(one._changes)
+            one = one._before
+        found = dict(one._whole)
+        for changes in reversed(later):
+            for instance, holders in changes.items():
+                if holders:
+                    found[instance] = holders
+                else:
+                    found.pop(instance, None)
+        return found
+
+
+class Residency:
+    """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a stage.
+
+    `held` has the instances that exist. `at` is the boundary that the forward has reached, and `values` the instances
+    there; `back` is the boundary that the backward has reached, None before it begins. `done` has the loads, sends,
+    receives and their joins so far. `away` has the instances that are moved, until they are back.
+    """
+
+    __slots__ = ("at", "away", "back", "categories", "done", "held", "known", "pieces", "values")
+
+    def __init__(
+        self,
+        *,
+        held: Held,
+        at: int,
+        values: tuple[int, ...],
+        pieces: tuple[Piece, ...],
+        back: int | None,
+        done: frozenset[Done],
+        away: dict[int, Away],
+        categories: tuple[int, int],
+    ) -> None:
+        self.held, self.at, self.values, self.pieces = held, at, values, pieces
+        self.back, self.done, self.away = back, done, away
+        self.categories = categories  # bytes of the activations and of the boundary buffers on the device
+        self.known: dict[object, tuple[Residency, Effect | None]] = {}  # the answers for actions
+
+    def key(self) -> object:
+        """Equal for residencies with equal fields. What is held follows from the others: from what was done."""
+        return self.at, self.values, self.pieces, self.back, self.done, frozenset(self.away.items())
+
+    def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
+        """How many of the slice's `samples` actions of this kind, or their WAITs, have had so far."""
+        parts = [part for done, waited, part, _ in self.done if done is kind and waited is wait]
+        return sum(samples if part is None else part[1] - part[0] for part in parts)
+
+    def changed(self, **fields: object) -> Residency:
+        """Another residency, with some fields changed."""
+        names = ("held", "at", "values", "pieces", "back", "done", "away", "categories")
+        return Residency(**{name: fields.get(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
+
+
+def begin() -> Residency:
+    """The residency of a microbatch that has not reached the stage yet."""
+    return Residency(held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0))
+
+
+class Holders:
+    """All that may hold an instance, each as one bit of a whole number."""
+
+    def __init__(self, storages: StageStorages) -> None:
+        self._count = storages.count
+        self.value = 1 << self._count  # the forward that reads it next
+        self.sending = 1 << self._count + 1
+        self.target = 1 << self._count + 2
+        self.activations = ~(self.value | self.sending | self.target)  # saved, or kept to be recomputed from
+
+    def saved(self, position: int) -> int:
+        """The layer at a position, which saved it."""
+        return 1 << position
+
+    def kept(self, position: int) -> int:
+        """The run that begins at a position, which keeps its inputs until its backward has ended."""
+        return 1 << self._count + 3 + position
+
+
+# ----------------------------------------------------------------------------------------------------
+# The bytes of messages between stages: of all that a stage sends, or of the rows that one of several replicas
+# gets.
+
+
+class Sent(NamedTuple):
+    """How often a device sends every row of its slice to the stage behind it, and gradients to the one in front.
+
+    Of several tensor-parallel ranks each serves some of those at the other end: none, where there are fewer, and then
+    what they would send is freed as soon as it is made; or several, where there are more.
+    """
+
+    forward: int = 1
+    backward: int = 1
+
+    @staticmethod
+    def of(plan: Plan, stage: int, shard: int) -> Sent:
+        """That of the devices of a stage that hold this shard."""
+        own, last = plan.stages[stage].grid.tensor, len(plan.stages) - 1
+        ahead, behind = (plan.stages[other].grid.tensor for other in (max(stage - 1, 0), min(stage + 1, last)))
+        return Sent(len(range(shard, behind, own)), len(range(shard, ahead, own)))
+
+
+def message_sizes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
+    """The bytes of every message between stages, which are on the devices of `placement` and have these storages."""
+    division = cache(plan.division)
+
+    def nbytes(message: Message) -> int:
+        receiver, part = storages[message.receiver], message.part
+        values = receiver.inputs if message.forward else receiver.outputs
+        behind = message.receiver + (not message.forward)
+        ends = (message.source, message.target) if message.forward else (message.target, message.source)
+        stages, grids = plan.stages[behind - 1 : behind + 1], placement[behind - 1 : behind + 1]
+        front, back = (
+            devices.index(device) // stage.grid.tensor
+            for stage, devices, device in zip(stages, grids, ends, strict=True)
+        )
+        rows = receiver.samples if part is None else part[1] - part[0]
+        return sum(
+            values[number].nbytes * (receiver.samples if dimension is None else rows) // receiver.samples
+            for number, dimension in division(behind).carried(front, back)
+            if message.forward or values[number].has_gradient
+        )
+
+    return nbytes

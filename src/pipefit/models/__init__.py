@@ -1,0 +1,62 @@
+"""Reference models by name: `build("gpt", layers=4, hidden=128, heads=4)` is a `Task` ready to profile or to train.
+
+Each model is a chain of named layers with made-up data that it can learn, a loss and an optimizer. Describing one
+allocates nothing: the weights appear when the task's module is built, on the device or under the fake mode of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.models.amoebanet import amoebanet
+from pipefit.models.bert import bert
+from pipefit.models.gpt import gpt
+from pipefit.models.mlp import mlp
+from pipefit.models.mpress import mpress_bert, mpress_gpt
+from pipefit.models.resnet import resnet, resnet101
+from pipefit.models.stdlib_text import gpt_stdlib
+from pipefit.models.unet import unet
+from pipefit.models.vgg import vgg11
+from pipefit.texts import unknown
+
+__all__ = [
+    "MODELS", "amoebanet", "bert", "build", "gpt", "gpt_stdlib", "mlp", "mpress_bert", "mpress_gpt", "resnet",
+    "resnet101", "unet", "vgg11",
+]  # fmt: skip
+
+MODELS: dict[str, Callable[..., Task]] = {
+    "amoebanet": amoebanet,
+    "bert": bert,
+    "gpt": gpt,
+    "gpt-stdlib": gpt_stdlib,
+    "mlp": mlp,
+    "mpress-bert": mpress_bert,
+    "mpress-gpt": mpress_gpt,
+    "resnet": resnet,
+    "resnet101": resnet101,
+    "unet": unet,
+    "vgg11": vgg11,
+}
+
+
+def build(name: str, **settings: Any) -> Task:
+    """The model of that name with these settings; what is not set keeps its default.
+
+    Raises:
+        UsageError: no such model, no such setting, or a value that cannot be.
+    """
+    return factory(name)(**settings)
+
+
+def factory(name: str) -> Callable[..., Task]:
+    """The function that describes the model of that name.
+
+    Raises:
+        UsageError: no such model.
+    """
+    if name not in MODELS:
+        raise UsageError(unknown(f"there is no model {name!r} in the zoo", name, sorted(MODELS)))
+    return MODELS[name]

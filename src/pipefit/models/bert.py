@@ -1,0 +1,259 @@
+"""BERT, an encoder whose layers hand on a pair: the hidden states, and the mask that every block needs.
+
+layers + 3 layers: embedding, blocks, transform (the masked-language head's dense, GELU and norm), head (its decoder,
+with its own weights unless they are `tied` to the embedding's, as in the original). With V tokens, S positions, hidden
+size H, intermediate size 4 H and L blocks: V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters, V H
+less if tied; 132,955,194 by default, which is BERT base untied. With head "span", which finds the answer to a question
+in a text (SQuAD), layers + 2 layers, and 2 H + 2 parameters in place of H^2 + 3 H + V H + V. (Devlin et al., "BERT:
+Pre-training of Deep Bidirectional Transformers", 2019: post-norm.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.models.settings import Depth, OptimizerName, Rate, Share, Size, check_heads, checked, optimizer_of
+from pipefit.models.transformer import (
+    AttentionKind,
+    FeedForward,
+    SelfAttention,
+    Sizes,
+    initialise,
+    token_loss,
+    token_sequences,
+)
+
+# ----------------------------------------------------------------------------------------------------
+# Layer norm and GELU of plain operations, as models were written before PyTorch 1.2 had kernels for them.
+#
+# Every operation saves what its own backward needs. Of an input of n bytes, GELU saves 3 n where `nn.GELU`
+# saves n, and layer norm 3 n and a number a row where `nn.LayerNorm` saves n and two. The numbers are the
+# same up to rounding. (Hugging Face's first PyTorch BERT, 2018, and NVIDIA's and PipeDream's models made from
+# it.)
+
+
+class UnfusedGELU(nn.Module):
+    """x / 2 times 1 + erf(x / sqrt 2), operation by operation."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Any shape to the same shape."""
+        return hidden * 0.5 * (1.0 + torch.erf(hidden / math.sqrt(2.0)))
+
+
+class UnfusedLayerNorm(nn.Module):
+    """Layer norm over the last dimension, with the parameters and the numbers of `nn.LayerNorm`."""
+
+    def __init__(self, hidden: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.bias = nn.Parameter(torch.zeros(hidden))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., hidden) to the same shape."""
+        mean = hidden.mean(-1, keepdim=True)
+        variance = (hidden - mean).pow(2).mean(-1, keepdim=True)
+        normal = (hidden - mean) / torch.sqrt(variance + self.eps)
+        return self.weight * normal + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------
+
+HeadKind = Literal["tokens", "span"]
+Values = Tensor | tuple[Tensor, Tensor]  # tokens or hidden states, without or with the mask
+
+_NORM_EPSILON = 1e-12
+_SEGMENTS = 2
+_HIDDEN_TOKENS = 0.15  # share of tokens that the model must guess
+_HIDDEN_TOKEN = 0  # the token that stands for them
+
+
+@checked
+def bert(
+    *,
+    layers: Depth = 12,
+    hidden: Size = 768,
+    heads: Size = 12,
+    vocabulary: Size = 30522,
+    sequence: Size = 512,
+    intermediate: Size | None = None,
+    dropout: Share = 0.1,
+    mask: bool = True,
+    attention: AttentionKind = "sdpa",
+    head: HeadKind = "tokens",
+    tied: bool = False,
+    unfused: bool = False,
+    optimizer: OptimizerName = "adamw",
+    lr: Rate | None = None,
+) -> Task:
+    """BERT on tokens (batch, sequence), some of them hidden, restoring all: logits (batch, sequence, vocabulary).
+
+    With head "span" it finds where an answer begins and ends instead: logits (batch, sequence, 2). With `unfused`, GELU
+    and layer norm are of plain operations, as they were before PyTorch 1.2, and save three times as much.
+
+    With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True where there is text and
+    False in the padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate` None
+    is 4 x hidden; `lr` None is the optimizer's usual rate.
+
+    Raises:
+        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is no decoder of
+            tokens is tied.
+    """
+    check_heads("bert", hidden, heads)
+    if tied and head != "tokens":
+        raise UsageError("bert: head='span' has no weights that could be tied to the embedding: leave out tied")
+    sizes = Sizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        intermediate=intermediate or 4 * hidden,
+        dropout=dropout,
+        attention=attention,
+        tied=tied,
+    )
+    batch = _batch if head == "tokens" else _questions
+    return Task(
+        partial(_chain, sizes, head, unfused=unfused),
+        batch=partial(batch, sequence=sequence, vocabulary=vocabulary, mask=mask),
+        loss=token_loss if head == "tokens" else span_loss,
+        optimizer=optimizer_of(optimizer, lr),
+        name="bert",
+    )
+
+
+def _apart(values: Values) -> tuple[Tensor, Tensor | None]:
+    return values if isinstance(values, tuple) else (values, None)
+
+
+def _together(hidden: Tensor, mask: Tensor | None) -> Values:
+    return hidden if mask is None else (hidden, mask)
+
+
+class Embedding(nn.Module):
+    """Tokens to hidden states: token plus position plus segment (all text is of the first), norm, dropout."""
+
+    def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Embedding(sizes.sequence, sizes.hidden)
+        self.segment = nn.Embedding(_SEGMENTS, sizes.hidden)
+        self.norm = _norm(sizes.hidden, unfused=unfused)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, values: Values) -> Values:
+        """Tokens (batch, sequence), maybe with a mask, to hidden states (batch, sequence, hidden), with it if so."""
+        tokens, mask = _apart(values)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded = self.token(tokens) + (self.position(places) + self.segment.weight[0])
+        return _together(self.dropout(self.norm(embedded)), mask)
+
+
+class Block(nn.Module):
+    """Post-norm: attention and the feed-forward pair each add to their input, and the sum is normalised."""
+
+    def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
+        super().__init__()
+        self.attention = SelfAttention(sizes, causal=False)
+        self.norm1 = _norm(sizes.hidden, unfused=unfused)
+        self.feedforward = FeedForward(sizes, _gelu(unfused=unfused))
+        self.norm2 = _norm(sizes.hidden, unfused=unfused)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, values: Values) -> Values:
+        """Hidden states (batch, sequence, hidden), maybe with a mask, to the same."""
+        hidden, mask = _apart(values)
+        hidden = self.norm1(hidden + self.dropout(self.attention(hidden, mask)))
+        hidden = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
+        return _together(hidden, mask)
+
+
+class Transform(nn.Module):
+    """The masked-language head before its decoder: dense, GELU, norm. The mask, needed no more, ends here."""
+
+    def __init__(self, hidden: int, *, unfused: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden, hidden)
+        self.gelu = _gelu(unfused=unfused)
+        self.norm = _norm(hidden, unfused=unfused)
+
+    def forward(self, values: Values) -> Tensor:
+        """Hidden states, maybe with a mask, to hidden states alone (batch, sequence, hidden)."""
+        hidden, _ = _apart(values)
+        transformed: Tensor = self.norm(self.gelu(self.dense(hidden)))
+        return transformed
+
+
+class Span(nn.Module):
+    """Scores of every token as the first and as the last of an answer. The mask, needed no more, ends here."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(hidden, 2)
+
+    def forward(self, values: Values) -> Tensor:
+        """Hidden states, maybe with a mask, to logits (batch, sequence, 2)."""
+        hidden, _ = _apart(values)
+        scores: Tensor = self.scores(hidden)
+        return scores
+
+
+def _norm(hidden: int, *, unfused: bool) -> nn.Module:
+    return (UnfusedLayerNorm if unfused else nn.LayerNorm)(hidden, eps=_NORM_EPSILON)
+
+
+def _gelu(*, unfused: bool) -> nn.Module:
+    return UnfusedGELU() if unfused else nn.GELU()
+
+
+def _chain(sizes: Sizes, head: HeadKind, *, unfused: bool) -> nn.Sequential:
+    chain: OrderedDict[str, nn.Module] = OrderedDict()
+    embedding = chain["embedding"] = Embedding(sizes, unfused=unfused)
+    for place in range(sizes.layers):
+        chain[f"block{place}"] = Block(sizes, unfused=unfused)
+    if head == "span":
+        chain["head"] = Span(sizes.hidden)
+    else:
+        chain["transform"] = Transform(sizes.hidden, unfused=unfused)
+        decoder = chain["head"] = nn.Linear(sizes.hidden, sizes.vocabulary)
+        if sizes.tied:
+            decoder.weight = embedding.token.weight
+    model = nn.Sequential(chain)
+    initialise(model)
+    return model
+
+
+def _batch(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
+    """Texts with some tokens hidden, and the texts; with `mask`, each is padding from half its length on or later."""
+    targets = token_sequences(size, length=sequence, vocabulary=vocabulary)
+    tokens = targets.masked_fill(torch.rand(size, sequence) < _HIDDEN_TOKENS, _HIDDEN_TOKEN)
+    return _together(tokens, _padding(size, sequence) if mask else None), targets
+
+
+def _questions(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
+    """Texts in which hidden tokens stand before and behind an answer, and the places of both (size, 2)."""
+    tokens = token_sequences(size, length=sequence, vocabulary=vocabulary)
+    places, _ = torch.randint((sequence + 1) // 2, (size, 2)).sort(dim=1)
+    tokens = tokens.scatter(1, places, _HIDDEN_TOKEN)
+    return _together(tokens, _padding(size, sequence) if mask else None), places
+
+
+def _padding(size: int, sequence: int) -> Tensor:
+    """Where there is text: at least in the first half."""
+    lengths = torch.randint((sequence + 1) // 2, sequence + 1, (size, 1))
+    return torch.arange(sequence) < lengths
+
+
+def span_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the first and the last places of answers, from logits (batch, sequence, 2)."""
+    return F.cross_entropy(output.float(), targets)

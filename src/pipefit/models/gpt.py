@@ -1,0 +1,134 @@
+"""GPT, a decoder of equal blocks: embedding and head make it uneven, and the logits are mostly its largest tensor.
+
+layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights unless they are `tied` to the
+embedding's, as in GPT-2. With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks:
+2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters, V H less if tied; 163,037,184 by default, which is GPT-2 small untied.
+(Radford et al., "Language Models are Unsupervised
+Multitask Learners", 2019: pre-norm, residual projections scaled at the start by 1 / sqrt(2 L).)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.task import Task
+from pipefit.models.settings import Depth, OptimizerName, Rate, Share, Size, check_heads, checked, optimizer_of
+from pipefit.models.transformer import (
+    AttentionKind,
+    FeedForward,
+    SelfAttention,
+    Sizes,
+    initialise,
+    token_loss,
+    token_sequences,
+)
+
+
+@checked
+def gpt(
+    *,
+    layers: Depth = 12,
+    hidden: Size = 768,
+    heads: Size = 12,
+    vocabulary: Size = 50257,
+    sequence: Size = 1024,
+    intermediate: Size | None = None,
+    dropout: Share = 0.1,
+    attention: AttentionKind = "sdpa",
+    tied: bool = False,
+    optimizer: OptimizerName = "adamw",
+    lr: Rate | None = None,
+) -> Task:
+    """GPT on tokens (batch, sequence), predicting each next one: logits (batch, sequence, vocabulary).
+
+    `intermediate` None is 4 x hidden; `lr` None is the optimizer's usual rate.
+
+    Raises:
+        UsageError: a setting has a wrong value, or hidden does not divide among the heads.
+    """
+    check_heads("gpt", hidden, heads)
+    sizes = Sizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        intermediate=intermediate or 4 * hidden,
+        dropout=dropout,
+        attention=attention,
+        tied=tied,
+    )
+    return Task(
+        partial(_chain, sizes),
+        batch=partial(_batch, sequence=sequence, vocabulary=vocabulary),
+        loss=token_loss,
+        optimizer=optimizer_of(optimizer, lr),
+        name="gpt",
+    )
+
+
+class Embedding(nn.Module):
+    """Tokens (batch, sequence) to hidden states: what the token is plus where it stands, then dropout."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.position = nn.Embedding(sizes.sequence, sizes.hidden)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, sequence) to (batch, sequence, hidden)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.dropout(self.token(tokens) + self.position(places))
+        return embedded
+
+
+class Block(nn.Module):
+    """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to what they read."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(sizes.hidden)
+        self.attention = SelfAttention(sizes, causal=True)
+        self.norm2 = nn.LayerNorm(sizes.hidden)
+        self.feedforward = FeedForward(sizes, nn.GELU("tanh"))
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same shape."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        summed: Tensor = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
+        return summed
+
+
+def _chain(sizes: Sizes) -> nn.Sequential:
+    chain: OrderedDict[str, nn.Module] = OrderedDict()
+    embedding = chain["embedding"] = Embedding(sizes)
+    for place in range(sizes.layers):
+        chain[f"block{place}"] = Block(sizes)
+    chain["norm"] = nn.LayerNorm(sizes.hidden)
+    head = chain["head"] = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+    if sizes.tied:
+        head.weight = embedding.token.weight
+    model = nn.Sequential(chain)
+    initialise(model)
+    _scale_residuals(model, sizes.layers)
+    return model
+
+
+def _scale_residuals(model: nn.Module, layers: int) -> None:
+    """Scale down the 2 x layers projections onto the residual stream, so that activations do not grow with depth."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            for projection in (block.attention.out, block.feedforward.down):
+                nn.init.normal_(projection.weight, std=0.02 / (2 * layers) ** 0.5)
+
+
+def _batch(size: int, *, sequence: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and, for each, the next one: two tensors (size, sequence), each with its own storage."""
+    tokens = token_sequences(size, length=sequence + 1, vocabulary=vocabulary)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,1 @@
+"""Planners of other systems and of practice, to compare with."""

@@ -1,0 +1,222 @@
+"""The additive planner, mCAP's: the best split by the two numbers that training runs measured for every block.
+
+It needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made with the settings of the
+training that is planned. Dynamic programming finds the split that mCAP-BF finds by trying each (`mcap_bf`): the highest
+peak is as low as possible, then the second highest, and so on. These peaks are estimates that ignore a stage's place in
+the schedule; the finished plan shows the true ones. Stage s is on device s, and all devices count as alike. A few
+hundredths of a second for 42 blocks. (mCAP, listing 1.1 and section 3.4.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
+from math import comb
+from typing import Any
+
+from pipefit.errors import UsageError
+from pipefit.planner.baselines.prediction import best_split, true_peaks
+from pipefit.planner.problem import Found, Question
+from pipefit.schema.plan import Objective
+from pipefit.schema.profile import AdditiveCosts
+
+# ----------------------------------------------------------------------------------------------------
+# The bayesian planner: Bayesian optimisation of the peak, with the settings of mCAP-BO. A baseline.
+#
+# One dimension per device, the number of blocks on it; scikit-optimize with 75 evaluations, the acquisition
+# function `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn
+# kernel (smoothness 5/2). The optimiser does not know that the lengths must add up to the number of blocks.
+# So its proposals are scaled, with at least one block on each device; this is our reading, as the paper does
+# not say. Stage s is on device s. It takes ten to twenty seconds on a few devices and up to a minute on 64,
+# and many times that where other work keeps the cores busy, because its threads wait for each other
+# (OMP_NUM_THREADS=1 helps). On many devices it stays far from the optimum, where `exact` finds a lower peak
+# in milliseconds. Needs `pipefit[bayes]`. (mCAP, section 3.4.)
+
+EVALUATIONS = 75
+_EXPLORATION = 1000  # xi and kappa
+SEED = 0
+
+Minimise = Callable[..., Any]
+Edges = tuple[int, ...]
+
+
+def bayesian(question: Question) -> Found:
+    """The best of 75 splits, each chosen from the results of those before. The same question has the same answer.
+
+    Raises:
+        UsageError: scikit-optimize is not installed.
+    """
+    peak = true_peaks(question.profile, question.training, stages=question.stages, recompute=question.options.recompute)
+
+    def value_of(edges: Edges) -> float:
+        peaks = tuple(peak(stage, *ends) for stage, ends in enumerate(pairwise(edges)))
+        return question.value(peaks, question.in_order(edges).devices)
+
+    values = search(value_of, question.blocks, question.stages, minimiser())
+    value, edges = min((value, edges) for edges, value in values.items())
+    return Found(question.in_order(edges), question.objective, value, len(values), proven=False)
+
+
+def minimiser() -> Minimise:
+    """`skopt.gp_minimize`, which takes a second to import.
+
+    Raises:
+        UsageError: scikit-optimize is not installed.
+    """
+    try:
+        from skopt import gp_minimize
+    except ImportError:
+        raise UsageError(
+            "Bayesian optimisation needs scikit-optimize, which is not installed: pip install pipefit[bayes], or use "
+            "the exact planner, which finds better plans sooner"
+        ) from None
+    minimise: Minimise = gp_minimize
+    return minimise
+
+
+def search(
+    value_of: Callable[[Edges], float], blocks: int, stages: int, minimise: Minimise, *, seed: int = SEED
+) -> dict[Edges, float]:
+    """The splits that are evaluated, by their edges, each with its value."""
+    values: dict[Edges, float] = {}
+
+    def value(proposed: Sequence[int]) -> float:
+        edges = scaled(proposed, blocks)
+        values[edges] = value_of(edges)
+        return values[edges]
+
+    most = blocks - stages + 1
+    if stages == 1 or most == 1:  # there is only one split
+        value([1] * stages)
+        return values
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-optimize warns when it proposes a point twice
+        minimise(
+            value,
+            [(1, most)] * stages,
+            n_calls=EVALUATIONS,
+            acq_func="gp_hedge",
+            acq_optimizer="sampling",
+            xi=_EXPLORATION,
+            kappa=_EXPLORATION,
+            random_state=seed,
+        )
+    return values
+
+
+def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """Edges of stages with lengths in proportion to `proposed`: at least one block each, `blocks` in all."""
+    count, sums = len(proposed), accumulate(map(int, proposed))
+    more = sum(map(int, proposed)) - count  # blocks than one for each stage
+    if more == 0:
+        return (0, *(number * blocks // count for number in range(1, count + 1)))
+    return (0, *(number + (blocks - count) * (total - number) // more for number, total in enumerate(sums, 1)))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def additive(question: Question) -> Found:
+    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
+
+    Raises:
+        UsageError: no training runs were made under this training.
+    """
+    costs = measured_costs(question)
+    edges = best_split(costs, question.blocks, question.stages)
+    highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
+    looked_at = question.stages * comb(question.blocks - question.stages + 2, 2)
+    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)
+
+
+def measured_costs(question: Question) -> AdditiveCosts:
+    """What training runs measured, under exactly the training that is planned.
+
+    Raises:
+        UsageError: there were none, or they were made under another training; says what differs.
+    """
+    model, costs = question.profile.model, question.profile.additive
+    if costs is None:
+        raise UsageError(
+            f"this planner takes what training runs measured, and there were none of {model}: profile it with "
+            "--runs incremental or --runs trimmed, or use the exact planner, which needs none"
+        )
+    unlike = costs.differences(question.training, question.options.recompute)
+    if unlike:
+        raise UsageError(
+            f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that training, "
+            "profile with --runs and the settings of this one, or use the exact planner, which needs no runs"
+        )
+    if question.blocks < len(question.profile.block_names):
+        raise UsageError(
+            f"the training runs of {model} were made block by block, and schedule {question.training.schedule} keeps "
+            "blocks that share a parameter in one stage: use the exact planner, or untie them"
+        )
+    return costs
+
+
+# ----------------------------------------------------------------------------------------------------
+# mCAP's brute force: tries every split, with peaks estimated from the two numbers that runs measured for each
+# block.
+#
+# Splits are compared by their highest peak, then by their second highest, and so on. Between splits that are
+# equal in all, the stages are compared from the last to the first: the one with the smaller first block wins.
+# The `additive` planner finds the same split by dynamic programming; this one exists to reproduce the paper's
+# comparisons. C(L-1, P-1) predictions: a tenth of a second for 42 blocks on 4 devices. (mCAP, section 3.4.)
+
+LIMIT = 2_000_000  # splits; about half a minute
+
+
+def mcap_bf(question: Question) -> Found:
+    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
+
+    Raises:
+        UsageError: more than `LIMIT` splits, or no training runs were made under this training.
+    """
+    costs, blocks, stages = measured_costs(question), question.blocks, question.stages
+    count = comb(blocks - 1, stages - 1)
+    if count > LIMIT:
+        raise UsageError(
+            f"{question.profile.parts} on {stages} stages split in {count:,} ways, more than the {LIMIT:,} that "
+            "mcap_bf tries: use the additive planner, which finds the same split"
+        )
+    splits = ((0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1))
+    peaks, _, edges = min(
+        (sorted((costs.peak(*stage) for stage in pairwise(edges)), reverse=True), edges[::-1], edges)
+        for edges in splits
+    )
+    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, peaks[0], count)
+
+
+# ----------------------------------------------------------------------------------------------------
+# mCAP's Bayesian optimisation of estimated peaks, with the settings of the paper. A baseline.
+#
+# It is the search of `bayesian`, but over the peaks that mCAP estimates from two numbers for each block; the
+# paper compares it with its brute force (`mcap_bf`). The `additive` planner finds the best split by the same
+# estimates, proven, in a fraction of a second; this one takes ten to twenty seconds and needs
+# `pipefit[bayes]`. (mCAP, section 3.4.)
+
+
+def mcap_bo(question: Question) -> Found:
+    """The best of 75 splits by mCAP's estimates, each chosen from the results of those before.
+
+    Raises:
+        UsageError: no training runs were made under this training, or scikit-optimize is not installed.
+    """
+    values = estimates(measured_costs(question), question.blocks, question.stages)
+    value, edges = min((value, edges) for edges, value in values.items())
+    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, value, len(values), proven=False)
+
+
+def estimates(costs: AdditiveCosts, blocks: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
+    """The splits that the optimisation evaluates, by their edges, each with its highest estimated peak.
+
+    Raises:
+        UsageError: scikit-optimize is not installed.
+    """
+
+    def value(edges: Edges) -> float:
+        return max(costs.peak(*stage) for stage in pairwise(edges))
+
+    return search(value, blocks, stages, minimiser(), seed=seed)

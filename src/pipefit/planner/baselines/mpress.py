@@ -1,0 +1,311 @@
+"""The planner of MPress: the compute-balanced split, and memory compaction until every device has room.
+
+Step by step, as in the paper; a tensor is all that a block keeps of a microbatch:
+
+    1. the split is that of `time`; one step of it is emulated, which gives every tensor its live interval
+    2. devices are mapped so that stages that lack memory have neighbours with some left (`planner.mapping`)
+    3. each stage that lacks memory gets a first assignment: the host takes tensors whose live intervals are very long;
+       then tensors are recomputed whose recomputation adds less than a swap would, late blocks first and so
+       consecutive ones; then the host takes what is still too much, peers what can go nowhere else, and the host the
+       optimizer state of as many blocks as are needed where tensors are not enough
+    4. a step is emulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
+       have memory; what is faster is kept, until gains are invisible
+
+What the paper leaves open is an option (`MpressOptions`). Recomputation is of whole blocks, as theirs. Where peers are
+on symmetric links, step 2 is skipped. `joint` chooses the split too, and is never slower.
+
+Costs: one simulation for each round, some twenty; programs of many actions get fewer rounds, and the answer says so.
+(Zhou et al., "MPress", HPCA 2023, sections III and IV.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from pipefit.planner.baselines.simple import time
+from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Prices, StageChoice
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
+from pipefit.planner.filling import Filler, Setting
+from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates, shared_out
+from pipefit.planner.problem import Found, Question, Split, Technique, TensorCosts, mpress_choice
+from pipefit.schema.plan import Objective
+
+_ACTIONS = 40_000  # in the programs of all rounds
+_CORRECTIONS = 6  # of the first assignment, by what the emulated step says of its bytes
+_PLACES = {Technique.HOST: TO_HOST, Technique.PEER: TO_PEERS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpressOptions:
+    """What the paper leaves open.
+
+    A live interval is very long if it is at least `long_interval` times what the host's link needs for all that the
+    stage then has on its way, out and back. Spare memory is lent in pieces of `quantum_bytes`. A gain is visible from
+    `least_gain` of a step on, and after `patience` rounds in a row without one the planner stops.
+    """
+
+    long_interval: float = 1.0
+    quantum_bytes: int = 64 << 20
+    least_gain: float = 0.005
+    patience: int = 2
+
+
+def mpress(question: Question, options: MpressOptions | None = None) -> Found:
+    """The compacted time split."""
+    evaluator = Evaluator(question)
+    evaluator.begin(question.options.effort)
+    found = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
+    return Found(
+        found.candidate.split,
+        Objective.STEP,
+        found.seconds,
+        evaluated=evaluator.count,
+        work=evaluator.work,
+        proven=False,
+        decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
+        remarks=evaluator.remarks,
+    )
+
+
+def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
+    """What the planner makes of the time split."""
+    evaluator = filler.evaluator
+    split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
+    kept = evaluator.kept_at(split)
+    if kept.fits or evaluator.pinned:
+        return kept
+    mapping = _mapping(filler, kept)
+    assignment = _Assignment(filler, Split(split.edges, mapping.devices), kept, mapping, options)
+    first = assignment.first()
+    return kept if first is None else _refined(assignment, first, mapping, options, budget)
+
+
+def _mapping(filler: Filler, kept: Evaluation) -> Mapping:
+    """The devices of the stages, and who lends how much to whom."""
+    split, lend = kept.candidate.split, filler.question.means.peers
+    needs = [_at_peers(filler, split, stage, over) for stage, over in enumerate(kept.over)]
+    return mapped_stages(filler.question, split, needs, [max(0, -over) if lend else 0 for over in kept.over])
+
+
+def _at_peers(filler: Filler, split: Split, stage: int, over: int) -> int:
+    """Bytes that peers reserve if a stage frees `over` there: whole blocks, of all microbatches in flight but one.
+
+    A block more than that, for what is on its way.
+    """
+    menus, held = filler.evaluator.stage_menus(split)[stage], filler.in_flight(split, stage)
+    each = max(menu.movable_bytes for menu in menus)
+    if over <= 0 or held < 3 or not each:
+        return max(0, over)
+    return (-(-over // (each * (held - 2))) + 1) * each * (held - 1)
+
+
+class _Tensor(NamedTuple):
+    """What a block keeps of a microbatch: its bytes, and what techniques cost for it."""
+
+    block: int
+    nbytes: int
+    costs: TensorCosts
+
+
+class _Assignment:
+    """The first assignment of techniques on the stages of a split."""
+
+    def __init__(
+        self, filler: Filler, split: Split, kept: Evaluation, mapping: Mapping, options: MpressOptions
+    ) -> None:
+        self.filler, self.split, self.kept, self.mapping, self.options = filler, split, kept, mapping, options
+        self.menus = filler.evaluator.stage_menus(split)
+        self.setting, self._prices = Setting.of(split), Prices(filler.question)
+        self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
+
+    def first(self) -> Evaluation | None:
+        """The first assignment that fits, corrected by what the emulated steps say of its bytes; else the leanest."""
+        best: Evaluation | None = None
+        needs = [float(over) for over in self.kept.over]
+        for _ in range(_CORRECTIONS):
+            choices, freed = zip(*map(self._choice, range(len(needs)), needs), strict=True)
+            found = self.filler.evaluator.evaluate(Candidate(self.split, choices))
+            if found is None:
+                return best
+            best = found if best is None or found.order < best.order else best
+            if found.fits:
+                return best
+            corrected = zip(needs, freed, found.over, strict=True)
+            needs = [least + over if over > 0 else need for need, least, over in corrected]
+        return best
+
+    def _choice(self, stage: int, need: float) -> tuple[StageChoice, float]:
+        """The techniques of a stage that is to free `need` bytes, and how many they free by estimate."""
+        menus, tensors = self.menus[stage], self.tensors[stage]
+        chosen = [Technique.KEEP] * len(menus)
+        held, shares = self.filler.in_flight(self.split, stage), self.mapping.lenders_of(stage)
+        room, left = sum(shares.values()), need
+        for tensor, technique in _ordered(tensors, held, self.options):
+            if left <= 0 or _freed(technique, held) <= _freed(chosen[tensor.block], held):
+                continue
+            if technique is Technique.PEER:
+                room -= tensor.nbytes * max(1, held - 1)
+                if room < 0:
+                    break
+            before, chosen[tensor.block] = chosen[tensor.block], technique
+            left -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
+        recipes = tuple(
+            len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0 for menu, t in zip(menus, chosen, strict=True)
+        )
+        places = tuple(_PLACES.get(technique, KEPT) for technique in chosen)
+        peers = shared_out(shares, self.mapping.devices) if TO_PEERS in places else None
+        states = self.filler.states(menus, left)
+        choice = StageChoice(recipes, places, near=self._near(stage, places), states=states, peers=peers)
+        return choice, need - min(left, 0.0)
+
+    def _near(self, stage: int, places: Sequence[int]) -> int:
+        """How many of the tensors that go to the host have the time of one forward."""
+        most, total, count = self.filler.host_bytes(self.setting, stage)[0], 0.0, 0
+        for tensor in self.tensors[stage]:
+            if places[tensor.block] == TO_HOST:
+                total += tensor.nbytes
+                count += total <= most or not count
+        return count
+
+    def _tensors(self, stage: int) -> list[_Tensor]:
+        """The tensors of a stage, with their live intervals and the times of techniques."""
+        menus, waits = self.menus[stage], self._interval(stage)
+        rate, across = self.filler.rates(self.setting)[stage], self._peer_rate(stage)
+        found = []
+        for block, menu in reversed(list(enumerate(menus))):
+            nbytes, recipe = menu.movable_bytes, menu.recipes[-1]
+            costs = TensorCosts(
+                nbytes=nbytes,
+                interval_seconds=waits,
+                recompute_seconds=recipe.seconds if recipe.runs else None,
+                host_seconds=2 * nbytes / rate if rate and nbytes else None,
+                peer_seconds=2 * nbytes / across if across and nbytes else None,
+            )
+            if costs.added_seconds:
+                found.append(_Tensor(block, nbytes or recipe.nbytes, costs))
+            waits += self._passes(stage, block)
+        return found[::-1]
+
+    def _peer_rate(self, stage: int) -> float:
+        """Bytes per second to all that lend to a stage."""
+        rates, at = peer_rates(self.filler.question.cluster), self.mapping.devices
+        return sum(float(rates[at[stage], at[lender]]) for lender in self.mapping.lenders_of(stage))
+
+    def _passes(self, stage: int, block: int) -> float:
+        """Seconds forward and backward of a block of a stage."""
+        at = self.split.edges[stage] + block
+        return sum(float(times[at + 1] - times[at]) for times in (self._prices.forward, self._prices.backward))
+
+    def _interval(self, stage: int) -> float:
+        """Seconds from the end of a forward to the begin of its backward, in the middle of all microbatches."""
+        simulation, device = self.kept.simulation, self.kept.candidate.split.devices[stage]
+        ends = simulation.forwards_ended(device)
+        waits = [begin - ends[m] for m, (begin, _) in simulation.backwards_run(device).items() if m in ends]
+        return max(0.0, median(waits)) if waits else 0.0
+
+
+def _freed(technique: Technique, held: int) -> int:
+    """Of how many of the microbatches in flight a technique frees the bytes; of a swap, two are there in any case."""
+    if technique is Technique.RECOMPUTE:
+        return held
+    return 0 if technique is Technique.KEEP else max(0, held - 2)
+
+
+def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> Iterator[tuple[_Tensor, Technique]]:
+    """The tensors of a stage in the order of the first assignment, each with the technique that it would get.
+
+    Each comes again with what frees more, for stages where what comes first is not enough.
+    """
+    on_the_way = 0.0
+    by_interval = sorted(tensors, key=lambda tensor: -tensor.costs.interval_seconds)
+    for tensor in by_interval:
+        trip = tensor.costs.host_seconds
+        if trip is not None:
+            queue = held * (on_the_way + trip)
+            if tensor.costs.interval_seconds >= options.long_interval * queue:
+                on_the_way += trip
+                yield tensor, Technique.HOST
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.block):
+        if tensor.costs.recompute_seconds is not None and _recomputes(tensor, on_the_way, held):
+            yield tensor, Technique.RECOMPUTE
+    for technique in (Technique.HOST, Technique.RECOMPUTE, Technique.PEER):
+        for tensor in reversed(by_interval) if technique is Technique.RECOMPUTE else by_interval:
+            if technique in tensor.costs.added_seconds:
+                yield tensor, technique
+
+
+def _recomputes(tensor: _Tensor, on_the_way: float, held: int) -> bool:
+    """Whether recomputation adds less than a swap behind all that is on the way."""
+    costs, trip = tensor.costs, tensor.costs.host_seconds
+    behind = None if trip is None else held * (on_the_way + trip)
+    queued = TensorCosts(
+        nbytes=costs.nbytes,
+        interval_seconds=costs.interval_seconds,
+        recompute_seconds=costs.recompute_seconds,
+        host_seconds=behind,
+    )
+    return mpress_choice(queued) is Technique.RECOMPUTE
+
+
+# -------------------------------------------------------------------- peers
+
+
+def _refined(
+    assignment: _Assignment, start: Evaluation, mapping: Mapping, options: MpressOptions, budget: Budget
+) -> Evaluation:
+    """The assignment with tensors given to peers, as long as steps get visibly shorter."""
+    best, without = start, 0
+    candidate, room = start.candidate, _room(best, options)
+    while without < options.patience and not budget.ends():
+        relieved = _relieved(assignment, candidate, mapping, room)
+        found = None if relieved is None else assignment.filler.evaluator.evaluate(relieved)
+        if found is None or found.over_bytes > best.over_bytes:
+            return best
+        candidate = found.candidate
+        visible = found.order < (best.over_bytes, best.seconds * (1 - options.least_gain), 0)
+        best, without = (found, 0) if visible else (best, without + 1)
+    return best
+
+
+def _room(found: Evaluation, options: MpressOptions) -> list[int]:
+    """What every stage's device can lend, in whole pieces."""
+    return [max(0, -over) // options.quantum_bytes * options.quantum_bytes for over in found.over]
+
+
+def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, room: list[int]) -> Candidate | None:
+    """The candidate with one tensor more of every stage at its lenders, whose `room` shrinks; None if none has any."""
+    choices, changed = list(candidate.choices), False
+    for stage, choice in enumerate(choices):
+        shares = mapping.lenders_of(stage)
+        tensor = _slowest(assignment.tensors[stage], choice, assignment.menus[stage])
+        if tensor is None or not shares:
+            continue
+        need = tensor.nbytes * max(1, assignment.filler.in_flight(assignment.split, stage) - 1)
+        parts = {lender: need * n // sum(shares.values()) + 1 for lender, n in shares.items()}
+        if all(parts[lender] <= room[lender] for lender in parts):
+            for lender, part in parts.items():
+                room[lender] -= part
+            recipes = (*choice.recipes[: tensor.block], 0, *choice.recipes[tensor.block + 1 :])
+            places = (*choice.places[: tensor.block], TO_PEERS, *choice.places[tensor.block + 1 :])
+            peers = shared_out(shares, mapping.devices)
+            choices[stage], changed = choice._replace(recipes=recipes, places=places, peers=peers), True
+    return Candidate(candidate.split, tuple(choices)) if changed else None
+
+
+def _slowest(tensors: Sequence[_Tensor], choice: StageChoice, menus: Sequence[Menu]) -> _Tensor | None:
+    """The tensor whose technique adds the most seconds; None if nothing that peers could hold is moved or recomputed.
+
+    A swap adds what the link cannot hide, of which all that are swapped on the stage have their parts.
+    """
+
+    def added(tensor: _Tensor) -> float:
+        if choice.recipes[tensor.block]:
+            return tensor.costs.recompute_seconds or 0.0
+        return tensor.costs.added_seconds.get(Technique.HOST, 0.0)
+
+    movable = [t for t in tensors if menus[t.block].tensors]
+    used = [t for t in movable if choice.recipes[t.block] or choice.places[t.block] == TO_HOST]
+    return max(used, key=added, default=None)

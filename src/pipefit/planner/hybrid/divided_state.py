@@ -1,0 +1,267 @@
+"""What a stage needs at least whose replicas divide state between them (ZeRO), for all ranges of blocks.
+
+Which replica owns which layer follows from the sizes of all layers of a stage (`pipefit.memory.model_state`), and under
+ZeRO 2 and 3 a stage's passes are cut in buckets, so that its exact peak is found by reading its program. The tables
+here are lower bounds of it, made of those of whole replicas: of what is divided, the replica that owns the most has
+
+    a d-th of all bytes at least, and (k + 1) times those of the layer that is the (k d + 1)-th largest, for every k
+
+since k d + 1 layers among d replicas leave one of these with k + 1 of them. Of equal layers that is exact. A state of
+its layers, such as gradients, is at least the smallest part that any layer's gradients are of what it has to divide.
+
+Costs: L^2 numbers for every different size of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import UsageError
+from pipefit.lowering.passes.recomputation import recompute_decisions
+from pipefit.memory.stage import Costs
+from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
+from pipefit.planner.problem import Question, Split
+from pipefit.schema.decisions import Decision
+from pipefit.schema.grids import Sharding, Stage
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
+from pipefit.simulate.assembled import Part, Parts
+
+# ----------------------------------------------------------------------------------------------------
+# Peaks of stages whose replicas divide state, read of their programs to the byte, as the simulator does.
+#
+# Only the ranks of such stages are lowered. Under 1F1B a step of 2P + 2 microbatches has every peak that a
+# longer one has, but for the losses of the others.
+#
+# Costs: some twenty microseconds for every action of a stage's devices.
+
+
+class Reader:
+    """Reads stages of plans for one question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.actions = 0  # in the programs that were read
+        self._parts: dict[Training, Parts] = {}
+
+    def peaks(self, split: Split, numbers: Sequence[int], decisions: Sequence[Decision] = ()) -> list[float]:
+        """The peak of the fullest device of some stages, with these decisions or those that the question asks for;
+        infinity where a stage cannot be carried out.
+        """
+        plan, parts = self._read(split, decisions)
+        left_out = self.question.training.microbatches - plan.training.microbatches
+        found = list[float]()
+        for number in numbers:
+            try:
+                highest = max(part.memory().peak_bytes for part in self._devices(plan, parts, number))
+            except UsageError:
+                found.append(float("inf"))
+                continue
+            losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
+            found.append(float(highest + losses))
+        return found
+
+    def borrowed_bytes(self, split: Split, number: int, decisions: Sequence[Decision]) -> int:
+        """What the devices of a stage take of places, all together.
+
+        Raises:
+            UsageError: the stage cannot be carried out.
+        """
+        plan, parts = self._read(split, decisions)
+        arenas = (arena for part in self._devices(plan, parts, number) for arena in part.memory().arenas)
+        return sum(arena.nbytes for arena in arenas)
+
+    def _read(self, split: Split, decisions: Sequence[Decision]) -> tuple[Plan, Parts]:
+        """The plan of a split, of few microbatches, and what is known of its devices."""
+        how = self._training(len(split.devices))
+        plan = self._plan(split, how, decisions)
+        if how not in self._parts:
+            self._parts[how] = Parts(Costs(plan.measurement, how, plan.profile.measurements))
+        return plan, self._parts[how]
+
+    def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[Part]:
+        """What the devices of a stage do.
+
+        Raises:
+            UsageError: it cannot be carried out.
+        """
+        before = parts.actions
+        found = parts.of_rank(plan, number).values()
+        self.actions += parts.actions - before
+        return found
+
+    def _training(self, stages: int) -> Training:
+        """The training with as few microbatches as show all peaks."""
+        how, few = self.question.training, 2 * stages + 2
+        if how.schedule != "1f1b" or self.question.options.recompute != "never" or how.microbatches <= few:
+            return how
+        return replace(how, batch_size=how.microbatch_size * few, microbatches=few)
+
+    def _plan(self, split: Split, how: Training, decisions: Sequence[Decision]) -> Plan:
+        question = self.question
+        edges = [question.edges[block] for block in split.edges]
+        stages = tuple(
+            Stage(start=start, stop=stop, grid=split.grid(number))
+            for number, (start, stop) in enumerate(pairwise(edges))
+        )
+        decisions = decisions or recompute_decisions(
+            stages,
+            question.edges,
+            question.options.recompute,
+            how.schedule,
+            how.microbatches,
+            shared=question.measurement.shared,
+        )
+        return Plan(
+            profile=question.profile, cluster=question.cluster, training=how, stages=stages, decisions=tuple(decisions)
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_ROUNDING = 1 - 1e-9
+_UPDATES = "update_first_peak_bytes", "update_peak_bytes"
+
+Floats = NDArray[np.float64]
+
+
+def buckets_of(shard: Sharding, blocks: int) -> int:
+    """The buckets of a stage of so many blocks: one for each block where replicas hold few of its tensors at a time."""
+    return blocks if shard in ("gradients", "parameters") else 1
+
+
+class Sizes:
+    """Bytes that replicas of a stage may divide, of every layer. A parameter that layers share is the first one's."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        costs = measurement.costs
+        self.costs = costs
+        self.parameters, self.gradients, self.state, self.early = (
+            np.array([getattr(cost, name) for cost in costs], np.int64)
+            for name in ("parameter_bytes", "gradient_bytes", "state_bytes", "early_state_bytes")
+        )
+        self.all_gathered = np.array([cost.parameter_bytes + cost.copy_bytes for cost in costs], np.int64)
+        for shared in measurement.shared:
+            for user in shared.users[1:]:
+                self.parameters[user] -= shared.nbytes
+                self.gradients[user] -= shared.gradient_bytes
+                self.state[user] -= shared.state_bytes
+                self.early[user] -= shared.early_state_bytes
+
+    def divided(self, shard: Sharding) -> Ints:
+        """What a layer brings to the bytes that are dealt out."""
+        found = self.state + self.gradients * (shard != "optimizer")
+        return found + self.parameters * (shard == "parameters")
+
+
+def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int, shard: Sharding) -> tuple[Band, Band]:
+    """Two bands of all ranges of blocks: the fullest of so many replicas that divide state has no less than in either.
+
+    The first has what replicas own on an average, the second what the one owns that owns the most bytes.
+    """
+    sizes, blocks = Sizes(measurement), Blocks(edges, band.valid.shape[0])
+    dealt = sizes.divided(shard)
+    largest = blocks.largest_share(dealt, data)
+
+    def mean(of: Ints) -> Ints:
+        return blocks.sums(of) // data
+
+    def of_owner(of: Ints) -> Ints:
+        part = np.divide(of, dealt, out=np.full(len(of), np.inf), where=dealt > 0)
+        found: Ints = np.floor(blocks.lowest(part) * largest * _ROUNDING).astype(np.int64)
+        return found
+
+    def update(peaks: Iterable[int]) -> Ints:
+        return blocks.lowest(np.where(dealt > 0, np.fromiter(peaks, float), np.inf)).astype(np.int64)
+
+    nothing = np.zeros_like(band.update_peak)
+    first, later = (update(getattr(cost, name) for cost in sizes.costs) for name in _UPDATES)
+    return (
+        _with(band, sizes, blocks, shard, mean, nothing, nothing),
+        _with(band, sizes, blocks, shard, of_owner, first, later),
+    )
+
+
+def _with(
+    band: Band, sizes: Sizes, blocks: Blocks, shard: Sharding, owned: Callable[[Ints], Ints], first: Ints, later: Ints
+) -> Band:
+    """The band of a replica that owns so much, and takes so much in its first update and in later ones."""
+    early = owned(sizes.early)
+    made = replace(
+        band, state=owned(sizes.state), early=early, update_peak=later, update_first_peak=early + first, _sums={}
+    )
+    if shard == "optimizer":
+        return made
+    made = replace(
+        made,
+        gradients=owned(sizes.gradients),
+        backward_first_peak=np.maximum(band.backward_first_peak - band.gradients, 0),
+        backward_later_peak=band.backward_later_peak if _grows(sizes.costs) else np.zeros_like(first),
+        recomputed=band.recomputed and _of_owners(band.recomputed, band.gradients, grows=_grows(sizes.costs)),
+        _sums={},
+    )
+    if shard == "gradients":
+        return made
+    static = np.maximum(band.static - blocks.sums(sizes.all_gathered), 0)
+    return replace(made, static=static + owned(sizes.parameters), _sums={})
+
+
+def _of_owners(recomputed: Recomputed, gradients: Ints, *, grows: bool) -> Recomputed:
+    """The same of replicas that keep a part of these gradients."""
+    forward, forward_later, backward, backward_later = recomputed
+    return Recomputed(
+        np.maximum(forward - gradients, 0),
+        forward_later,
+        np.maximum(backward - gradients, 0),
+        backward_later if grows else forward_later,
+    )
+
+
+def _grows(costs: Sequence[LayerCost]) -> bool:
+    """Whether no layer needs more in a backward to whose gradients it adds than in one that makes them."""
+    return all(
+        max((span.peak_bytes for span in later), default=0) <= max((span.peak_bytes for span in first), default=0)
+        for cost in costs
+        for later, first in ((cost.backward_later, cost.backward_first), (cost.inner_later, cost.inner_first))
+    )
+
+
+class Blocks:
+    """Makes tables over ranges of blocks, with rows by width as those of bands, from numbers of layers."""
+
+    def __init__(self, edges: Sequence[int], width: int) -> None:
+        self.edges, self.count = np.array(edges), len(edges) - 1
+        self.starts = np.arange(self.count)
+        self.stops = np.minimum(self.starts + np.arange(1, width + 1)[:, None], self.count)
+
+    def sums(self, of: Ints) -> Ints:
+        """Sums over the layers of every range."""
+        before = np.concatenate(([0], np.cumsum(of)))[self.edges]
+        found: Ints = before[self.stops] - before[self.starts]
+        return found
+
+    def lowest(self, of: Floats) -> Floats:
+        """The lowest number of the layers of every range; zero where none is finite."""
+        found = np.tile(np.minimum.reduceat(of, self.edges[:-1]), (len(self.stops), 1))
+        for row in range(1, len(found)):
+            np.minimum(found[row - 1, :-row], found[0, row:], out=found[row, :-row])
+        return np.where(np.isfinite(found), found, 0.0)
+
+    def largest_share(self, of: Ints, data: int) -> Ints:
+        """Of every range, what one of so many replicas has at least if whole layers are dealt out."""
+        found, larger = -(-self.sums(of) // data), np.zeros(self.stops.shape, np.int64)
+        for size in np.unique(of[of > 0])[::-1]:
+            upto = larger + self.sums((of == size).astype(np.int64))
+            several = (upto - 1) // data
+            found = np.where(
+                (upto > larger) & (several * data >= larger), np.maximum(found, (several + 1) * size), found
+            )
+            larger = upto
+        return found

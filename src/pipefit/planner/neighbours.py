@@ -1,0 +1,249 @@
+"""Plans beside those that are estimated to be fast, simulated: estimates leave out what messages take.
+
+They are the plans of `uniform`, `parameters` and `time` with the same degree for all stages, on as many stages as the
+devices are enough for; those of `capture` and `alpa`, if there are few stages to choose from; and what comes of moving
+a cut of the fastest plan by one block, as long as that is faster. So an answer is never slower than what Megatron,
+DeepSpeed, CAPTURE and Alpa do by such splits, as long as the budget lasts. Then replicas sum in more buckets, beside
+the backward, and divide their state, where that is faster. Estimates and the splits of others have them sum behind the
+last backward, where one split may be slower than another that it beats so. Hence those next to the fastest are tried in
+all these ways too, and so are those of one stage, which is what FSDP does with all devices.
+
+Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
+budget of work, and half as much again for splits that are not the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.memory.stage import Costs
+from pipefit.planner.baselines.alpa import alpa
+from pipefit.planner.baselines.capture import CaptureOptions, capture
+from pipefit.planner.baselines.simple import parameters, time, uniform
+from pipefit.planner.degrees import Degree
+from pipefit.planner.driver import plan_of
+from pipefit.planner.hybrid import candidates
+from pipefit.planner.hybrid.programme import Way
+from pipefit.planner.hybrid.tables import DegreeTables
+from pipefit.planner.problem import Planner, Question, Split
+from pipefit.planner.replicas import answers
+from pipefit.schema.decisions import Decision
+from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.timing import layer_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# Simulations of the splits of one question, whose stages may have several devices.
+#
+# Plans that are compared differ in a stage or two, so that what their other devices do is known
+# (`simulate.assembled`).
+#
+# Costs: some ten microseconds for each action of a device that is new, and half a microsecond for each of the
+# others. The unit of work is a new action.
+
+_KNOWN = 16  # actions of devices that are known take as long as a new one
+
+
+class Simulations:
+    """Simulates splits of a question; `work` is what that has taken."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.work = question, 0
+        self._tables: dict[Degree, DegreeTables] = {}
+
+    def share_of(self, work: int) -> int:
+        """The part of a budget of work that the question's effort allows."""
+        return round(work * self.question.options.effort)
+
+    def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
+        """The simulation of a split with these decisions, or those that the question asks for.
+
+        Raises:
+            UsageError: it cannot be carried out, as where what replicas exchange cannot be divided.
+        """
+        before = self._parts.actions
+        try:
+            found = Assembled(plan_of(self.question, split, decisions=decisions or None), self._parts)
+        finally:
+            self.work += self._parts.actions - before
+        self.work += found.actions // _KNOWN
+        return found
+
+    def may_fit(self, split: Split, recompute: Recompute = "never") -> bool:
+        """Whether stages that recompute so, and whose state stays on their devices, fit by lower bounds of their peaks.
+
+        Costs nothing beside a simulation.
+        """
+        budgets = self.question.cluster.budgets
+        needs = enumerate(self._least_bytes(split, recompute))
+        return all(need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs)
+
+    def least_bytes(self, split: Split, recompute: Recompute = "never") -> float:
+        """The least that the fullest device of such stages needs."""
+        return max(self._least_bytes(split, recompute))
+
+    def _least_bytes(self, split: Split, recompute: Recompute) -> Iterator[float]:
+        """Lower bounds of the peaks of stages."""
+        stages = len(split.devices)
+        for number, (start, stop) in enumerate(pairwise(split.edges)):
+            grid = split.grid(number)
+            degree = Degree.of(grid)
+            if degree not in self._tables:
+                self._tables[degree] = DegreeTables(self.question, degree)
+            yield self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
+
+    def least(self, split: Split) -> float:
+        """What the passes of the slowest stage of a split take, on the fastest kind of device."""
+        found = []
+        for number, blocks in enumerate(pairwise(split.edges)):
+            start, stop = self.question.layers(*blocks)
+            before = self._before(Degree.of(split.grid(number)))
+            found.append(before[stop] - before[start])
+        return self.question.training.microbatches * max(found)
+
+    @cached_property
+    def _before(self) -> Callable[[Degree], Sequence[float]]:
+        """Seconds of the passes through all layers before each, on the fastest kind of device; by degree."""
+        question = self.question
+        kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
+
+        @cache
+        def before(degree: Degree) -> Sequence[float]:
+            measured = question.measured(degree)
+            of_kinds = zip(*(layer_seconds(measured, kind, question.training.dtype) for kind in kinds), strict=True)
+            fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
+            return [0.0, *accumulate(fewest[: len(question.profile.layers)])]
+
+        return before
+
+    @cached_property
+    def _parts(self) -> Parts:
+        question = self.question
+        return Parts(Costs(question.measurement, question.training, question.profile.measurements))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_WORK = 60_000  # after which no other plan is simulated
+_BUCKETS = 1, 4, 16, 64
+_OTHERS = 4  # splits next to the fastest
+_PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
+_ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
+_CANDIDATES = 20_000  # stages that are compared, up to which a question is small
+
+
+class Timed(NamedTuple):
+    """A split that fits and keeps everything, with its seconds by simulation."""
+
+    split: Split
+    seconds: float
+    simulation: Assembled
+
+
+def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Timed | None:
+    """The fastest of a plan and of those beside it that fit; None if none does. Those that are certain to take
+    `at_most` seconds or more are left out.
+    """
+    question, search = simulations.question, _Search(simulations, at_most)
+    best = search.first(chain(alike(question), on_grids(question)), best, following=True)
+    while best is not None:
+        found = search.first(beside(best.split), best)
+        if found is best:
+            break
+        best = found
+    for split in search.next_to(best):
+        best = search.first(_together(question, split), best, following=True)
+    return best
+
+
+def alike(question: Question) -> Iterator[Split]:
+    """The splits of simple planners whose stages all have one degree, for every degree; the most devices first."""
+    devices = len(question.cluster.devices)
+    for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
+        stages = question.options.stages or min(question.blocks, devices // degree.devices)
+        options = replace(question.options, stages=stages, **degree.pins)
+        with suppress(UsageError):
+            yield from (found.split for found in answers(replace(question, options=options), *_PLANNERS))
+
+
+def on_grids(question: Question) -> Iterator[Split]:
+    """The splits of planners that choose the degree of every stage, where there are few stages to choose from."""
+    if is_small(question):
+        for planner in _ON_GRIDS:
+            with suppress(UsageError):
+                yield planner(question).split
+
+
+def is_small(question: Question) -> bool:
+    """Whether there are few stages to choose from."""
+    return candidates(question, question.shards[:1]) <= _CANDIDATES
+
+
+def beside(split: Split) -> Iterator[Split]:
+    """The splits with one cut moved by a block."""
+    edges = split.edges
+    for number in range(1, len(edges) - 1):
+        for cut in (edges[number] - 1, edges[number] + 1):
+            if edges[number - 1] < cut < edges[number + 1]:
+                yield split._replace(edges=(*edges[:number], cut, *edges[number + 1 :]))
+
+
+def _together(question: Question, split: Split) -> Iterator[Split]:
+    """The splits whose replicas sum in more buckets, or divide their state too."""
+    for shard in question.shards:
+        for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
+            grids = [replace(one, shard=shard, buckets=buckets) if one.data > 1 else one for one in split.grids]
+            if tuple(grids) != split.grids:
+                yield split._replace(grids=tuple(grids))
+
+
+class _Search:
+    """Simulations for one question, within a budget."""
+
+    def __init__(self, simulations: Simulations, at_most: float) -> None:
+        self._simulations, self._at_most = simulations, at_most
+        self._until = simulations.work + simulations.share_of(_WORK)
+        self._tried = dict[Split, float]()  # seconds
+
+    def next_to(self, best: Timed | None) -> Iterator[Split]:
+        """The best split, and those with replicas that were tried before and were nearly as fast, or are one stage."""
+        tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
+        others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
+        alone = sum(len(split.grids) == 1 for split in others)
+        if best is not None:
+            yield best.split
+        self._until = max(self._until, self._simulations.work + self._simulations.share_of(_WORK // 2))
+        yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
+
+    def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
+        """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
+        for split in splits:
+            found = self._timed(split, best)
+            if found is not None and not following:
+                return found
+            best = found or best
+        return best
+
+    def _timed(self, split: Split, best: Timed | None) -> Timed | None:
+        """A split that fits and is faster than the best."""
+        known = self._at_most if best is None else min(self._at_most, best.seconds)
+        least = self._simulations.least(split)
+        if self._simulations.work > self._until or least >= known:
+            return None
+        if not self._simulations.may_fit(split):
+            self._tried[split] = least
+            return None
+        try:
+            simulation = self._simulations.of(split)
+            seconds = self._tried[split] = simulation.step_seconds[-1]
+            if best is not None and seconds >= best.seconds:
+                return None
+            return Timed(split, seconds, simulation) if simulation.fits else None
+        except UsageError:  # what they exchange cannot be divided, or not be held by replicas
+            return None

@@ -1,0 +1,385 @@
+"""What a call of `plan` leaves open: its numbers, and the space of all that may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil, isqrt
+from typing import NamedTuple, TypeVar
+
+from pipefit.errors import UsageError
+from pipefit.lowering import schedule_named
+from pipefit.planner.degrees import SINGLE, Degree, check_degrees, check_divided, check_pins, divisors
+from pipefit.planner.joint import Search, Searched
+from pipefit.planner.problem import Means, Options, Question, changed_by_replicas, check_stages
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.plan import is_tight
+from pipefit.schema.profile import ModelProfile, differences
+from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training, Versions
+from pipefit.schema.validation import whole
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# What a question leaves open, chosen: an arrangement; and what a search of it has found so far, a trial.
+
+
+class Arrangement(NamedTuple):
+    """A schedule, a number of stages, a microbatch size, and how many replicas and shards every stage has."""
+
+    schedule: str
+    stages: int
+    microbatch_size: int
+    degree: Degree = SINGLE
+
+
+class Trial(NamedTuple):
+    """An arrangement that was searched, its best plan so far, and how much work that took.
+
+    Of replicas, the question, the search and its plan are those of one of them (`planner.replicas`), and they take
+    `apart` seconds to add their gradients up.
+    """
+
+    arrangement: Arrangement
+    question: Question
+    search: Search
+    searched: Searched
+    work: int
+    apart: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits."""
+        return self.searched.evaluation.fits
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Lower is better."""
+        missing, seconds, _, peak = self.searched.evaluation.order
+        return missing, seconds + self.apart, peak
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.order[1]
+
+    @property
+    def tight(self) -> bool:
+        """Whether the plan leaves a GPU hardly any room."""
+        return leaves_no_room(self.question, self.searched.evaluation.peaks)
+
+    def longer(self) -> Trial:
+        """The same after a search with the effort that the question asks for."""
+        return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
+
+
+def leaves_no_room(question: Question, peaks: Sequence[int]) -> bool:
+    """Whether these peaks leave a GPU hardly any room."""
+    return any(is_tight(question.cluster, device, peak) for device, peak in enumerate(peaks))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+Profiles = Callable[[int], ModelProfile]  # the profile of a model for microbatches of so many samples
+
+SCHEDULES = "1f1b", "eager-1f1b"  # those that are chosen from
+_EACH = 4  # microbatches for each device
+_COUNTS = 8  # numbers of stages that are looked at, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """How a model is to be trained, as far as that was said."""
+
+    batch_size: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    clip_norm: float | None = None
+    versions: Versions = "weights"
+
+    def sizes(self, profile: ModelProfile | Profiles | None, *, chooses: bool) -> tuple[int, ...]:
+        """The microbatch sizes that this allows, of those that there are profiles for, or can be.
+
+        Raises:
+            UsageError: numbers that do not go together.
+        """
+        self._check()
+        measured = sorted(m.microbatch_size for m in profile.measurements) if isinstance(profile, ModelProfile) else []
+        first = profile.measurements[0].microbatch_size if isinstance(profile, ModelProfile) else 1
+        if self.microbatch_size is not None:
+            return (self.microbatch_size,)
+        if self.batch_size is None:
+            return (first,)
+        if self.microbatches is not None:
+            return (max(1, self.batch_size // self.microbatches),)
+        dividing = tuple(size for size in measured if self.batch_size % size == 0)
+        return ((dividing if measured else sizes_of(self.batch_size)) if chooses else ()) or (first,)
+
+    def training(self, size: int, precision: Precision, cluster: Cluster) -> Training:
+        """The training with microbatches of `size` samples, unless their number was said.
+
+        Raises:
+            UsageError: numbers that do not go together.
+        """
+        batch = self.batch_size
+        count = self.microbatches or (_EACH * len(cluster.devices) if batch is None else _count(batch, size))
+        return Training(
+            batch_size=count * size if batch is None else batch,
+            microbatches=count,
+            schedule=self.schedule or SCHEDULES[0],
+            precision=precision,
+            clip_norm=self.clip_norm,
+            versions=self.versions,
+        )
+
+    def _check(self) -> None:
+        most = {"batch_size": MOST_SAMPLES, "microbatches": MOST_MICROBATCHES, "microbatch_size": MOST_SAMPLES}
+        for name, limit in most.items():
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1, limit)
+        given = self.batch_size, self.microbatches, self.microbatch_size
+        if None not in given and self.batch_size != (self.microbatches or 0) * (self.microbatch_size or 0):
+            raise UsageError(
+                f"microbatches={self.microbatches} of microbatch_size={self.microbatch_size} are no batch "
+                f"of {self.batch_size}: leave one of the three numbers out"
+            )
+        batch, size = self.batch_size, self.microbatch_size
+        if batch is not None and size is not None and batch > size and batch % size:
+            raise UsageError(
+                f"a batch of {batch} does not divide into microbatches of {counted(size, 'sample')}: use "
+                f"{counted(batch - batch % size, 'sample')}, or {batch + -batch % size}"
+            )
+
+
+class Open(NamedTuple):
+    """What a planner chooses: of how many samples microbatches are, schedule and number of stages, and degrees."""
+
+    sizes: bool = False
+    arrangements: bool = False
+    degrees: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be chosen for a question: `sizes` rise, and `profiles` are made when a size is tried.
+
+    A profile has the microbatch size that is asked for, and those of slices of it. The question is that of one of the
+    sizes.
+    """
+
+    question: Question
+    schedules: tuple[str, ...]
+    stages: tuple[int, ...]
+    sizes: tuple[int, ...]
+    profiles: Profiles
+    profiled: bool = True  # all profiles are there, and none is made
+    grids: bool = False  # stages may have several devices
+
+    @property
+    def count(self) -> int:
+        """The number of arrangements on single devices."""
+        return len(self.schedules) * len(self.stages) * len(self.sizes)
+
+    @property
+    def least(self) -> Degree:
+        """The smallest degree that stages may have."""
+        asked = self.question.options
+        return Degree(asked.data or 1, asked.tensor or 1, bool(asked.sequences and asked.tensor))
+
+    def question_of(self, size: int, profile: ModelProfile) -> Question:
+        """The question with microbatches of so many samples.
+
+        Raises:
+            UsageError: they do not go with what was asked for.
+        """
+        asked = self.question
+        how = replace(asked.training, microbatches=asked.training.batch_size // size)
+        return replace(asked, profile=profile, training=how)
+
+
+def space_of(
+    profile: ModelProfile | Profiles,
+    cluster: Cluster,
+    how: Training | Numbers,
+    options: Options,
+    may: Open,
+    means: Means = Means(),
+    *,
+    redone: bool = False,
+) -> Space:
+    """The space of a call of `plan`, of one arrangement unless its planner `may` choose; `redone` says that it is for
+    what has been trained by replicas already.
+
+    Raises:
+        UsageError: numbers that do not go together, or no microbatch size that can be profiled.
+    """
+    sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
+    check_first(how, cluster, options, sizes)
+    profiled = isinstance(profile, ModelProfile)
+    opens = redone or (isinstance(how, Numbers) and how.microbatches is None and how.microbatch_size is None)
+    profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
+    if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
+        profiles = with_slices(profile, len(cluster.devices), options, opens_sizes=opens)
+    profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
+    size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
+    training = how.training(size, made.assumptions.precision, cluster) if isinstance(how, Numbers) else how
+    question = Question(
+        profile=made, cluster=cluster, training=training, options=options, means=means, opens_sizes=opens
+    )
+    open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
+    return Space(
+        question=question,
+        schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
+        stages=counts_of(question.stages) if may.arrangements and options.stages is None else (question.stages,),
+        sizes=sizes,
+        profiles=profiles,
+        profiled=profiled,
+        grids=may.degrees,
+    )
+
+
+def check_first(how: Training | Numbers, cluster: Cluster, options: Options, sizes: Sequence[int]) -> None:
+    """Check what is known to be impossible before a profile is made, as that may take minutes.
+
+    Raises:
+        UsageError: something is.
+    """
+    check_stages(options, cluster)
+    schedule = how.schedule
+    if schedule is not None and schedule not in ENDLESS:
+        schedule_named(schedule)
+    _, training = _first(
+        lambda size: how.training(size, "float32", cluster) if isinstance(how, Numbers) else how, sizes
+    )
+    check_divided(training, options.shard)
+
+
+def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
+    """Profiles that have the slices of their microbatches too, for up to so many replicas, or for as many as are asked
+    for; none where replicas would change the numbers.
+
+    Sizes that cannot be profiled, or at which the model is another one, are left out.
+    """
+
+    def at(size: int) -> ModelProfile:
+        made = profiles(size)
+        every = [made]
+        changed = changed_by_replicas(made, options, opens_sizes=opens_sizes)
+        for count in () if changed else divisors(size, devices):
+            if count > 1 and options.data in (None, count):
+                with suppress(UsageError):
+                    slices = profiles(size // count)
+                    if not differences(made.fingerprint, slices.fingerprint, made.layers):
+                        every.append(slices)
+        kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
+        measurements = tuple(measurement for found in every for measurement in found.measurements)
+        return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
+
+    return at
+
+
+def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | None) -> Profiles:
+    """Profiles of the sizes at which stages can have the degrees that are asked for; other sizes are refused."""
+
+    def at(size: int) -> ModelProfile:
+        asked = {"data": options.data, "tensor": options.tensor}
+        check_degrees(size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
+        made = profiles(size)
+        check_pins(made, size, devices, **asked, sequences=options.sequences, shard=options.shard, batch=batch)
+        return made
+
+    return at
+
+
+def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]:
+    """The sizes in the order in which they are tried: the largest that makes four microbatches for each stage, the
+    smaller ones, and the larger ones.
+    """
+    enough = [n for n, size in enumerate(sizes) if batch_size >= _EACH * stages * size]
+    first = enough[-1] if enough else 0
+    return [*sizes[: first + 1][::-1], *sizes[first + 1 :]]
+
+
+def sizes_of(batch_size: int) -> tuple[int, ...]:
+    """The microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
+    small = [size for size in range(1, isqrt(batch_size) + 1) if batch_size % size == 0]
+    found = [1]
+    for size in (*small, *(batch_size // size for size in reversed(small))):
+        if size >= 2 * found[-1]:
+            found.append(size)
+    return tuple(found)
+
+
+def _count(batch_size: int, size: int) -> int:
+    """The number of microbatches of `size` samples in a batch.
+
+    Raises:
+        UsageError: it is not a whole one.
+    """
+    count, left = divmod(batch_size, size)
+    if left:
+        fitting = " or ".join(counted(number * size, "sample") for number in (count, count + 1) if number)
+        raise UsageError(
+            f"a batch of {batch_size} is not a whole number of microbatches of {counted(size, 'sample')}: use "
+            f"{fitting}, or another microbatch size"
+        )
+    return count
+
+
+def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:
+    return how.batch_size or sizes[-1]
+
+
+def _first(profiles: Callable[[int], T], sizes: Sequence[int]) -> tuple[int, T]:
+    """The first size that can be profiled, and its profile; or another thing that is made of a size.
+
+    Raises:
+        UsageError: none can be; as the first of them says.
+    """
+    refusals = list[UsageError]()
+    for size in sizes:
+        try:
+            return size, profiles(size)
+        except UsageError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def counts_of(most: int) -> tuple[int, ...]:
+    """The numbers of stages that are looked at: all of few, and eighths of many."""
+    parts = min(most, _COUNTS)
+    return tuple(dict.fromkeys(ceil(most * part / parts) for part in range(1, parts + 1)))
+
+
+def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], searched: int) -> str:
+    """What an answer was chosen from, of which so many arrangements were searched."""
+    replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
+    on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
+    on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
+    known = f"{searched} of these arrangements {'was' if searched == 1 else 'were'}"
+    return (
+        f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(sizes, 'sample')} "
+        f"and schedule {' or '.join(space.schedules)}; {known} searched."
+    )
+
+
+def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
+    """For which sizes, and how many other arrangements, there was no time, if for any."""
+    if arrangements or sizes:
+        of = f"microbatches of {_listed(sizes, 'sample')}" if sizes else ""
+        others = f"{counted(arrangements, 'other arrangement')} that may be faster" if arrangements else ""
+        left = " and ".join(filter(None, (of, others)))
+        yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
+
+
+def _listed(numbers: Sequence[int], noun: str) -> str:
+    """`1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`; `1 to 8 stages` where there are many."""
+    last = counted(numbers[-1], noun)
+    if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {last}"
+    others = ", ".join(map(str, numbers[:-1]))
+    return f"{others} or {last}" if others else last

@@ -1,0 +1,288 @@
+"""The incremental profiler: bytes of every block alone and added to others, from training runs of the whole model.
+
+It trains a few steps under every partitioning of `profiler.training_runs.runs`, and reads every device's peak. A
+block's `mem_added` is the peak of a stage with it as the last block, minus the peak without it. If a device passes its
+cap, the stages that the run was to measure are run again, with the other blocks placed so that no device is fuller than
+necessary (`profiler.training_runs.incremental`); if that does not fit either, with fewer blocks before the one in
+question. Results are saved after every run, so that after an interruption the same call continues. It takes L - G + 1
+runs for L blocks on G >= 4 devices with L >= 2 G, if all fit. The numbers do not depend on a stage's place in the
+schedule, so only GPipe is accepted, or a single microbatch. (mCAP, section 3.2.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipefit.capture.caller import on_a_copy
+from pipefit.capture.random_state import seed_torch
+from pipefit.capture.task import Task
+from pipefit.errors import InfeasibleError, OutOfMemory
+from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
+from pipefit.measure.machine import threads_of
+from pipefit.planner.baselines.prediction import true_peaks
+from pipefit.profiler.training_runs.runs import (
+    Edges,
+    Interval,
+    Outcome,
+    RunProgress,
+    Runs,
+    Stages,
+    intervals,
+    partitionings,
+)
+from pipefit.runtime import Trainer
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import AdditiveCosts, ModelProfile
+from pipefit.schema.training import Training
+
+# ----------------------------------------------------------------------------------------------------
+# Where the other blocks go in a run that measures one stage, so that no device is fuller than necessary.
+#
+# The incremental profiler runs whole models to measure one stage; `Placement` divides the blocks before and
+# after that stage among the other devices. It uses the profile's peaks, under a schedule in which a stage's
+# place makes no difference; stage s is on device s. So if the profile is exact, a run passes a cap only where
+# every run with that stage would. Dynamic programming over (devices, blocks) takes milliseconds for 100
+# blocks on 8 devices, and 8 L^2 bytes.
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class Placement:
+    """The best places of all other blocks, for any stage. A load is the share of a device's memory that is used."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
+        self.blocks = len(profile.block_names)
+        peaks = _peaks(profile, training, recompute)
+        self._loads = [peaks / budget for budget in cluster.budgets]
+        self._before = _before(self._loads)
+        self._behind = _behind(self._loads)
+
+    def load(self, start: int, stop: int) -> float:
+        """The lowest possible load of the fullest device, with blocks `start` to `stop - 1` as one stage.
+
+        Above 1 there is no such run that fits.
+        """
+        return self._best(start, stop)[0]
+
+    def edges(self, start: int, stop: int) -> Edges:
+        """The partitioning with that load."""
+        device = self._best(start, stop)[-1]
+        before, end = [start], start
+        for number in reversed(range(device)):
+            end = int(self._before[number + 1][1][end])
+            before.append(end)
+        behind, first = [stop], stop
+        for number in range(device + 1, len(self._loads)):
+            if first == self.blocks:
+                break
+            first = int(self._behind[number][1][first])
+            behind.append(first)
+        return (*reversed(before), *behind)
+
+    def _best(self, start: int, stop: int) -> tuple[float, float, int]:
+        """The lowest load, the load of the other devices, and the device of the stage."""
+        ways = []
+        for device, loads in enumerate(self._loads):
+            others = max(float(self._before[device][0][start]), float(self._behind[device + 1][0][stop]))
+            ways.append((max(float(loads[start, stop]), others), others, device))
+        return min(ways)
+
+
+def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
+    """The peak of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
+    blocks = len(profile.block_names)
+    predicted = true_peaks(profile, training, stages=1, recompute=recompute)
+    peaks = np.full((blocks + 1, blocks + 1), np.inf)
+    for start, stop in combinations(range(blocks + 1), 2):
+        peaks[start, stop] = predicted(0, start, stop)
+    return peaks
+
+
+def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
+    """For the first n devices and the first l blocks: the lowest load, and where the last of these stages starts.
+
+    None of these devices may be empty.
+    """
+    nothing = np.full(len(loads[0]), np.inf)
+    nothing[0] = 0
+    found = [(nothing, np.zeros(len(nothing), np.intp))]
+    for own in loads:
+        table = np.maximum(found[-1][0][:, None], own)
+        found.append((table.min(axis=0), table.argmin(axis=0)))
+    return found
+
+
+def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
+    """For devices n and later and blocks l and later: the lowest load, and where the first of these stages stops."""
+    nothing = np.full(len(loads[0]), np.inf)
+    nothing[-1] = 0
+    found = [(nothing, np.zeros(len(nothing), np.intp))]
+    for own in reversed(loads):
+        table = np.maximum(own, found[-1][0][None, :])
+        lowest = table.min(axis=1)
+        lowest[-1] = 0
+        found.append((lowest, table.argmin(axis=1)))
+    return found[::-1]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Run = Callable[[Plan], tuple[int, ...]]
+
+
+def profile_incrementally(
+    task: Task,
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    *,
+    recompute: Recompute = "never",
+    store: str | os.PathLike[str],
+    progress: RunProgress | None = None,
+    run: Run | None = None,
+) -> AdditiveCosts:
+    """Bytes of every block alone and added, from runs of the whole model on the devices of `cluster`.
+
+    Args:
+        profile: of `task`, by any profiler; the trainer takes shapes from it.
+        recompute: the microbatches that every stage recomputes (`pipefit.lowering.passes.recomputation`).
+        store: a JSON file of runs; results in it are used, and new ones are added after every run.
+        progress: called before every run.
+        run: trains under a plan and returns the stages' peaks; by default two steps in this process.
+
+    Raises:
+        InfeasibleError: a block does not fit alone, or not together with the one before it.
+        UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
+        FileError: the store holds other runs, or cannot be read or written.
+    """
+    blocks = len(profile.block_names)
+    planned = [intervals(edges) for edges in partitionings(blocks, len(cluster.devices))]
+    runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
+    runs.expected = len(runs.outcomes.keys() | planned)
+    measure = run or (lambda plan: train(task, plan))
+    block_bytes = _BlockBytes(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
+    for stages in planned:
+        block_bytes.attempt(stages)
+    isolated = tuple(map(block_bytes.alone, range(blocks)))
+    added = (isolated[0], *map(block_bytes.added, range(1, blocks)))
+    return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training, recompute=recompute)
+
+
+def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
+    """The peaks of `plan`'s stages in so many steps of training, in this process. An existing module is copied.
+
+    Raises:
+        OutOfMemory: a device passed its cap.
+    """
+    with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
+        trainer = Trainer(on_a_copy(task), plan, numbers=False)
+        seed_torch(0, target=plan.cluster.target)
+        for _ in range(steps):
+            trainer.step(task.batch(plan.training.batch_size))
+    peaks = trainer.trace.peak_bytes
+    return tuple(peaks[stage.device] for stage in plan.stages)
+
+
+def plan_of(
+    profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
+) -> Plan:
+    """A plan of these stages, each on the device of its number, recomputed as asked."""
+    edges = profile.edges
+    stages = tuple(
+        Stage(start=edges[a], stop=edges[b], grid=Grid.of(number)) for number, (a, b) in enumerate(intervals)
+    )
+    decisions = recompute_decisions(
+        stages,
+        edges,
+        recompute,
+        training.schedule,
+        training.microbatches,
+        shared=profile.at(training.microbatch_size).shared,
+    )
+    return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
+
+
+class _BlockBytes:
+    """Single blocks' bytes, derived from the runs; makes further runs if planned ones did not fit."""
+
+    def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:
+        self.runs, self.run = runs, run
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the other blocks go; computed when a planned run has not fitted."""
+        return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
+
+    def attempt(self, stages: Stages) -> None:
+        """Make the run, unless it was made before; if a device passes its cap, no stage is measured."""
+        self.runs.attempt(stages, lambda: self._outcome(stages))
+
+    def _outcome(self, stages: Stages) -> Outcome:
+        try:
+            return Outcome(peaks=self.run(stages))
+        except OutOfMemory as error:
+            return Outcome(peaks=(None,) * len(stages), failure=str(error))
+
+    def alone(self, block: int) -> int:
+        """Peak of a block alone on a device.
+
+        Raises:
+            InfeasibleError: every run with it alone passed a cap.
+        """
+        peak = self._measured((block, block + 1))
+        if peak is None:
+            raise self._too_large((block, block + 1))
+        return peak
+
+    def added(self, block: int) -> int:
+        """What a block adds to the blocks before it: to the most of them that were run both with it and without it.
+
+        Raises:
+            InfeasibleError: every run with it and the block before it on a device passed a cap.
+        """
+        for first in range(block):
+            without, together = self.runs.peak((first, block)), self.runs.peak((first, block + 1))
+            if without is not None and together is not None:
+                return together - without
+        for first in self._firsts(block):
+            together = self._measured((first, block + 1))
+            without = None if together is None else self._measured((first, block))
+            if together is not None and without is not None:
+                return together - without
+        raise self._too_large((block - 1, block + 1))
+
+    def _firsts(self, block: int) -> Iterator[int]:
+        """First blocks of stages to try that end with this block.
+
+        First the longest stage that fits by the profile, then shorter ones; at last the one with the lowest load, and
+        the one that holds a single block before this one.
+        """
+        loads = [
+            max(self.placement.load(first, block + 1), self.placement.load(first, block)) for first in range(block)
+        ]
+        fitting = [first for first, load in enumerate(loads) if load <= 1]
+        while fitting:
+            yield fitting[0]
+            fitting = fitting[(len(fitting) + 1) // 2 :]
+        yield loads.index(min(loads))
+        yield block - 1
+
+    def _measured(self, interval: Interval) -> int | None:
+        """The peak of these blocks as a stage, from a run of their own if there is none yet; None if it did not fit."""
+        if self.runs.peak(interval) is None:
+            self.attempt(intervals(self.placement.edges(*interval)))
+        return self.runs.peak(interval)
+
+    def _too_large(self, interval: Interval) -> InfeasibleError:
+        load = self.placement.load(*interval)
+        return self.runs.too_large(interval, f" (by the profile, the fullest would need {100 * load:.1f} % of it)")

@@ -1,0 +1,421 @@
+"""Peak against size as a chart: every value that was tried, beside the memory there is, on a logarithmic scale."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from itertools import product
+from json import dumps
+from math import log2
+from typing import NamedTuple
+
+from pipefit.errors import PipefitError
+from pipefit.lowering import step_programs
+from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.memory.arenas import moved_by_devices
+from pipefit.memory.stage import Costs
+from pipefit.memory.storages import StageStorages, message_sizes
+from pipefit.planner import Options, Question, exact, solved
+from pipefit.planner.joint import exact_in_time
+from pipefit.schema.actions import COLLECTIVE, COPIES, SENDS, Action, Kind, message_of
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import What
+from pipefit.schema.devices import Member, MemberKind
+from pipefit.schema.fit import Attempt, Fit, named_value
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.simulate import simulate
+from pipefit.simulate.timed_program import Collected, DeviceReader, exchange_of
+from pipefit.tables import kept_together
+from pipefit.texts import counted
+from pipefit.timing import Hop
+from pipefit.units import MIB, format_bytes, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# What if: other numbers of microbatches and devices, recomputation and faster links, computed with the page.
+#
+# For every point of a small grid the split of lowest peak is planned and simulated, with one device a stage
+# and microbatches of what a device of the plan computes at once: what a slider does is a plan that `pipefit
+# plan` would make with `--objective peak --data 1 --tensor 1`, and no model of it. A grid takes a second, for
+# models of many layers too; endless schedules, and models of which peaks are computed one by one for ranges
+# of blocks, have none.
+
+_MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
+_RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
+_MOST_PASSES = 1_000  # of a point: stages times microbatches
+
+
+class Axes(NamedTuple):
+    """The values of the four controls."""
+
+    microbatches: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    devices: tuple[int, ...]
+    links: tuple[float, ...]
+
+
+class Point(NamedTuple):
+    """What one choice gives: the highest peak and its budget in bytes, seconds, samples per second, part of waiting."""
+
+    peak_bytes: int
+    budget_bytes: int
+    step_seconds: float
+    samples_per_second: float
+    waiting: float
+
+
+def axes_of(plan: Plan) -> Axes | None:
+    """The grid of a plan, with its own number of microbatches and stages in it; None where there is none."""
+    known = {one.microbatch_size for one in plan.profile.measurements if one.tensor == 1}
+    if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
+        return None
+    most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
+    devices = tuple(sorted({*(count for count in _DEVICES if count <= most), min(len(plan.stages), most)}))
+    return Axes(
+        microbatches=tuple(
+            count
+            for count in sorted({*_MICROBATCHES, plan.training.microbatches})
+            if count * devices[-1] <= _MOST_PASSES or count == 1
+        ),
+        recompute=_RECOMPUTE,
+        devices=devices,
+        links=_LINKS,
+    )
+
+
+def _size(plan: Plan) -> int:
+    """The samples that a device of the plan computes at once."""
+    return plan.training.microbatch_size // plan.stages[0].grid.data
+
+
+def _question(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Question:
+    training = replace(plan.training, batch_size=microbatches * _size(plan), microbatches=microbatches)
+    options = Options(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
+    return Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
+
+
+def points(plan: Plan, axes: Axes) -> list[Point]:
+    """Every point, with the links changing fastest, then devices, recomputation and microbatches."""
+    return [point for choice in product(*axes[:3]) for point in _points(plan, *choice)]
+
+
+def _points(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Iterator[Point]:
+    """One split, beside links of every speed."""
+    made = solved(_question(plan, microbatches, recompute, devices), exact, name="exact")
+    for factor in _LINKS:
+        trace = simulate(replace(made, cluster=_faster(plan.cluster, factor)))
+        budgets = plan.cluster.budgets
+        fullest = max(trace.devices, key=lambda device: device.peak_bytes / budgets[device.device])
+        seconds = trace.step_seconds[-1]
+        used = [share for share, peak in zip(trace.utilisation(), trace.peak_bytes, strict=True) if peak]
+        yield Point(
+            peak_bytes=fullest.peak_bytes,
+            budget_bytes=budgets[fullest.device],
+            step_seconds=seconds,
+            samples_per_second=made.training.batch_size / seconds if seconds else 0.0,
+            waiting=1 - sum(used) / len(used) if used else 0.0,
+        )
+
+
+def _faster(cluster: Cluster, factor: float) -> Cluster:
+    links = (replace(link, bytes_per_second=link.bytes_per_second * factor) for link in cluster.links)
+    return replace(cluster, links=tuple(links))
+
+
+def _own(plan: Plan) -> str:
+    """What the plan itself takes, beside which positions are read; nothing where it holds no prediction."""
+    if plan.prediction is None:
+        return ""
+    pairs = zip(plan.prediction.peak_bytes, plan.cluster.budgets, strict=True)
+    peak, budget = max(pairs, key=lambda pair: pair[0] / pair[1])
+    moves = any(decision.what is not What.RECOMPUTE for decision in plan.decisions)
+    step = format_seconds(plan.prediction.step_seconds)
+    shares = any(len(stage.devices) > 1 for stage in plan.stages)
+    more = [words for is_so, words in ((moves, "it moves tensors too"), (shares, "its devices share stages")) if is_so]
+    return (
+        f" This plan takes {format_bytes(peak)} of {format_bytes(budget)} and {step} a step"
+        f"{'; ' * bool(more)}{' and '.join(more)}{', which no position does' * bool(more)}."
+    )
+
+
+def lesson(plan: Plan) -> str:
+    """The section's content: a control for each axis, figures, and the data; empty where there is no grid."""
+    axes = axes_of(plan)
+    if axes is None:
+        return ""
+    try:
+        found = points(plan, axes)
+    except PipefitError:  # this plan was made by hand, of what no planner makes
+        return ""
+    rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in found]
+    start = (
+        sum(count <= plan.training.microbatches for count in axes.microbatches) - 1,
+        int(any(decision.what is What.RECOMPUTE for decision in plan.decisions)),
+        axes.devices.index(len(plan.stages)) if len(plan.stages) in axes.devices else 0,
+        _LINKS.index(1.0),
+    )
+    names = ("microbatches", "recomputation", "devices", "links")
+    controls = "".join(
+        f'<label>{name} <input type="range" min="0" max="{len(values) - 1}" value="{place}" step="1" '
+        f'data-axis="{number}" aria-describedby="whatif"><output></output></label>'
+        for number, (name, values, place) in enumerate(zip(names, axes, start, strict=True))
+    )
+    told = [list(map(str, axes.microbatches)), list(axes.recompute), list(map(str, axes.devices))]
+    told.append([f"x {factor:g}" for factor in axes.links])
+    data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
+    return (
+        "<p>Each position is a plan for the lowest peak with one device a stage, computed when this page was made, "
+        f"with microbatches of {counted(_size(plan), 'sample')}.{kept_together(_own(plan))}</p>"
+        f'<div class="whatif">{controls}</div>'
+        '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
+        '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
+        '<p id="whatif" role="status" aria-live="polite"></p>'
+        f'<script type="application/json" id="grid">{data}</script>'
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What passes over the links of a plan's cluster in one step: messages between stages, copies by decisions,
+# and sums of gradients with what owners of parameters bring to other replicas. What ranks of tensor shards
+# exchange inside of layers is not told.
+
+
+class Stretch(NamedTuple):
+    """Bytes from one member of the cluster to another, and what they are."""
+
+    source: Member
+    target: Member
+    what: str  # messages, copies or sums
+
+
+def traffic(plan: Plan) -> dict[Stretch, int]:
+    """The bytes of a step by where they come from and go to, in the order in which they first appear.
+
+    The step is the last of those that differ. A device's own bytes in two stages of its own do not travel.
+    """
+    program, storages = step_programs(plan)[-1], [StageStorages.of(plan, n) for n in range(len(plan.stages))]
+    moved, sizes = moved_by_devices(plan, program), message_sizes(plan, program.placement, storages)
+    found = Counter[Stretch]()
+    for device, actions in enumerate(program.actions):
+        for action in actions:
+            if action.wait:
+                continue
+            if action.kind in SENDS:
+                message = message_of(device, action, program.placement)
+                stretch = Stretch(Member.device(device), Member.device(message.target), "messages")
+                found[stretch] += sizes(message)
+            elif action.kind in COPIES and action.place is not None:
+                _add_copy(found, plan, device, action, moved[device](action))
+    for hop in _sums(plan, program):
+        found[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
+    return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
+
+
+def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
+    """The hops of every collective, the way by which its seconds are reckoned."""
+    found: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
+    costs, moved = Costs.of(plan), moved_by_devices(plan, program)
+    for device, actions in enumerate(program.actions):
+        stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
+        reader = DeviceReader(device, program, plan.cluster, stages, moved[device])
+        for begun in (reader.collected(one) for one in actions if one.kind in COLLECTIVE and not one.wait):
+            found.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
+    for begun, members in found.values():
+        yield from exchange_of(plan.cluster, members, begun).hops
+
+
+def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:
+    """Add what a copy moves to each member of its place, or from there."""
+    assert action.place is not None
+    here, host = Member.device(device), plan.cluster.devices[device].host
+    for member, share in action.place.split(nbytes):
+        there = member.at(host)
+        pair = (here, there) if action.kind is Kind.OFFLOAD else (there, here)
+        found[Stretch(*pair, "copies")] += share
+
+
+# ----------------------------------------------------------------------------------------------------
+# The cluster as a picture: its devices and hosts, and what a step sends from one to the other.
+#
+# Of many devices it has only the hosts, and what passes between them.
+
+MOST = 16  # boxes in a row: devices, of more of them hosts, and more of these are told in a table alone
+_BOX, _GAP = 76, 40  # pixels
+_ABOVE, _BELOW = 36, 170  # where the middles of hosts and of devices are
+
+
+def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
+    """An SVG of a box for every device, with its stages, and an arrow for every stretch that bytes pass; of hosts where
+    there are many devices; empty for clusters that are too large for a picture.
+    """
+    row = [Member.device(number) for number in range(len(plan.cluster.devices))]
+    if len(row) > MOST:
+        flows, row = _between_hosts(plan, flows), [Member.host(number) for number in range(len(plan.cluster.hosts))]
+    if not flows or len(row) > MOST:
+        return ""
+    uses_memory = any(stretch.what == "copies" for stretch in flows)
+    spots = _spots(plan, row, flows, _BELOW if uses_memory else _ABOVE)
+    width = max(x for x, _ in spots.values()) + _BOX // 2 + 20
+    lowest = max((abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what != "copies"), default=0)
+    height = spots[row[0]][1] + 60 + lowest // 4
+    drawn = [_arrow(spots, stretch, nbytes) for stretch, nbytes in flows.items()]
+    boxes = [_box(plan, member, spot) for member, spot in spots.items()]
+    return (
+        f'<svg class="topology" viewBox="0 0 {width} {height}" width="{width}" role="img" '
+        f'aria-label="devices and hosts, and the bytes that pass between them in a step">{_HEADS}'
+        f"{''.join(drawn)}{''.join(boxes)}</svg>"
+    )
+
+
+_HEADS = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+    'markerUnits="userSpaceOnUse" orient="auto-start-reverse"><path d="M0 0L8 4L0 8z"/></marker></defs>'
+)
+
+
+def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
+    """What the devices of one host send to those of another."""
+    found = Counter[Stretch]()
+    for (source, target, what), nbytes in flows.items():
+        ends = [
+            Member.host(plan.cluster.devices[one.number or 0].host) if one.kind is MemberKind.DEVICE else one
+            for one in (source, target)
+        ]
+        if ends[0] != ends[1] and what != "copies":
+            found[Stretch(ends[0], ends[1], what)] += nbytes
+    return dict(found)
+
+
+def _spots(plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
+    """The middle of every box: those of a row at `level`, and over it the hosts and disks that are used."""
+    left = _BOX // 2 + 20
+    below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(row)}
+    used = {member for stretch in flows for member in stretch[:2]} - {*row}
+    over: dict[Member, tuple[int, int]] = {}
+    for member in sorted(used, key=lambda one: (one.kind.value != "host", one.number or 0)):
+        near = [below[d][0] for d in row if plan.cluster.devices[d.number or 0].host == member.number]
+        middle = sum(near) // len(near) if near else left
+        over[member] = (middle + (0 if member.kind is MemberKind.HOST else _BOX + _GAP), _ABOVE)
+    return over | below
+
+
+def _box(plan: Plan, member: Member, spot: tuple[int, int]) -> str:
+    x, y = spot[0] - _BOX // 2, spot[1] - 22
+    stages = [str(n) for n, stage in enumerate(plan.stages) if member.number in stage.devices]
+    is_device = member.kind is MemberKind.DEVICE
+    under = f"stage {', '.join(stages)}" if is_device and stages else "idle" if is_device else _devices(plan, member)
+    text = f'<text x="{spot[0]}" y="{spot[1] - (4 if under else -4)}">{escape(str(member))}</text>'
+    more = f'<text class="small" x="{spot[0]}" y="{spot[1] + 13}">{escape(under)}</text>' if under else ""
+    kind = member.kind.value
+    return f'<g class="{kind}"><rect x="{x}" y="{y}" width="{_BOX}" height="44" rx="6"/>{text}{more}</g>'
+
+
+def _devices(plan: Plan, member: Member) -> str:
+    """How many devices a host has, where they are not drawn."""
+    count = sum(device.host == member.number for device in plan.cluster.devices)
+    drawn = len(plan.cluster.devices) <= MOST or member.kind is not MemberKind.HOST
+    return "" if drawn else counted(count, "device")
+
+
+def _arrow(spots: dict[Member, tuple[int, int]], stretch: Stretch, nbytes: int) -> str:
+    """A curve from box to box, wider the more bytes; both directions of a pair bend to different sides."""
+    (x0, y0), (x1, y1) = spots[stretch.source], spots[stretch.target]
+    width = max(1.0, min(9.0, log2(nbytes / MIB + 1)))
+    if y0 == y1:  # two of a row: messages and sums go below, memory that is lent above
+        side = -1 if stretch.what == "copies" else 1
+        away = x1 > x0
+        bend = side * (26 + 0.22 * abs(x1 - x0) + (0 if away else 20))
+        start, end = y0 + side * 22, y1 + side * 22
+        shift = 12 if away else -12
+        path = f"M{x0 + shift} {start}Q{(x0 + x1) / 2} {start + bend * 1.6:.0f} {x1 - shift} {end}"
+    else:
+        away = y1 < y0
+        shift = -10 if away else 10
+        path = f"M{x0 + shift} {y0 + (-22 if away else 22)}L{x1 + shift} {y1 + (22 if away else -22)}"
+    told = f"{stretch.source} to {stretch.target}: {format_bytes(nbytes)} of {stretch.what} a step"
+    return (
+        f'<path class="{stretch.what}" d="{path}" stroke-width="{width:.1f}" marker-end="url(#head)">'
+        f"<title>{escape(told)}</title></path>"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _GROWTH_BELOW = 900, 320, 90, 40  # pixels
+_MOST_TICKS = 10
+
+
+def growth(fit: Fit) -> str:
+    """An SVG of the peak of the device that limits, over the value, and of that device's memory."""
+    tried = sorted(fit.tried, key=lambda attempt: attempt.value)
+    across = _Scale([float(attempt.value) for attempt in tried], _LEFT, _WIDTH - 20, fit.grown == "memory")
+    sizes = [size for attempt in tried for size in (attempt.need_bytes, attempt.budget_bytes)]
+    up = _Scale([float(size) for size in sizes], _HEIGHT - _GROWTH_BELOW, 20, True)
+    budget = _line(across, up, [(one.value, one.budget_bytes) for one in tried], "cap")
+    peak = _line(across, up, [(one.value, one.need_bytes) for one in tried], "soft-line")
+    points = "".join(_point(fit, across, up, one) for one in tried)
+    return (
+        f'<svg class="growth" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="peak of the '
+        f'fullest device over {escape(fit.grown)}, beside its memory">{_levels(up, sizes)}{_values(fit, across, tried)}'
+        f"{budget}{peak}{points}</svg>"
+    )
+
+
+class _Scale:
+    """From values to pixels between `begin` and `end`, by their logarithms if so asked."""
+
+    def __init__(self, values: Sequence[float], begin: float, end: float, logarithmic: bool) -> None:
+        self._logarithmic, self._begin = logarithmic, begin
+        low, high = self._of(min(values)), self._of(max(values))
+        spare = 0.06 * (high - low) or 0.5
+        self._low, self._factor = low - spare, (end - begin) / (high - low + 2 * spare)
+
+    def _of(self, value: float) -> float:
+        return log2(max(value, 1.0)) if self._logarithmic else value
+
+    def __call__(self, value: float) -> float:
+        return self._begin + (self._of(value) - self._low) * self._factor
+
+
+def _line(across: _Scale, up: _Scale, points: Sequence[tuple[int, int]], kind: str) -> str:
+    path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+    return f'<polyline class="{kind}" fill="none" points="{path}"/>'
+
+
+def _point(fit: Fit, across: _Scale, up: _Scale, attempt: Attempt) -> str:
+    told = (
+        f"{fit.named(attempt.value)}, {attempt.parameters:,} parameters: device {attempt.device} needs "
+        f"{format_bytes(attempt.need_bytes)} of {format_bytes(attempt.budget_bytes)}, which "
+        f"{'fits' if attempt.fits else 'does not fit'}"
+    )
+    x, y = across(attempt.value), up(attempt.need_bytes)
+    kind = "good" if attempt.fits else "bad"
+    best = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if attempt.value == fit.best.value else ""
+    return f'{best}<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(told)}</title></circle>'
+
+
+def _levels(up: _Scale, sizes: Sequence[int]) -> str:
+    """Lines at powers of two, a few of them."""
+    first, last = min(sizes).bit_length() - 1, max(sizes).bit_length()
+    ticks = [1 << power for power in range(first, last + 1, 1 + (last - first) // _MOST_TICKS)]
+    inside = [tick for tick in ticks if 12 < up(tick) < _HEIGHT - _GROWTH_BELOW]
+    return "".join(
+        f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
+        f'<text class="soft" x="4" y="{up(tick) + 4:.1f}">{format_bytes(tick)}</text>'
+        for tick in inside
+    )
+
+
+def _values(fit: Fit, across: _Scale, tried: Sequence[Attempt]) -> str:
+    """The values below the chart, of those that are too close the first; and what they are."""
+    shown, last = [], -1e9
+    for attempt in tried:
+        x = across(attempt.value)
+        if x - last > 64:
+            shown.append(
+                f'<text class="soft" x="{x:.1f}" y="{_HEIGHT - 22}">{named_value(fit.grown, attempt.value)}</text>'
+            )
+            last = x
+    return f'{"".join(shown)}<text x="{_LEFT}" y="{_HEIGHT - 5}">{escape(fit.grown)}</text>'

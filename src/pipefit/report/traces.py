@@ -1,0 +1,246 @@
+"""A trace as text: how long a step took, and how full each device was when it was fullest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipefit.errors import UsageError
+from pipefit.schema.answers import CompareAnswer
+from pipefit.schema.plan import TIGHT, fullness
+from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
+from pipefit.tables import Block, Shown, Table
+from pipefit.texts import counted
+from pipefit.units import format_bytes, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# Predicted beside measured: accuracy is a subtraction of two traces.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceComparison:
+    """One device's peaks, in bytes."""
+
+    device: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        """Measured above predicted: positive where the prediction was too low."""
+        return self.measured_bytes - self.predicted_bytes
+
+    @property
+    def difference(self) -> float | None:
+        """The same, as a share of what was measured; None where nothing was."""
+        return self.difference_bytes / self.measured_bytes if self.measured_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Shown):
+    """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times.
+
+    `predicted_estimated` and `measured_estimated` say which of the seconds come of estimated seconds of layers.
+    """
+
+    predicted_source: str
+    measured_source: str
+    devices: tuple[DeviceComparison, ...]
+    predicted_seconds: float | None
+    measured_seconds: float | None
+    predicted_estimated: bool
+    measured_estimated: bool
+
+    def __repr__(self) -> str:
+        """A line: what is compared, and by how much peaks are apart at most."""
+        apart = max((abs(row.difference_bytes) for row in self.devices), default=0)
+        sources, devices = (
+            f"{self.predicted_source} beside {self.measured_source}",
+            counted(len(self.devices), "device"),
+        )
+        return f"<Comparison: {sources}, {devices}, peaks at most {format_bytes(apart)} apart>"
+
+    def as_json(self) -> CompareAnswer:
+        """Plain data, the shape of `pipefit compare --json`."""
+        return {
+            "predicted": {
+                "source": self.predicted_source,
+                "step_seconds": self.predicted_seconds,
+                "estimated": self.predicted_estimated,
+            },
+            "measured": {
+                "source": self.measured_source,
+                "step_seconds": self.measured_seconds,
+                "estimated": self.measured_estimated,
+            },
+            "devices": [
+                {
+                    "device": row.device,
+                    "predicted_bytes": row.predicted_bytes,
+                    "measured_bytes": row.measured_bytes,
+                    "difference_bytes": row.difference_bytes,
+                    "difference": row.difference,
+                }
+                for row in self.devices
+            ],
+        }
+
+
+def compare(predicted: Trace, measured: Trace) -> Comparison:
+    """Peaks and step seconds of two traces, device by device.
+
+    Raises:
+        UsageError: they are traces of different devices.
+    """
+    ours, theirs = ({device.device: device.peak_bytes for device in trace.devices} for trace in (predicted, measured))
+    if ours.keys() != theirs.keys():
+        raise UsageError(
+            f"the traces are of different devices, {_list(ours)} and {_list(theirs)}: compare two traces of one plan"
+        )
+    rows = (DeviceComparison(device=d, predicted_bytes=ours[d], measured_bytes=theirs[d]) for d in sorted(ours))
+    return Comparison(
+        predicted_source=predicted.source,
+        measured_source=measured.source,
+        devices=tuple(rows),
+        predicted_seconds=predicted.last_seconds,
+        measured_seconds=measured.last_seconds,
+        predicted_estimated=predicted.estimated,
+        measured_estimated=measured.estimated,
+    )
+
+
+def describe_comparison(comparison: Comparison) -> list[Block]:
+    """A row for each device, and a sentence on time."""
+    rows = tuple(
+        (
+            str(row.device),
+            format_bytes(row.predicted_bytes),
+            format_bytes(row.measured_bytes),
+            f"{row.difference_bytes:+d}",
+            "-" if row.difference is None else f"{100 * row.difference:+z.2f} %",
+        )
+        for row in comparison.devices
+    )
+    columns = (
+        "device",
+        f"peak, {comparison.predicted_source}",
+        f"peak, {comparison.measured_source}",
+        "bytes apart",
+        "%",
+    )
+    return [Table(columns, rows), _time(comparison)]
+
+
+def _time(comparison: Comparison) -> str:
+    ours, theirs = comparison.predicted_seconds, comparison.measured_seconds
+    if ours is None or theirs is None:
+        return "step time: not compared, because a dry run has no times"
+    apart = f" ({100 * (theirs / ours - 1):+z.1f} %)" if ours else ""
+    return (
+        f"step time: {format_seconds(ours)} {comparison.predicted_source}{_how(comparison.predicted_estimated)}, "
+        f"{format_seconds(theirs)} {comparison.measured_source}{_how(comparison.measured_estimated)}{apart}"
+    )
+
+
+def _how(estimated: bool) -> str:
+    return " by estimates" if estimated else ""
+
+
+def _list(devices: dict[int, int]) -> str:
+    """The numbers of the devices: all of them, or how many there are and the first."""
+    numbers = sorted(devices)
+    some = ", ".join(map(str, numbers[:8])) or "none"
+    return some if len(numbers) <= 8 else f"{len(numbers)} of them ({some}, ...)"
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def describe_trace(trace: Trace) -> list[Block]:
+    """Source, steps and times; a row for each device; and what held the bytes at the peaks."""
+    busy = trace.utilisation() if trace.step_seconds else (0.0,) * len(trace.devices)
+    rows = tuple(_device_row(trace, device, share) for device, share in zip(trace.devices, busy, strict=True))
+    peaks = Table(("device", "peak", "budget", "full", "step", "at action", "computing"), rows)
+    return [_head(trace), peaks, _categories(trace), *_allocators(trace)]
+
+
+def _head(trace: Trace) -> str:
+    steps = counted(trace.steps, "step")
+    if not trace.has_clock or not trace.step_seconds:
+        return f"{trace.source}: {steps}, without times"
+    estimated = ", by estimated seconds of layers" if trace.estimated else ""
+    return f"{trace.source}: {steps}, the last one {format_seconds(trace.step_seconds[-1])}{estimated}"
+
+
+def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, ...]:
+    peak = device.peak
+    return (
+        str(device.device),
+        format_bytes(device.peak_bytes),
+        format_bytes(device.budget_bytes),
+        fullness(device.peak_bytes / device.budget_bytes, tight=False) if device.budget_bytes else "-",
+        str(peak.step) if peak else "-",
+        peak.action if peak else "-",
+        f"{100 * share:.0f} %" if trace.has_clock else "-",
+    )
+
+
+def _categories(trace: Trace) -> Table:
+    """Bytes by category at each device's peak, without the categories that are empty on all devices."""
+    peaks = [device.peak.by_category if device.peak else {} for device in trace.devices]
+    used = [category for category in CATEGORIES if any(category in peak for peak in peaks)]
+    rows = tuple(
+        (str(device.device), *(format_bytes(peak.get(category, 0)) for category in used))
+        for device, peak in zip(trace.devices, peaks, strict=True)
+    )
+    return Table(("device", *(category.value for category in used)), rows, title="at the peak")
+
+
+def _allocators(trace: Trace) -> list[Block]:
+    """What a GPU's allocator holds at most, and what the process takes besides, which was not measured in training."""
+    known = [(device, device.allocator) for device in trace.devices if device.allocator]
+    if not known:
+        return []
+    of_tensors = ("device", "requested", "allocated", "reserved")
+    of_a_process = ("of that cuBLAS", "context", "communicators", "process", "full")
+    measured = trace.source == "measured"
+    rows = tuple(
+        (
+            str(device.device),
+            *(format_bytes(size) for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)),
+            *(() if measured else _process(peaks, device.budget_bytes)),
+            str(peaks.retries) if peaks.fits else "out of memory",
+        )
+        for device, peaks in known
+    )
+    columns = (*of_tensors, *(() if measured else of_a_process), "cache emptied")
+    settings = known[0][1].settings or "default"
+    table = Table(columns, rows, title=f"what a GPU holds at most (caching allocator: {settings} settings)")
+    return [table, *_shortage(trace)]
+
+
+def _process(peaks: AllocatorPeaks, memory: int) -> tuple[str, ...]:
+    """What a process takes besides what its allocator has reserved."""
+    return (
+        _times(peaks.workspaces, peaks.workspace_bytes),
+        format_bytes(peaks.context_bytes),
+        _times(peaks.communicators, peaks.communicator_bytes),
+        format_bytes(peaks.process_bytes),
+        _full(peaks.process_bytes, memory),
+    )
+
+
+def _full(process: int, memory: int) -> str:
+    """How full a GPU is with its whole process."""
+    return fullness(process / memory, tight=process >= TIGHT * memory) if memory else "-"
+
+
+def _shortage(trace: Trace) -> Iterator[str]:
+    """Which device has too little memory for its process, by how much, and what to plan with."""
+    worst = max(trace.devices, key=lambda device: device.lack_bytes)
+    if worst.lack_bytes and worst.allocator:
+        yield f"Out of memory: {worst.shortage}. To fit, {worst.remedy}."
+
+
+def _times(count: int, nbytes: int) -> str:
+    return f"{count} x {format_bytes(nbytes)}" if count and nbytes else "-"

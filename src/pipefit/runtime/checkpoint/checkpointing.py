@@ -1,0 +1,372 @@
+"""The checkpoints of a trainer: what it saves, as one of several workers or alone, and what it goes on from."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipefit.checkpoints.folders import Candidates, Checkpoint, whole
+from pipefit.checkpoints.hold import Owner, new_owner, restarted_since, utc
+from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
+from pipefit.checkpoints.plain import load_weights
+from pipefit.errors import (
+    DamagedCheckpoint,
+    FileError,
+    OutOfMemory,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    SaveFailed,
+    UsageError,
+    in_one_line,
+)
+from pipefit.lowering import whole_run
+from pipefit.memory.arenas import arenas_of, snapshot_shortage
+from pipefit.runtime.checkpoint.restoring import (
+    Snapshot,
+    check_task,
+    check_weight,
+    read_for,
+    restore,
+    snapshot,
+    stage_state_of,
+    whole_likes,
+)
+from pipefit.runtime.checkpoint.saver import OnSave, Saved, Saver, Target
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.hardware import free_bytes
+from pipefit.runtime.state import Names, Ranks, StageState, Told
+from pipefit.schema.file_access import path_of
+from pipefit.schema.json_text import adapter
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Category
+from pipefit.schema.validation import whole as whole_number
+from pipefit.texts import printable
+from pipefit.units import format_bytes
+from pipefit.version import __version__
+
+OnFailedSave = Callable[[SaveFailed], None]
+
+
+class Checkpointing:
+    """Saves and loads what a process trains. Of replicas the first one's state is stored, of what they divide each
+    owner's, and all take it up. Tensors that the ranks of a tensor group divide are stored whole, by the first of them.
+
+    Args:
+        runners: of the devices that this process runs.
+        names: under which tensors are stored.
+        workers: how many processes train together.
+        rank: of this one.
+        on_save: called with whether this process waits for others, again and again in a save.
+        on_load: the same where it loads.
+        on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
+        owner: the run that trains; a new training's unless given.
+        held: a folder that another process holds for it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runners: Sequence[DeviceRunner],
+        names: Names,
+        *,
+        workers: int,
+        rank: int,
+        on_save: OnSave,
+        on_load: OnSave,
+        on_failed_save: OnFailedSave | None,
+        owner: Owner | None = None,
+        held: Path | None = None,
+    ) -> None:
+        self.plan, self.runners, self.names = plan, runners, names
+        self._all = [stage for runner in runners for stage in runner.stages.values()]
+        self._ranks = _by_replica(runners)
+        self._alone = workers == 1
+        device = self._all[0].device if workers > 1 else torch.device("cpu")
+        self._rank, self._saver = rank, Saver(rank, workers, device, on_save)
+        self._on_failed_save = on_failed_save or _warn
+        self._on_load = on_load
+        self.owner, self._held = owner or new_owner(plan.headline), held
+        self._first, self._damaged = 0, list[Path]()  # steps before this run, and checkpoints that it passed over
+        self._stands_still = False  # whether it has been told that there is no room for copies
+        self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
+
+    @property
+    def saved(self) -> Saved | None:
+        """The last save that has begun."""
+        return self._saver.last
+
+    def save(self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool) -> None:
+        """Begin to save the state after `step` batches; `background` lets training go on while it is written.
+
+        Raises:
+            FileError: the checkpoint cannot be begun, on this worker or another.
+            UsageError: something that is trained cannot be written; names it.
+        """
+        if keep is not None:
+            whole_number("keep", keep, 1)
+        devices = {number: stage.devices[0] for number, stage in enumerate(self.plan.stages)}
+        scale = self._scale()
+        seed = self._all[0].seed
+        folder = path_of(directory)
+        target = Target(
+            directory=folder,
+            step=step,
+            keep=keep,
+            owner=self.owner,
+            first=self._first,
+            aside=self._damaged,
+            held=self._held == folder,
+        )
+        self._saver.save(
+            target,
+            lambda: snapshot(self._ranks, self.names, devices, self._rank, once=True),
+            self._shortage,
+            lambda parts: self._manifest(parts, step, seed, scale),
+            background=background,
+        )
+        if self.saved is not None and self.saved.shortage and not self._stands_still:
+            self._stands_still = True
+            warnings.warn(self.saved.shortage, PipefitWarning, stacklevel=3)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole, or has failed; all workers call it together."""
+        self._saver.wait()
+
+    def tell_failures(self) -> None:
+        """Tell which saves have failed since the last call."""
+        for failure in self._saver.failures():
+            self._on_failed_save(failure)
+
+    def release(self) -> None:
+        """Let other trainings save to the folders of this one."""
+        self._saver.release()
+
+    def resume(self, directory: Path) -> int | None:
+        """Hold a folder for this training, and take up the newest checkpoint in it; the batches that it has taken, or
+        None if there is none. All workers call it together.
+
+        Raises:
+            FileError: another training holds it, or worker 0 could not; or as `load`.
+            OutOfMemory: the optimizer's state does not fit a device.
+            UsageError: the checkpoint was trained with another seed.
+        """
+        self.wait()
+        error, steps = None, 0
+        if self._rank == 0 and self._held != directory:
+            try:
+                self._saver.hold(directory, self.owner)
+                steps = len(whole(directory))
+            except FileError as failed:
+                error = failed
+        if self._saver.which(error is not None, self._on_load):
+            raise error or FileError(f"worker 0 cannot hold {printable(str(directory))}, and tells why")
+        there = self._saver.which(bool(steps), self._on_load)
+        return self.load(directory, seed=self._all[0].seed) if there else None
+
+    def load(self, path: str | os.PathLike[str], *, seed: int | None = None) -> int:
+        """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
+
+        Raises:
+            FileError: there is none; it is damaged, or of another task, or of a training that took the folder while
+                torchrun started this one again.
+            OutOfMemory: the optimizer's state does not fit a device.
+            UsageError: it was trained with another seed than `seed`, if one is given.
+        """
+        self.wait()
+        candidates = Candidates(path)
+        checkpoint, tensors = self._read(candidates, seed)
+        manifest = checkpoint.manifest
+        try:
+            restore(checkpoint, tensors, self._all, self.names)
+        except (PipefitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever an optimizer or scheduler makes of values that it has not written
+            raise FileError(
+                f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this task's "
+                f"optimizer and scheduler ({in_one_line(error)})"
+            ) from error
+        for runner in self.runners:
+            _count(runner)
+        self.owner = replace(self.owner, training=manifest.owner.training)
+        self._first, self._damaged = manifest.step, candidates.damaged
+        return manifest.step
+
+    def _read(self, candidates: Candidates, seed: int | None) -> tuple[Checkpoint, dict[str, Tensor]]:
+        """The newest checkpoint that all workers can read, and what this one needs of it."""
+        while True:
+            checkpoint = candidates.take()
+            step = checkpoint.manifest.step
+            steps = self._saver.exchanged(step, self._on_load)
+            if step > min(steps):
+                candidates.pass_over(DamagedCheckpoint(f"worker {steps.index(min(steps))} cannot read it"))
+            if max(steps) > min(steps):
+                continue
+            try:
+                check_task(checkpoint, self.plan.profile)
+                self._check_run(checkpoint)
+                _check_seed(checkpoint, seed)
+                error, tensors = None, read_for(checkpoint, self._all, self.names)
+            except DamagedCheckpoint as damage:
+                error, tensors = damage, {}
+            failed = self._saver.which(error is not None, self._on_load)
+            if not failed:
+                return checkpoint, tensors
+            if error is None and candidates.named:
+                raise PeerLost(f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}, and says why")
+            candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
+
+    def _check_run(self, checkpoint: Checkpoint) -> None:
+        """Check that a start by torchrun goes on from no checkpoint that another training has saved meanwhile.
+
+        Raises:
+            FileError: it does.
+        """
+        manifest, since = checkpoint.manifest, restarted_since()
+        if self._rank or since is None or manifest.owner.run == self.owner.run or manifest.saved_seconds < since:
+            return
+        raise FileError(
+            f"{printable(str(checkpoint.folder))} is of another training, {manifest.owner}, which saved it at "
+            f"{utc(manifest.saved_seconds)}, after this one had begun: give each training a folder of its own"
+        )
+
+    def state(self) -> StageState:
+        """The state of this process's stages; of replicas that it runs, what is stored. Workers of a tensor group ask
+        together.
+        """
+        return self.told().state
+
+    def told(self) -> Told:
+        """The same, with what layers hold that is no state."""
+        return Told.of([ranks for _, ranks in self._ranks], once=self._alone)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that this process would store, by their keys; workers of a tensor group ask together."""
+        devices = {number: 0 for number, _ in self._ranks}
+        return dict(snapshot(self._ranks, self.names, devices, self._rank, once=self._alone).tensors)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.
+
+        Raises:
+            FileError: there is no such file, it is damaged, or its tensors are not those of the model.
+        """
+        needed = {name: like for stage in self._all for name, like in whole_likes(stage).tensors.items()}
+        own = {self.names.stored[name] for name in needed}
+        found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
+        known = {self.names.stored[name]: tensor for name, tensor in found.items()}
+        for name, into in needed.items():
+            check_weight(path, name, known.get(self.names.stored[name]), into)
+        self.take_up(known)
+
+    def take_up(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors by their keys, as `tensors` has them, or parameters and buffers alone, by any of their names.
+
+        Raises:
+            UsageError: one is missing, or has another shape.
+        """
+        self.load_state(stage_state_of(tensors, self.names))
+
+    def load_state(self, state: StageState) -> None:
+        """Load a state of whole tensors.
+
+        Raises:
+            UsageError: a tensor is missing, or has another shape.
+        """
+        state.load_into(self._all)
+        for runner in self.runners:
+            _count(runner)
+
+    def _shortage(self, found: Snapshot) -> str:
+        """Why there is no room for a copy of what is saved: in the plan's hosts, or in this one's memory just now."""
+        needed, free = found.nbytes * self._beside, free_bytes()
+        missing = self._plan_shortage or (
+            f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up to "
+            f"{format_bytes(needed)}"
+            if needed > free
+            else ""
+        )
+        return missing and f"{missing}: training stands still while a checkpoint is written"
+
+    @cached_property
+    def _plan_shortage(self) -> str:
+        return snapshot_shortage(self.plan, arenas_of(self.plan, whole_run(self.plan)))
+
+    def _scale(self) -> ScaleState | None:
+        scales = (stage.agreement.scale for stage in self._all if stage.agreement is not None)
+        scale = next(iter(scales), None)
+        return None if scale is None else ScaleState(value=scale.value, quiet=scale.quiet)
+
+    @cached_property
+    def _plan_digest(self) -> str:
+        return sha256(adapter(Plan).dump_json(self.plan)).hexdigest()
+
+    def _manifest(self, parts: Sequence[Part], step: int, seed: int, scale: ScaleState | None) -> Manifest:
+        return Manifest(
+            pipefit_version=__version__,
+            torch_version=str(torch.__version__),
+            owner=self.owner,
+            saved_seconds=time.time(),
+            step=step,
+            seed=seed,
+            model=self.plan.profile.fingerprint,
+            plan=self._plan_digest,
+            schedule=self.plan.training.schedule,
+            stages=tuple(sorted((s for part in parts for s in part.stages), key=lambda stage: stage.start)),
+            loss_scale=scale,
+            shards=tuple(part.shard for part in parts),
+            tensors=tuple(tensor for part in parts for tensor in part.tensors),
+            aliases=self.names.aliases,
+            groups=tuple(group for part in parts for group in part.groups),
+            numbers=tuple(numbers for part in parts for numbers in part.numbers),
+            scheduler=joined_settings([part.scheduler for part in parts if part.scheduler is not None]),
+        )
+
+
+def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
+    """Check that a script which is started again goes on with its own seed, by which it draws its batches too.
+
+    Raises:
+        UsageError: the checkpoint was trained with another one.
+    """
+    trained = checkpoint.manifest.seed
+    if seed not in (None, trained):
+        raise UsageError(
+            f"{printable(str(checkpoint.folder))} was trained with seed {trained}, and this training has seed {seed}: "
+            "give it that seed to go on (Trainer.load takes the checkpoint's), or save to another folder"
+        )
+
+
+def _warn(failure: SaveFailed) -> None:
+    warnings.warn(str(failure), PipefitWarning, stacklevel=4)
+
+
+def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
+    """For every replica of a stage that is here, the number of the stage and those of its ranks that are here."""
+    found: dict[tuple[int, int], list[StageRunner]] = {}
+    for runner in runners:
+        for number, stage in runner.stages.items():
+            found.setdefault((number, stage.replica), []).append(stage)
+    return [(number, ranks) for (number, _), ranks in found.items()]
+
+
+def _count(runner: DeviceRunner) -> None:
+    """Count the optimizer's state that has been loaded on the runner's device."""
+    if runner.meter is None:
+        return
+    try:
+        for stage in runner.stages.values():
+            runner.meter.tag(stage.optimizer_state(), Category.OPTIMIZER)
+    except torch.OutOfMemoryError as error:
+        named = "; ".join(runner.plan.profile.named(s.start, s.stop) for s in runner.stages.values())
+        raise OutOfMemory(f"{error} (a checkpoint's optimizer state, {named})") from error

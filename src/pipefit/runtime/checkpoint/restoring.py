@@ -1,0 +1,427 @@
+"""Takes a checkpoint up into the stages of a process, whatever plan it was saved under.
+
+Every stage reads its own tensors, by the names of the original module. All else that decides the next step comes with
+them: the optimizer's options, the scheduler's state, the loss scale, the seed, and the number of batches that have been
+taken, by which random draws go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.checkpoints.folders import Checkpoint
+from pipefit.checkpoints.manifest import (
+    DTYPES,
+    GroupSettings,
+    Kind,
+    Manifest,
+    ParameterNumbers,
+    Part,
+    Scalar,
+    Setting,
+    Shard,
+    StoredTensor,
+    TrainedStage,
+    joined_settings,
+    tensor_key,
+)
+from pipefit.errors import FileError, UsageError
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.optim.half_precision import MasterWeights
+from pipefit.runtime.optim.settings import options_of, scalar, state_of, take_options, take_state
+from pipefit.runtime.state import Names, Ranks, StageState, Told, held_by
+from pipefit.schema.profile import ModelProfile, differences
+from pipefit.texts import dtype_name, printable
+
+# ----------------------------------------------------------------------------------------------------
+# A snapshot of what a process trains: its tensors on the host, and the settings that go into a checkpoint
+# with them.
+#
+# It is taken between two steps, so that training may go on while it is written. It takes as many bytes of the
+# host's memory as the tensors have.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of some stages: `tensors` by their keys, and the settings."""
+
+    tensors: dict[str, Tensor]
+    stored: tuple[StoredTensor, ...]
+    stages: tuple[TrainedStage, ...]
+    groups: tuple[GroupSettings, ...]
+    numbers: tuple[ParameterNumbers, ...]
+    scheduler: dict[str, Setting] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def part(self, shard: Shard) -> Part:
+        """What the worker contributes to the manifest, when its tensors are in `shard`."""
+        return Part(
+            shard=shard,
+            tensors=self.stored,
+            stages=self.stages,
+            groups=self.groups,
+            numbers=self.numbers,
+            scheduler=self.scheduler,
+        )
+
+
+def snapshot(
+    stages: Sequence[tuple[int, Ranks]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
+) -> Snapshot:
+    """The present state of `stages`, each with its number, as it is: `copied` makes it independent of the training.
+
+    Several of one number are replicas of a stage. Of each tensor that they have, `once` takes the one that is stored.
+    Workers that have ranks of one replica ask together; with `once`, the first of them has it all.
+
+    Raises:
+        UsageError: something cannot be written: a tensor's dtype or layout, an option, a scheduler's state. Names it.
+    """
+    found = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
+    kept = [(number, stage, told) for number, stage, told in found if not once or stage.is_first_rank]
+    told = Told.joined([told for _, _, told in kept])
+    runners = [stage for _, stage, _ in kept]
+    telling = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
+    first = [(number, stage) for number, stage, _ in kept if not once or stage.replica == 0]
+    tensors: dict[str, Tensor] = {}
+    stored = []
+    for kind, name, state, tensor in _tensors(told, runners, names):
+        tensors[tensor_key(kind, name, state)] = _checked(tensor, tensor_key(kind, name, state))
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        stored.append(StoredTensor(name=name, kind=kind, state=state, shard=rank, dtype=dtype, shape=shape))
+    groups, scheduler = _groups(telling, names)
+    return Snapshot(
+        tensors=tensors,
+        stored=tuple(stored),
+        stages=tuple(
+            TrainedStage(start=stage.start, stop=stage.stop, device=devices[number], batches=stage.batch_number)
+            for number, stage in first
+        ),
+        groups=groups,
+        numbers=tuple(
+            ParameterNumbers(
+                name=name, values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()}
+            )
+            for name, values in told.state.numbers.items()
+            if values and _stores(runners, names, name)
+        ),
+        scheduler=scheduler,
+    )
+
+
+def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Copies of tensors in the host's memory; `progress` is called before each.
+
+    Each is taken out of `tensors`, so that what is away, and was read for this alone, is freed as it is copied.
+    """
+    found = dict[str, Tensor]()
+    for key in list(tensors):
+        progress()
+        found[key] = tensors.pop(key).detach().to("cpu", copy=True)
+    return found
+
+
+def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
+    """What a stage's optimizer works on, parameters or their float32 copies, each with the name it is stored under."""
+    found = dict[Tensor, str]()
+    for layer in stage.layers:
+        for local, tensor in layer.module.state_dict(keep_vars=True).items():
+            found[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
+    return found
+
+
+def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
+    """Kind, name, name in the optimizer, and every tensor that these stages have told and store, each once."""
+    state = told.state
+    own = [name for name in state.tensors if _stores(stages, names, name)]
+    yield from (("model", name, "", state.tensors[name]) for name in own)
+    yield from (("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights)
+    for name in own:
+        yield from (("optimizer", name, key, tensor) for key, tensor in state.optimizer.get(name, {}).items())
+    yield from (("held", name, "", tensor) for name, tensor in told.held.items())
+
+
+def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:
+    return any(names.are_of(name, stage.start, stage.stop) for stage in stages)
+
+
+def _groups(stages: Sequence[StageRunner], names: Names) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
+    """The settings of every parameter group, and what the schedulers keep for all groups together."""
+    found: list[GroupSettings] = []
+    known: list[dict[str, Setting]] = []
+    for stage in stages:
+        if stage.optimizer is None:
+            continue
+        groups, named = stage.optimizer.param_groups, named_parameters(stage, names)
+        scheduled: list[dict[str, Setting]] = [{} for _ in groups]
+        if stage.scheduler is not None:
+            common, scheduled = state_of(stage.scheduler, len(groups))
+            known.append(common)
+        for group, own in zip(groups, scheduled, strict=True):
+            parameters = tuple(named[parameter] for parameter in group["params"])
+            options = options_of(group, f"the optimizer {_optimizer_name(stage)}")
+            found.append(GroupSettings(parameters=parameters, options=options, scheduled=own))
+    return tuple(found), joined_settings(known)
+
+
+def _optimizer_name(stage: StageRunner) -> str:
+    optimizer = stage.optimizer
+    return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
+
+
+def _checked(tensor: Tensor, key: str) -> Tensor:
+    """The tensor, if a shard can hold it.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    dtype = dtype_name(tensor.dtype)
+    if tensor.layout != torch.strided or dtype not in DTYPES or tensor.is_quantized:
+        raise UsageError(
+            f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which no checkpoint can hold: it takes "
+            f"dense tensors of {', '.join(DTYPES)}"
+        )
+    return tensor
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
+    """Check that a checkpoint is of the task of `profile`.
+
+    Raises:
+        FileError: it is of another; says what differs.
+    """
+    found = differences(checkpoint.manifest.model, profile.fingerprint, profile.layers)
+    if found:
+        raise FileError(
+            f"{_named(checkpoint)} is of another training than that of {profile.model}: it was made for "
+            f"{'; '.join(found)}: load it into its own task, or take up its weights alone (load_state_dict)"
+        )
+
+
+def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> dict[str, Tensor]:
+    """The tensors of `checkpoint` that `stages` need, by their keys.
+
+    Raises:
+        DamagedCheckpoint: a shard is missing or damaged.
+    """
+    own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
+    held = {name for stage in stages for name in _held_likes(stage)}
+    return checkpoint.read([t for t in checkpoint.manifest.tensors if t.name in (held if t.kind == "held" else own)])
+
+
+def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names) -> None:
+    """Give `stages` the state of `checkpoint`, which has been checked to be of their task; `tensors` are those that
+    they need of it.
+
+    Raises:
+        FileError: it lacks what the stages need; says what.
+    """
+    manifest = checkpoint.manifest
+    for stage in stages:
+        _check_batches(checkpoint, stage)
+        _check_scale(checkpoint, stage)
+    held = {name: like for stage in stages for name, like in _held_likes(stage).items()}
+    state = stage_state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
+    for stage in stages:
+        _check_tensors(checkpoint, stage, state)
+    for name, into in held.items():
+        _check_like(checkpoint, name, tensors.get(tensor_key("held", name)), into)
+    for stage in stages:
+        _check_constants(checkpoint, stage, tensors)
+        _take_groups(checkpoint, stage, names)
+    state.load_into(stages, replace=True)
+    for stage in stages:
+        _take_held(stage, tensors)
+        _take_rest(manifest, stage)
+
+
+def stage_state_of(
+    tensors: Mapping[str, Tensor], names: Names, numbers: Mapping[str, Mapping[str, Scalar]] | None = None
+) -> StageState:
+    """The state that tensors are, by their keys, under all names that they have in the model."""
+    masters, kept, model = dict[str, Tensor](), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if key in names.stored:
+            model[key] = tensor
+        elif kind == "master":
+            masters[rest] = tensor
+        elif kind == "optimizer":
+            name, _, state = rest.rpartition("/")
+            kept.setdefault(name, {})[state] = tensor
+    for name in numbers or {}:
+        kept.setdefault(name, {})
+
+    def under_all_names(found: Mapping[str, Any]) -> dict[str, Any]:
+        of_stored = {names.stored[name]: value for name, value in found.items() if name in names.stored}
+        return {name: of_stored[stored] for name, stored in names.stored.items() if stored in of_stored}
+
+    return StageState(
+        tensors=under_all_names(model),
+        optimizer=under_all_names(kept),
+        master_weights=under_all_names(masters),
+        numbers=under_all_names(numbers or {}),
+    )
+
+
+def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
+    """Check that a tensor of a file can become `into`, the model's; other floating-point numbers are cast.
+
+    Raises:
+        FileError: it is missing, or of another shape or kind of numbers.
+    """
+    source = printable(os.fspath(path))
+    if found is None:
+        raise FileError(f"{source} does not fit the model: it has no {name}, of shape {tuple(into.shape)}")
+    if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
+        raise FileError(
+            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
+            f"{into.dtype} and {tuple(into.shape)} are needed"
+        )
+
+
+def _both_floating(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() and other.is_floating_point()
+
+
+def whole_likes(stage: StageRunner) -> StageState:
+    """The state of a stage as tensors without memory, of the dtypes and whole shapes of its own."""
+    present = StageState.of([stage])
+    return present.of_tensors({entry: _like(stage, entry.name, own) for entry, own in present.entries().items()})
+
+
+def _held_likes(stage: StageRunner) -> dict[str, Tensor]:
+    """The same of what its layers hold that no state dict has."""
+    held = {name: own for layer in stage.layers for name, own in held_by(stage, layer).items()}
+    return {name: _like(stage, name, own) for name, own in held.items()} | _constants(stage)
+
+
+def _like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
+    shape = own.shape if stage.shards is None else stage.shards.whole_shape(name, own)
+    return torch.empty(shape, dtype=own.dtype, device="meta")
+
+
+def _constants(stage: StageRunner) -> dict[str, Tensor]:
+    """What whole layers hold as plain attributes, where the stage has layers of a rank, which have it in their code."""
+    known = {} if stage.shards is None else stage.shards.constants
+    return {name: tensor for layer in stage.layers for name, tensor in known.get(layer.name, {}).items()}
+
+
+def _check_tensors(checkpoint: Checkpoint, stage: StageRunner, state: StageState) -> None:
+    """Check that every tensor that a stage needs is there, in its dtype and shape, before any is changed."""
+    present = whole_likes(stage)
+    for kind, have, need in (
+        ("", state.tensors, present.tensors),
+        ("the master copy of ", state.master_weights, present.master_weights),
+    ):
+        for name, into in need.items():
+            _check_like(checkpoint, f"{kind}{name}", have.get(name), into)
+
+
+def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: Tensor) -> None:
+    if found is None:
+        raise FileError(f"{_named(checkpoint)} does not fit the model: {what} is missing")
+    if found.shape != into.shape or found.dtype != into.dtype:
+        raise FileError(
+            f"{_named(checkpoint)} does not fit the model: {what} has dtype {found.dtype} and shape "
+            f"{tuple(found.shape)}, and {into.dtype} and {tuple(into.shape)} are needed"
+        )
+
+
+def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
+    """Give layers what they hold outside of their state dicts; what has not changed is left alone."""
+    for name, into in ((name, own) for layer in stage.layers for name, own in held_by(stage, layer).items()):
+        found = tensors[tensor_key("held", name)]
+        found = found if stage.shards is None else stage.shards.part(name, found)
+        if not torch.equal(into, found.to(into.device)):
+            with torch.no_grad():
+                into.copy_(found)
+
+
+def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
+    """Check that the code of a rank has the constants of the checkpoint."""
+    for name, constant in _constants(stage).items():
+        if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
+            raise FileError(
+                f"{_named(checkpoint)} has another {name} than the model, and tensor shards cannot take it up, for it "
+                "is a plain attribute of its layer: make it a buffer, or load under a plan without tensor shards"
+            )
+
+
+def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:
+    """Give the scheduler its state, and the optimizer's groups their options."""
+    if stage.optimizer is None:
+        return
+    known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
+    named, groups = named_parameters(stage, names), stage.optimizer.param_groups
+    found = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
+    common = checkpoint.manifest.scheduler
+    if (stage.scheduler is None) != (common is None):
+        have, has = ("none", "one") if common is None else ("one", "none")
+        raise FileError(f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task")
+    if stage.scheduler is not None and common is not None:
+        take_state(stage.scheduler, common, [group.scheduled for group in found])
+    for group, settings in zip(groups, found, strict=True):
+        take_options(group, settings.options)
+
+
+def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]) -> GroupSettings:
+    """The settings that the parameters of a group had, which must be alike."""
+    missing = next((name for name in parameters if name not in known), None)
+    if missing is not None:
+        raise FileError(f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups")
+    first, *others = (known[name] for name in parameters)
+    for name, other in zip(parameters[1:], others, strict=True):
+        if (other.options, other.scheduled) != (first.options, first.scheduled):
+            raise FileError(
+                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are in one parameter "
+                "group now, and had other options in theirs"
+            )
+    return first
+
+
+def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
+    if _batches(checkpoint.manifest, stage) is None:
+        raise FileError(
+            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as after a step "
+            "that failed, so that no other plan can go on with their random draws: load it under the plan that saved it"
+        )
+
+
+def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
+    """How many batches a stage has taken: as the same one had, or else all; None where it is not known."""
+    same = [old.batches for old in manifest.stages if (old.start, old.stop) == (stage.start, stage.stop)]
+    every = {old.batches for old in manifest.stages}
+    return same[0] if same else every.pop() if len(every) == 1 else None
+
+
+def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
+    scales = stage.agreement is not None and stage.agreement.scale is not None
+    if scales != (checkpoint.manifest.loss_scale is not None):
+        raise FileError(f"{_named(checkpoint)} does not fit the plan: only one of both scales the loss")
+
+
+def _take_rest(manifest: Manifest, stage: StageRunner) -> None:
+    """The loss scale, and what random draws depend on."""
+    batches = _batches(manifest, stage)
+    assert batches is not None
+    stage.seed, stage.batch_number = manifest.seed, batches
+    scale = None if stage.agreement is None else stage.agreement.scale
+    if scale is not None and manifest.loss_scale is not None:
+        scale.value, scale.quiet = manifest.loss_scale.value, manifest.loss_scale.quiet
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return printable(str(checkpoint.folder))

@@ -1,0 +1,332 @@
+"""Saves checkpoints beside the training: a snapshot between two steps, which a thread writes while the next ones run.
+
+Several workers save together. Each writes its own shard, and then its part of the manifest; the first waits for all
+parts, and makes the checkpoint whole. The workers exchange a few numbers before a save, so that all of them begin it or
+none does, and again before the next one, so that a failure of any ends the attempt everywhere. A failed write costs the
+checkpoint, not the training: it is told at the end of the next step, and whoever is told decides.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.checkpoints import folders
+from pipefit.checkpoints.hold import Hold, Owner, check_holder
+from pipefit.checkpoints.manifest import Manifest, Part
+from pipefit.checkpoints.shards import write_shard
+from pipefit.errors import FileError, PeerLost, PipefitError, SaveFailed, all_lines, in_one_line
+from pipefit.runtime.checkpoint.restoring import Snapshot, copied
+from pipefit.texts import printable
+
+_PAUSE_SECONDS = 0.02  # between two looks for the parts of other workers
+_LEAVING_SECONDS = 30.0  # how long a process that wants to end waits for them
+
+Join = Callable[[list[Part]], Manifest]
+OnSave = Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a checkpoint goes: the folder of all of them, the batches taken so far, and how many are kept.
+
+    `owner` is the run that saves, which began after `first` steps; checkpoints `aside` it passed over then. `held` says
+    that another process holds the folder for it.
+    """
+
+    directory: Path
+    step: int
+    keep: int | None
+    owner: Owner
+    first: int = 0
+    aside: Collection[Path] = ()
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A save as this process saw it: `nbytes` of tensors, of which `snapshot_bytes` were copied in the host's memory,
+    and `still_seconds` in which training stood still. `shortage` says why this process had no room for copies.
+    """
+
+    step: int
+    nbytes: int
+    snapshot_bytes: int
+    still_seconds: float
+    shortage: str = ""
+
+
+class Saver:
+    """The saves of one process.
+
+    Args:
+        rank: of this worker; the first makes checkpoints whole.
+        workers: how many save together.
+        device: of the numbers that they exchange.
+        on_save: called with whether this process waits for others, as a part of a save begins, and again and again as
+            long as it makes progress.
+    """
+
+    def __init__(self, rank: int, workers: int, device: torch.device, on_save: OnSave) -> None:
+        self.rank, self.workers, self.device, self.on_save = rank, workers, device, on_save
+        self.last: Saved | None = None
+        self._writing: _Writing | None = None
+        self._untold: list[SaveFailed] = []
+        self._holds: dict[Path, Hold] = {}  # of the first worker, from its first save to `release`
+
+    def save(
+        self,
+        target: Target,
+        take: Callable[[], Snapshot],
+        shortage: Callable[[Snapshot], str],
+        join: Join,
+        *,
+        background: bool,
+    ) -> None:
+        """Begin to write what `take` finds to `target`; all workers call it together.
+
+        In the `background` copies are written while training goes on, if no worker has a `shortage` of room for them,
+        in words. Otherwise all write the tensors themselves before the call returns. Where another worker cannot begin,
+        which tells why, nothing is saved.
+
+        Raises:
+            PipefitError: this worker cannot begin: what is trained cannot be written, or the folder not be made.
+        """
+        self.wait()
+        began = time.perf_counter()
+        self.on_save(False)
+        error: PipefitError | None = None
+        short = ""
+        partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
+        try:
+            found = take()
+            short = shortage(found) if background else ""
+            if self.rank == 0:
+                partial = self._begun(target)
+        except PipefitError as failed:
+            error = failed
+        failures = self.which(error is not None)
+        at_once = not background or bool(self.which(bool(short)))
+        if error is not None:
+            raise error
+        if failures:
+            return
+        nbytes = found.nbytes
+        tensors = found.tensors if at_once else copied(found.tensors, lambda: self.on_save(False))
+        self._writing = _Writing(self, target, partial, tensors, replace(found, tensors={}), join)
+        self._busy(target.directory, busy=True)
+        self._writing.start()
+        if at_once:  # the tensors are those that the next step changes
+            self.wait()
+        self.last = Saved(
+            step=target.step,
+            nbytes=nbytes,
+            snapshot_bytes=0 if at_once else nbytes,
+            still_seconds=time.perf_counter() - began,
+            shortage=short,
+        )
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole, or has failed; all workers call it together."""
+        writing = self._writing
+        if writing is None:
+            return
+        self.on_save(False)
+        self._join(writing, writing.done)
+        failures = self.which(writing.failure is not None)
+        if failures and writing.failure is None:
+            writing.give_up(f"{_workers(failures)} could not write")
+        self._join(writing, writing.ended)
+        if self.rank == 0 and (failures or writing.failure is not None):
+            folders.clear(writing.partial)
+        self._busy(writing.target.directory, busy=False)
+        self.look()
+        self._writing = None
+
+    def hold(self, directory: Path, owner: Owner) -> Hold:
+        """Hold a folder for `owner`, until `release` or the end of the process.
+
+        Raises:
+            FileError: another training holds it.
+        """
+        known = self._holds.get(directory)
+        if known is None or known.released:
+            known = self._holds[directory] = Hold(directory, owner)
+        return known
+
+    def release(self) -> None:
+        """Let others save to all folders that this process holds."""
+        while self._holds:
+            self._holds.popitem()[1].release()
+
+    def _begun(self, target: Target) -> Path:
+        """The folder into which a checkpoint is to be written, in one that this training holds.
+
+        Raises:
+            FileError: another training holds it, or has saved there; or it cannot be made.
+        """
+        anew = target.directory not in self._holds
+        if target.held:
+            check_holder(target.directory, target.owner)
+        else:
+            self.hold(target.directory, target.owner).check()
+        try:
+            return folders.begin(target.directory, target.step, target.owner, first=target.first, aside=target.aside)
+        except FileError:
+            if anew and (hold := self._holds.pop(target.directory, None)):
+                hold.release()  # as nothing of ours is there
+            raise
+
+    def _busy(self, directory: Path, *, busy: bool) -> None:
+        if hold := self._holds.get(directory):
+            hold.busy = busy
+
+    def look(self) -> None:
+        """Note whether the checkpoint that is being written has failed."""
+        writing = self._writing
+        if writing is not None and writing.failure is not None and not writing.told:
+            writing.told = True
+            self._untold.append(writing.failure)
+
+    def failures(self) -> list[SaveFailed]:
+        """Saves that have failed since the last call."""
+        self.look()
+        found, self._untold = self._untold, []
+        return found
+
+    def _join(self, writing: _Writing, event: threading.Event) -> None:
+        before = -1
+        while not event.wait(0.5):
+            if writing.written_bytes != before or writing.done.is_set():
+                self.on_save(False)
+            before = writing.written_bytes
+
+    def which(self, this_one: bool, tell: OnSave | None = None) -> list[int]:
+        """The workers that call it with True; all of them call it together."""
+        return [rank for rank, number in enumerate(self.exchanged(int(this_one), tell)) if number]
+
+    def exchanged(self, number: int, tell: OnSave | None = None) -> list[int]:
+        """The numbers of all workers, which call it together; `tell` is called instead of `on_save`.
+
+        Raises:
+            PeerLost: another worker is gone.
+        """
+        tell = tell or self.on_save
+        numbers = torch.zeros(self.workers, dtype=torch.float64, device=self.device)
+        numbers[self.rank] = float(number)
+        if self.workers > 1:
+            tell(True)
+            try:
+                dist.all_reduce(numbers)
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"another worker is gone while a checkpoint is saved or loaded ({all_lines(error)})"
+                ) from error
+            tell(False)
+        return [int(number) for number in numbers.tolist()]
+
+
+@dataclass
+class _Writing:
+    """One checkpoint on its way to the disk, in a thread of its own."""
+
+    saver: Saver
+    target: Target
+    partial: Path
+    tensors: Mapping[str, Tensor] | None
+    snapshot: Snapshot  # without its tensors
+    join: Join
+    written_bytes: int = 0
+    failure: SaveFailed | None = None
+    told: bool = False
+    done: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
+    ended: threading.Event = field(default_factory=threading.Event)
+    given_up: str = ""
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="pipefit-checkpoint")
+
+    def start(self) -> None:
+        """Begin to write."""
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # the system has no thread left for us
+            self._end(SaveFailed(self._sentence(error), self.target.step))
+
+    def give_up(self, why: str) -> None:
+        """Wait for other workers no longer."""
+        self.given_up = why
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            self._write_part()
+            self.done.set()
+            if self.saver.rank == 0:
+                self._complete()
+        except (OSError, PipefitError, ValueError, RuntimeError, MemoryError) as error:
+            failure = SaveFailed(self._sentence(error), self.target.step)
+        finally:
+            self._end(failure)
+
+    def _end(self, failure: SaveFailed | None) -> None:
+        self.failure, self.tensors = failure, None
+        self.done.set()
+        self.ended.set()
+
+    def _write_part(self) -> None:
+        assert self.tensors is not None
+        rank = self.saver.rank
+        shard = write_shard(self.partial / f"worker-{rank:05d}.safetensors", self.tensors, self._progress)
+        self.tensors = None
+        folders.write_part(self.partial, rank, self.snapshot.part(shard))
+
+    def _complete(self) -> None:
+        """Make the checkpoint whole, when every worker has written its part."""
+        if not self._others():
+            if self.given_up:
+                return  # the worker that failed tells it
+            raise FileError("the program ended before all workers had written their parts")
+        parts = [folders.read_part(self.partial, rank) for rank in range(self.saver.workers)]
+        folders.complete(self.partial, self.join(parts))
+        if self.target.keep is not None:
+            folders.remove_old(self.target.directory, self.target.keep, self.target.owner.training)
+
+    def _others(self) -> bool:
+        """Wait for the parts of all workers; whether they have come."""
+        left = None
+        while not all(folders.has_part(self.partial, rank) for rank in range(self.saver.workers)):
+            if not self.partial.is_dir():
+                raise FileError("somebody has removed the folder")
+            if not threading.main_thread().is_alive():
+                left = left or time.monotonic() + _LEAVING_SECONDS
+            if self.given_up or (left is not None and time.monotonic() > left):
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return True
+
+    def _progress(self, nbytes: int) -> None:
+        self.written_bytes += nbytes
+
+    def _sentence(self, error: BaseException) -> str:
+        """What failed, and what there is to go on with."""
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else _reason(error)
+        known = [step for step, _ in folders.whole(self.target.directory)]
+        last = f"the last whole one is {known[-1]}" if known else "there is no whole one yet"
+        return f"checkpoint {self.target.step} cannot be saved to {printable(str(self.partial))}: {reason}; {last}"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, PipefitError) else in_one_line(error)
+
+
+def _workers(ranks: list[int]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

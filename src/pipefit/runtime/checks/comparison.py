@@ -1,0 +1,462 @@
+"""Holds a model's chain to the model itself before it is trained: for a certificate, and as a trainer starts.
+
+Training by the plan is held to plain training of the model (`runtime.checks.plan_comparison`), also where layers are
+modules.
+
+Where tensor-parallel ranks divide layers, these are held to whole ones, block by block (`tensor_parallel.comparison`).
+
+Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
+than operations (`pipefit.capture.comparison` says how the two are compared). So a trainer compares a traced model by
+itself, if that is cheap beside training: where the host has the memory to spare and it takes no longer than
+`LONGEST_SECONDS`, by a guess from the profile. A larger model is compared by a copy with fewer of its equal blocks
+(`capture.comparison`). Where that is not possible either, it says that it did not, and why.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.caller import on_a_copy, recording
+from pipefit.capture.chain import Chain
+from pipefit.capture.comparison import (
+    NotComparable,
+    Numbers,
+    Row,
+    compare,
+    evaluated,
+    rows_of,
+    values_before,
+    with_fewer_blocks,
+)
+from pipefit.capture.model import built, capture
+from pipefit.capture.refused import refuse_meta
+from pipefit.capture.sample import Sample, sample
+from pipefit.capture.task import Task
+from pipefit.errors import PipefitWarning, UsageError, in_one_line
+from pipefit.runtime.checks import plan_comparison
+from pipefit.runtime.checks.loss import tolerance, what_microbatches_change
+from pipefit.runtime.checks.plan_check import check_model
+from pipefit.runtime.checks.plan_comparison import compare_plan, enough_microbatches, passes
+from pipefit.runtime.engine.replicas import Held
+from pipefit.runtime.hardware import free_bytes
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.layer_costs import LayerCost
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.schema.validation import instance, seed_number
+from pipefit.tensor_parallel import ShardedChain, shard_chain
+from pipefit.tensor_parallel.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
+from pipefit.tensor_parallel.comparison import compare_blocks
+from pipefit.texts import counted
+from pipefit.timing import seconds
+from pipefit.units import format_bytes
+
+LONGEST_SECONDS = 10.0
+_FOR_SLICES = (
+    "Return the mean over samples, which do not depend on each other; or use one device for each stage; or, if every "
+    "slice's own loss is meant, leave this comparison out (numbers=False, train --no-numbers)"
+)
+_SMALLER = "compare a smaller model of the same code, such as one of fewer layers"
+_MICROBATCHES, _RUNS = 2, 2
+_COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
+_CORE = Cluster.emulated((1, 1)).devices[0].kind
+
+
+def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
+    """Two real microbatches of `plan` through the task's module and through its chain: what differs.
+
+    A module that exists, its gradients, buffers and random generators stay as they are; a factory builds after
+    `torch.manual_seed(seed)`. Runs on the CPU, and takes about as long as four microbatches take to train there.
+
+    Raises:
+        FileError: the plan was made for another task; says what differs.
+        UsageError: the module cannot be captured, or it cannot be run on the CPU; or the host has too little memory.
+    """
+    seed_number(seed)
+    instance("task", task, Task, "a plan is the second argument")
+    instance("plan", plan, Plan, "pipefit.load reads one")
+    if (needed := module_bytes(plan.measurement)) > (free := free_bytes()):
+        raise UsageError(
+            f"comparing the numbers of {task.name} takes {format_bytes(needed)} of the host, which has "
+            f"{format_bytes(free)} to spare: {_SMALLER}"
+        )
+    with recording("comparing numbers"):
+        whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
+        assert isinstance(whole.module, nn.Module)
+        refuse_meta(whole.module, task.name)
+        batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
+        target = plan.profile.assumptions.target
+        chain = capture(whole, *batches[0], target=target)
+    check_model(plan, task, chain)
+    try:
+        compared, own = comparable(whole, plan, chain, batches[0], _lack_of_memory)
+    except NotComparable as reason:
+        raise UsageError(f"the numbers of {task.name} cannot be compared: {reason}; {_SMALLER}") from None
+    found = compare(compared, _measured(own, plan, plan.measurement), batches, target=target)
+    divided = tuple(_certified(whole, plan))
+    said = [_slices_apart(compared, plan, own, batches[0], data) for data in _degrees(plan)]
+    said.append(what_microbatches_change(compared, plan, own, batches))
+    trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if found.agrees else ""
+    return replace(found, besides=(*divided, trained, *(f"; but {one}" for one in said if one)))
+
+
+def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+    """What is said of training by the plan.
+
+    Raises:
+        UsageError: it trains other numbers than plain training.
+    """
+    count = enough_microbatches(plan)
+    needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
+    if needed > free:
+        return (
+            f"; training by the plan was not compared: it takes {format_bytes(needed)} of the host, which has "
+            f"{format_bytes(free)} to spare"
+        )
+    try:
+        compared = compare_plan(whole, plan, chain, batches, count)
+    except NotComparable as reason:
+        return f"; training by the plan was not compared: {reason}"
+    compared.check()
+    return f"; {compared}"
+
+
+def _certified(whole: Task, plan: Plan) -> Iterator[str]:
+    """What is said of layers that ranks of the plan's stages divide, each way once, at full length.
+
+    Raises:
+        UsageError: ranks compute other numbers; says which block does.
+    """
+    measured = map(plan.measured, range(len(plan.stages)))
+    for samples, ranks, sequences in dict.fromkeys(one.way for one in measured if one.tensor > 1):
+        batch = sample(whole, samples)
+        chain = capture(whole, *batch, target=plan.profile.assumptions.target)
+        given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
+        divided = shard_chain(chain, ranks, given, wanted, sequences=sequences)
+        compared = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=inf)
+        if compared.left_out:
+            yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"
+        else:
+            yield f"; what {ranks} tensor-parallel ranks have agrees with {counted(compared.blocks, 'distinct block')}"
+
+
+Obstacle = Callable[[Sequence[LayerCost], LayerCost], str]  # why layers and a loss cannot be compared, or nothing
+
+
+def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: Obstacle) -> tuple[Task, Chain]:
+    """The task `whole` and its chain; or, where there is an `obstacle` to comparing them, a copy with fewer equal
+    blocks, in the lists that take the longest, and its chain.
+
+    Raises:
+        NotComparable: the same obstacle is there for a copy, or there can be no copy; says why.
+    """
+    measurement, names = plan.measurement, plan.profile.layers
+    reason = obstacle(measurement.costs, measurement.loss)
+    if not reason:
+        return whole, chain
+    assert isinstance(whole.module, nn.Module)
+    cost_of, chosen = dict(zip(names, measurement.costs, strict=True)), list[Row]()
+    costs = cost_of
+    rows = {row: [name for name in names if row.leaves_out(name)] for row in rows_of(whole.module)}
+    for row, left_out in sorted(rows.items(), key=lambda item: -_seconds([cost_of[name] for name in item[1]])):
+        if left_out and obstacle(list(costs.values()), measurement.loss):
+            chosen.append(row)
+            costs = {name: cost for name, cost in costs.items() if name not in left_out}
+    if not chosen:
+        raise NotComparable(f"{reason}, and it has no list of more than two equal blocks")
+    try:
+        fewer = with_fewer_blocks(whole, chosen)
+        with recording("comparing numbers"):
+            own = capture(fewer, *batch, target=plan.cluster.target)
+        left = _costs(own, plan, measurement)
+    except Exception as error:
+        kept = " and ".join(map(str, chosen))
+        raise NotComparable(f"{reason}, and a copy with {kept} cannot be traced ({in_one_line(error)})") from error
+    if still := obstacle(left, measurement.loss):
+        raise NotComparable(f"{reason}, and for {fewer.name} {still}")
+    return fewer, own
+
+
+def _costs(chain: Chain, plan: Plan, measurement: Measurement) -> list[LayerCost]:
+    """The costs of the layers of `chain`, which are some of the plan's by their names.
+
+    Raises:
+        NotComparable: they are others.
+    """
+    costs = dict(zip(plan.profile.layers, measurement.costs, strict=True))
+    strange = next((layer.name for layer in chain.layers if layer.name not in costs), None)
+    if strange is not None:
+        raise NotComparable(f"its layer {strange} is none of the plan's")
+    return [costs[layer.name] for layer in chain.layers]
+
+
+def _measured(chain: Chain, plan: Plan, measurement: Measurement) -> Chain:
+    """The chain with what profiling found, which may have fewer blocks than the plan.
+
+    If it was traced, that is only how values lie in memory, and layers of a copy may pass on other values.
+    """
+    if len(chain.layers) == len(measurement.layers):
+        return chain.measured(measurement)
+    if chain.traced:
+        return chain
+    kinds = dict(zip(plan.profile.layers, measurement.layers, strict=True))
+    layers = tuple(kinds[layer.name] for layer in chain.layers)
+    return chain.measured(replace(measurement, layers=layers, shared=(), shared_buffers=()))
+
+
+def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+    """Compare the module of `whole` with its chain, if it was traced, before that is trained.
+
+    `whole` and `chain` may have fewer blocks than the plan. Where replicas divide microbatches, also compare the loss
+    of one with those of its slices; the module with the chain that is traced for slices; and, if the layers are
+    modules, what stages of different degree exchange. Nothing, or why they were not compared.
+
+    Raises:
+        UsageError: the chain computes other numbers than the module, or slices have another loss or other values; says
+            which.
+    """
+    target = plan.cluster.target
+    try:
+        if chain.traced:
+            compare(whole, _measured(chain, plan, plan.measurement), batches, target=target).check()
+        for data in _degrees(plan):
+            apart = _slices_apart(whole, plan, chain, batches[0], data)
+            if apart and not plan.asks_for_replicas:
+                raise UsageError(f"{apart}. {_FOR_SLICES}")
+            _warn(apart)
+            if chain.traced:
+                _compare_trace(whole, plan, batches, data)
+            else:
+                _compare_rows(whole, plan, chain, batches[0], data)
+    except NotComparable as error:
+        return _not_compared(whole, error)
+    return ""
+
+
+def _not_compared(whole: Task, reason: NotComparable) -> str:
+    return (
+        f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
+        "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+    )
+
+
+def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], held: Held) -> str:
+    """Compare training by `plan` with plain training, for as many microbatches as are cheap. Nothing, or why it was
+    not compared. Chains that ranks divide are `held` to whole ones before.
+
+    Raises:
+        UsageError: it trains other numbers; says which.
+    """
+    free, each = free_bytes(), host_seconds(plan.measurement) / (_MICROBATCHES * _RUNS)
+    counts = range(enough_microbatches(plan), 0, -1)
+    reason = ""
+    for count in counts:
+        needed, taken = plan_comparison.host_bytes(plan, count), passes(count) * each
+        reason = f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
+        if needed > free:
+            reason = f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare"
+        if not reason:
+            break
+    if not reason:
+        try:
+            compare_plan(whole, plan, chain.measured(plan.measurement), batches, count, held=held).check()
+        except NotComparable as error:
+            reason = str(error)
+        else:
+            return ""
+    return (
+        f"training of {whole.name} by the plan was not compared with plain training: {reason}; pipefit certify "
+        "--numbers compares it, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+    )
+
+
+PLANS = "PIPEFIT_COMPARE_PLANS"  # an environment variable: with 0, trainers compare no plan with plain training
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """What a trainer compares as it starts, and says of what it left out: `not_compared`, also as a warning."""
+
+    plan: Plan
+    wanted: bool
+    not_compared: str = ""
+    _plan_compared: bool = False
+
+    def of_chain(self, whole: Task, chain: Chain, first: Sample, *, rank: int) -> None:
+        """The module with its chain, and the loss of microbatches with that of more samples, by the first of several
+        workers; see `compare_at_start` and `what_microbatches_change`.
+        """
+        if not self.wanted:
+            return
+        second = sample(whole, self.plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
+        if rank != 0:
+            return
+        if chain.traced or self.plan.is_sliced:
+            try:
+                compared, own = comparable(whole, self.plan, chain, first, _too_much)
+            except NotComparable as reason:
+                self._tell(_not_compared(whole, reason))
+            else:
+                self._tell(compare_at_start(compared, self.plan, own, (first, second)))
+                _warn(what_microbatches_change(compared, self.plan, own, (first, second)))
+        if os.environ.get(PLANS, "1") != "0":
+            left_out = compare_plan_at_start(whole, self.plan, chain, (first, second), self.of_ranks)
+            self._plan_compared = not left_out
+            self._tell(left_out)
+
+    def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
+        """What ranks divide with what is whole, once; see `compare_divided`."""
+        if self.wanted and not self._plan_compared:
+            self._tell(compare_divided(divided, batch))
+
+    def _tell(self, reason: str) -> None:
+        if reason:
+            self.not_compared = "; ".join(filter(None, (self.not_compared, reason)))
+        _warn(reason)
+
+
+def _warn(sentence: str) -> None:
+    """A warning, unless there is nothing to say."""
+    if sentence:
+        warnings.warn(sentence, PipefitWarning, stacklevel=5)
+
+
+def compare_divided(divided: ShardedChain, batch: Sample) -> str:
+    """Compare the blocks that ranks divide with whole ones. Nothing, or why they were not all compared.
+
+    Raises:
+        UsageError: ranks compute other numbers; says which block does.
+    """
+    chain = divided.chain
+    given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
+    found = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=LONGEST_DIVIDED)
+    if not found.left_out:
+        return ""
+    return (
+        f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with whole ones: "
+        f"{found.left_out}; pipefit certify --numbers compares them at full length, and numbers=False (train "
+        "--no-numbers) leaves it out"
+    )
+
+
+def _degrees(plan: Plan) -> list[int]:
+    """The numbers of replicas that stages have, but for one."""
+    return sorted({stage.grid.data for stage in plan.stages} - {1})
+
+
+def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> str:
+    """That the loss of a microbatch is not the mean loss of its slices for `data` replicas, in evaluation; or nothing.
+
+    Raises:
+        NotComparable: the model draws random numbers in evaluation too.
+    """
+    count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
+    slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
+    one, again, *parts = evaluated(whole, [batch, batch, *slices], traced=chain.traced, target=plan.cluster.target)
+    if one != again and isfinite(one):
+        raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
+    mean = sum(parts) / data
+    if abs(mean - one) <= tolerance(plan) * max(abs(one), abs(mean)):
+        return ""
+    return (
+        f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
+        f"{data} slices have {mean:.6g} on average"
+    )
+
+
+def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int) -> None:
+    """Compare the module with the chain that is traced for slices for `data` replicas, on a slice of each batch.
+
+    Raises:
+        UsageError: they compute other numbers.
+    """
+    size, target = plan.training.microbatch_size // data, plan.cluster.target
+    slices = [_rows(batch, 0, size) for batch in batches]
+    chain = capture(whole, *slices[0], target=target)
+    compare(whole, _measured(chain, plan, plan.profile.at(size)), slices, target=target).check()
+
+
+def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
+    """Compare what slices for `data` replicas send, where the next stage has others, with the microbatch's own rows.
+
+    Raises:
+        NotComparable: the chain has fewer layers than the plan.
+        UsageError: they differ, as behind a layer that puts samples in another order.
+    """
+    degrees = [stage.grid.data for stage in plan.stages]
+    changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
+    if changing and len(chain.layers) < len(plan.profile.layers):
+        raise NotComparable("stages of different degrees exchange values between layers that it may not have")
+    first, target = [plan.stages[number].start for number in changing], plan.cluster.target
+    size = plan.training.microbatch_size // data
+    sliced = chain.measured(plan.profile.at(size))
+    entire = values_before(first, whole, chain.measured(plan.measurement), batch, target=target)
+    slices = (_rows(batch, start, start + size) for start in range(0, size * data, size))
+    parts = zip(*(values_before(first, whole, sliced, one, target=target) for one in slices), strict=True)
+    for number, own, others in zip(changing, entire, parts, strict=True):
+        for value, dimension in enumerate(plan.division(number).dimensions):
+            if dimension is not None and not _close(own[value], torch.cat([o[value] for o in others], dimension), plan):
+                raise UsageError(
+                    f"{counted(degrees[number - 1], 'replica')} of stage {number - 1} and {degrees[number]} of stage "
+                    f"{number} would exchange wrong rows: in slices for {data} replicas value {value} between them has "
+                    "other numbers than in a whole microbatch, as where a layer puts samples in another order. Use as "
+                    "many replicas on both sides, or end the stage at another layer"
+                )
+
+
+def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
+    """Whether two values are equal but for rounding."""
+    one, other = one.double(), other.double()
+    return torch.allclose(one, other, rtol=0, atol=tolerance(plan) * float(one.abs().max()), equal_nan=True)
+
+
+def _rows(batch: Sample, first: int, end: int) -> Sample:
+    """Some samples of a batch."""
+    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+    return found
+
+
+def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
+    """Why a comparison is more than a trainer may take for it; nothing where it is not."""
+    taken = _seconds(costs)
+    return _lack_of_memory(costs, loss) or (f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else "")
+
+
+def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
+    """That a comparison has not enough memory, or nothing."""
+    needed, free = _bytes(costs, loss), free_bytes()
+    return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (needed > free)
+
+
+def host_bytes(measurement: Measurement) -> int:
+    """What a comparison takes of the host: copies of the module and gradients, and two microbatches' activations."""
+    return _bytes(measurement.costs, measurement.loss)
+
+
+def module_bytes(measurement: Measurement) -> int:
+    """Bytes of the module itself; what layers share counts for each of them."""
+    return sum(cost.static_bytes for cost in measurement.costs)
+
+
+def host_seconds(measurement: Measurement) -> float:
+    """About how long a comparison takes on one core, by operations and bytes, whatever the profile was timed on."""
+    return _seconds(measurement.costs)
+
+
+def _bytes(layers: Sequence[LayerCost], loss: LayerCost) -> int:
+    costs = (*layers, loss)
+    activations = _MICROBATCHES * sum(sum(cost.storages) for cost in costs) + max(c.forward_peak_bytes for c in costs)
+    return _COPIES * sum(cost.static_bytes for cost in layers) + activations
+
+
+def _seconds(layers: Sequence[LayerCost]) -> float:
+    work = [replace(work, seconds=None) for cost in layers for work in (cost.forward, cost.backward)]
+    return _MICROBATCHES * _RUNS * sum(seconds(each, _CORE) for each in work)

@@ -1,0 +1,118 @@
+"""The checks that a plan belongs to a task, made before training and dry runs, and to the devices it trains on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.task import Task
+from pipefit.errors import FileError, PipefitWarning, UsageError
+from pipefit.fake_cuda.fingerprint import fingerprint, with_loss
+from pipefit.measure.machine import this_machine
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Assumptions, differences
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# A profile that is used elsewhere than it was made: on another processor, torch release or number of threads.
+#
+# What kernels take for themselves differs then, and with another torch also what autograd saves. The figures
+# of a plan stay those of the machine that was profiled, as the printed plan says. Whoever certifies or trains
+# elsewhere is warned, in one sentence.
+
+CERTIFIED = "the peaks certified are those of the profile"
+TRAINED = "what this run takes may differ from its plan"
+
+
+def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
+    """One `PipefitWarning` if the profile was not made for this torch and, for the CPU's kernels, this processor and
+    `threads` of them; None where the number of threads is the profile's own. It is shown at the line that called the
+    last of so many `callers` of ours.
+    """
+    if differences := list(_differences(made, threads)):
+        warnings.warn(
+            f"the profile was made {', '.join(differences)}: {meaning}, so profile the model again here "
+            "for figures of this machine",
+            PipefitWarning,
+            stacklevel=2 + callers,
+        )
+
+
+def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
+    here = this_machine(threads or made.threads)
+    if made.torch != torch.__version__:
+        yield f"with torch {made.torch}, not {torch.__version__}"
+    if made.target != "cpu":
+        return
+    if made.cpu and (made.cpu, made.capability) != (here.cpu, here.capability):
+        yield f"on {made.cpu} with {made.capability}, not {here.cpu} with {here.capability}"
+    elif made.processor not in ("", here.details):
+        yield f"on another {made.cpu}, which has other features"
+    if made.threads != here.threads:
+        yield f"for {counted(made.threads, 'thread')}, not {here.threads} (call torch.set_num_threads({made.threads}))"
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None) -> None:
+    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`, by default the plan's microbatches.
+
+    Raises:
+        FileError: the plan was made for another task; says what differs.
+        UsageError: all but the loss is that of the plan, and the loss fails.
+    """
+    profile = plan.profile
+    measurement = plan.measurement if samples is None else profile.at(samples)
+    now = fingerprint(task, chain)
+    all_but_loss = replace(now.fingerprint, loss=profile.fingerprint.loss)
+    found = differences(profile.fingerprint, all_but_loss, profile.layers)
+    if not found:
+        now = with_loss(now, chain, measurement)
+        found = differences(profile.fingerprint, now.fingerprint, profile.layers)
+    if not found and measurement.sizes != now.sizes:
+        found = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
+    if found:
+        raise FileError(
+            f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(found)}: "
+            "profile and plan this task again"
+        )
+
+
+def check_casts(plan: Plan, task: Task) -> None:
+    """Check that autocast casts on the plan's devices what it casts in its profile, so that values have those types.
+
+    Raises:
+        UsageError: it casts others.
+    """
+    made, trained = plan.profile.assumptions.target, plan.cluster.target
+    if task.autocast is not None and made != trained:
+        raise UsageError(
+            f"the plan of {plan.profile.model} has the types of values that autocast makes for the target {made}, and "
+            f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other operators: "
+            f"profile with --target {trained} and plan again"
+        )
+
+
+def frozen_in(layers: Sequence[ChainLayer]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that no gradient is computed for, with their names in the model."""
+    return [(name, own) for layer in layers for name, own in layer.named_parameters if not own.requires_grad]
+
+
+def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Check that parameters are frozen still, as they were when the plan was made.
+
+    Raises:
+        UsageError: one is not; names it.
+    """
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            raise UsageError(
+                f"parameter {name} was frozen when its plan was made, which has no room for its gradient, and no "
+                "optimizer updates it: make a plan and a trainer anew for training it, or freeze it before the step"
+            )

@@ -1,0 +1,475 @@
+"""Holds a whole plan to plain training: the net under schedules, sums, shards, updates and all that moves.
+
+Every device of the plan, one after the other in this process, trains two steps on copies of the model, with real
+numbers and the task's own optimizer, clipping and precision. A plain loop trains a copy of the module on the same
+microbatches (`capture.plain_training`). Parameters, buffers and the optimizer's tensors are compared on every replica
+and shard. A second plain loop, from parameters that differ by a rounding error, says how far rounding alone drives
+training apart.
+
+Costs one training of the plan, on the CPU, and two plain ones, for a few microbatches each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.caller import recording
+from pipefit.capture.chain import Chain
+from pipefit.capture.comparison import NotComparable, copies_of, plain_forward, plainly, same, tensors_put_back
+from pipefit.capture.cuda_autocast import casting_for
+from pipefit.capture.plain_training import (
+    DrawingOptimizer,
+    Draws,
+    Means,
+    Recording,
+    Replaying,
+    Trained,
+    UnknownDraw,
+    in_slices,
+    train_plainly,
+)
+from pipefit.capture.random_state import put_back, python_state, seed_all
+from pipefit.capture.sample import Sample
+from pipefit.capture.task import Task
+from pipefit.errors import OutOfMemory, UsageError, in_one_line
+from pipefit.lowering import Entered, is_endless, whole_run
+from pipefit.runtime.comm.transport import InProcess
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.batches import Programs
+from pipefit.runtime.engine.execution import Execution
+from pipefit.runtime.engine.replicas import Held, trained_sources
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.engine.tensor_groups import Together
+from pipefit.runtime.hardware import Hardware
+from pipefit.runtime.offload.lending import Lending
+from pipefit.runtime.state import StageState
+from pipefit.schema.actions import FORWARDS
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.tensor_parallel.stage import ShardedChain
+from pipefit.texts import counted
+
+STEPS = 2
+_EXACT = 1e-4  # of an update: the least that two ways to train may be apart
+_ROUNDINGS = 10  # times what a rounding error makes of plain training
+_NOISE = 0.1  # of a gradient: where rounding makes as much of it, its update tells nothing
+_TOLD = 3  # differences that are printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanNumbers:
+    """What a comparison of a plan with plain training found; `differences` say what is apart and by how much.
+
+    `tensors` counts what was compared, `noisy` what rounding alone decides; `drawn` says whether random draws took
+    part.
+    """
+
+    name: str
+    microbatches: int
+    tensors: int
+    noisy: int
+    without_draws: bool
+    differences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.differences:
+            return self._refusal
+        noisy = f"; {counted(self.noisy, 'tensor')} that rounding decides left out" if self.noisy else ""
+        draws = ", with means in place of random draws" if self.without_draws else ""
+        return (
+            f"{self.name} trains by the plan as it trains plainly: {STEPS} steps of "
+            f"{counted(self.microbatches, 'microbatch')}{draws}, {counted(self.tensors, 'tensor')} of parameters, "
+            f"buffers and optimizer on all devices{noisy}"
+        )
+
+    def check(self) -> None:
+        """Check that nothing differs.
+
+        Raises:
+            UsageError: something does; says what, and by how much.
+        """
+        if self.differences:
+            raise UsageError(self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        rest = len(self.differences) - _TOLD
+        more = f", and {rest} more" if rest > 0 else ""
+        told = ", ".join(self.differences[:_TOLD])
+        return (
+            f"{self.name} trains by this plan otherwise than plainly: after {STEPS} steps {told}{more}. That is a "
+            "fault of pipefit, which you would help us to find: report it with the plan; another one may be right, and "
+            "numbers=False (train --no-numbers) trains by this one nonetheless"
+        )
+
+
+def _not_held(divided: ShardedChain, batch: Sample) -> None:
+    """Compare nothing."""
+
+
+def compare_plan(
+    whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int, *, held: Held = _not_held
+) -> PlanNumbers:
+    """Compare two steps of `plan`, of so many microbatches, with plain training of the module of `whole`, of which
+    `chain` was made; both on copies. The samples are those of `batches`, which are microbatches. Chains that ranks
+    divide are `held` to whole ones before.
+
+    Raises:
+        NotComparable: plain training cannot say what is right; says why.
+        UsageError: the plan cannot be executed.
+    """
+    if is_endless(plan):
+        raise NotComparable(f"schedule {plan.training.schedule} trains with older weights than a plain loop")
+    steps = _steps(batches, plan.training.microbatch_size, microbatches)
+    with put_back(), recording("comparing numbers"), casting_for(plan.cluster.target):
+        net = _Net(whole, plan, chain, steps, held)
+        try:
+            with tensors_put_back(net.module):
+                return net.compare()
+        except UnknownDraw as error:
+            raise NotComparable(str(error)) from error
+        except OutOfMemory as error:
+            raise NotComparable(f"this machine has no memory for it ({in_one_line(error)})") from error
+
+
+def host_bytes(plan: Plan, microbatches: int) -> int:
+    """What a comparison takes of the host: all that the plan's devices keep, three plain trainings, and activations."""
+    measurement, kept = plan.measurement, 0
+    for number, stage in enumerate(plan.stages):
+        costs = plan.measured(number).costs[stage.start : stage.stop]
+        kept += len(stage.devices) * sum(cost.static_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs)
+    whole = sum(cost.static_bytes + cost.gradient_bytes + cost.state_bytes for cost in measurement.costs)
+    activations = sum(sum(cost.storages) for cost in (*measurement.costs, measurement.loss))
+    return kept + 3 * whole + (microbatches + 1) * activations
+
+
+def passes(microbatches: int) -> int:
+    """How many microbatches a comparison trains: by the plan, which may recompute them, and plainly twice."""
+    return STEPS * microbatches * 4
+
+
+def enough_microbatches(plan: Plan) -> int:
+    """The microbatches of a step in which every stage is filled and emptied as in a whole one."""
+    return min(plan.training.microbatches, 2 * len(plan.stages), len(plan.stages) + 2)
+
+
+@dataclass(slots=True)
+class _Net:
+    """One comparison."""
+
+    whole: Task
+    plan: Plan
+    chain: Chain
+    steps: Sequence[Sequence[Sample]]
+    held: Held
+
+    def compare(self) -> PlanNumbers:
+        drew, slices = self._probed()
+        draws = Draws() if drew and not self._threads else None
+        runners, start = self._as_planned(draws, means=drew and self._threads)
+        around = partial(self._around, draws, slices, means=drew and self._threads)
+        plain, shaken = (self._plainly(slices, around, shaken=shaken) for shaken in (False, True))
+        if not all(map(isfinite, plain.losses)):
+            raise NotComparable(f"the losses of {self.whole.name} are {plain.losses} before anything is trained")
+        noisy = _noisy(plain, shaken)
+        found, count, left_out = list[str](), 0, set[str]()
+        for runner in runners:
+            for number, stage in runner.stages.items():
+                for one in _pairs(stage, start, plain, shaken):
+                    if one.of_parameter in noisy:
+                        left_out.add(one.what)
+                        continue
+                    count += 1
+                    if (apart := one.apart) is not None:
+                        found.append(f"{one.what} on device {runner.number} (stage {number}) is {apart}")
+        return PlanNumbers(
+            name=self.whole.name,
+            microbatches=len(self.steps[0]),
+            tensors=count,
+            noisy=len(left_out),
+            without_draws=drew and self._threads,
+            differences=tuple(found),
+        )
+
+    @property
+    def _threads(self) -> bool:
+        """Whether devices compute on threads of their own, where draws are not recorded."""
+        return any(stage.grid.tensor > 1 for stage in self.plan.stages)
+
+    def _probed(self) -> tuple[bool, int]:
+        """Whether a forward draws random numbers; and in how many slices a plain loop has to train microbatches.
+
+        Raises:
+            NotComparable: stages of different degrees compute samples that depend on each other.
+        """
+        degrees = {stage.grid.data for stage in self.plan.stages}
+        (own,), loss_of = self._copies([self.module])
+        forward = plain_forward(self.whole, own, loss_of, traced=self.chain.traced)
+        batch = _copied(self.steps[0][0])
+        seed_all(0)
+        before, elsewhere, held = torch.get_rng_state(), python_state(), [buffer.clone() for buffer in own.buffers()]
+        with plainly(self.whole, "training"), torch.no_grad():
+            forward(*_copied(batch))
+        drew = not torch.equal(before, torch.get_rng_state())
+        if elsewhere != python_state():
+            raise NotComparable(f"{self.whole.name} draws from Python's generators, or from those of numpy")
+        counts = any(b.is_floating_point() and not same(b, old) for b, old in zip(own.buffers(), held, strict=True))
+        if degrees == {1}:
+            return drew, 1
+        data = max(degrees)
+        with plainly(self.whole, "training"), torch.no_grad(), Means() if drew else nullcontext():
+            together = forward(*_copied(batch)).item()
+            apart = sum(forward(*_copied(part)).item() for part in in_slices(batch, data)) / data
+        if not counts and (abs(together - apart) <= 1e-5 * abs(together) or self._is_rough):
+            return drew, 1
+        if len(degrees) > 1:
+            raise NotComparable(
+                "samples depend on each other, as in batch norm, or count unlike, and stages differ in their replicas"
+            )
+        return drew, data
+
+    @property
+    def _is_rough(self) -> bool:
+        """Whether numbers are in half precision."""
+        return self.whole.precision not in (None, "float32", "float64")
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the task, which stays as it is."""
+        assert isinstance(self.whole.module, nn.Module)
+        return self.whole.module
+
+    def _copies(self, modules: Sequence[nn.Module]) -> tuple[list[nn.Module], Any]:
+        """Copies of modules, and of the loss.
+
+        Raises:
+            NotComparable: they cannot be copied.
+        """
+        try:
+            return copies_of(modules, self.whole.loss)
+        except Exception as error:
+            raise NotComparable(f"{self.whole.name} cannot be copied ({in_one_line(error)})") from error
+
+    def _plainly(self, slices: int, around: Any, *, shaken: bool) -> Trained:
+        """A plain training of a copy of the module, from parameters that a rounding error has `shaken`."""
+        (own,), loss_of = self._copies([self.module])
+        if shaken:
+            _shake(own, self.whole)
+        try:
+            with plainly(self.whole, "training"):
+                return train_plainly(
+                    self.whole,
+                    own,
+                    plain_forward(self.whole, own, loss_of, traced=self.chain.traced),
+                    [[_copied(batch) for batch in step] for step in self.steps],
+                    clip_norm=self.plan.training.clip_norm,
+                    slices=slices,
+                    around=around,
+                )
+        except DrawingOptimizer:
+            raise NotComparable("the optimizer draws random numbers, which depend on the plan") from None
+
+    def _around(
+        self, draws: Draws | None, slices: int, step: int, number: int, place: int, *, means: bool
+    ) -> AbstractContextManager[object]:
+        """The context of a plain forward: it draws what the plan has drawn."""
+        if means:
+            return Means()
+        if draws is None:
+            return nullcontext()
+        parts = [
+            [(step, number, stage, replica) for replica in (range(one.grid.data) if slices == 1 else (place,))]
+            for stage, one in enumerate(self.plan.stages)
+        ]
+        return Replaying(draws.joined(parts))
+
+    # ---------------------------------------------------------------- by the plan
+
+    def _as_planned(self, draws: Draws | None, *, means: bool) -> tuple[list[DeviceRunner], Trained]:
+        """The devices after all steps, and the tensors before these."""
+        own, loss_of = self._copies([self.module, *(layer.module for layer in self.chain.layers)])
+        start = Trained(
+            tensors={name: t.detach().clone() for name, t in own[0].state_dict().items() if isinstance(t, Tensor)}
+        )
+        task = replace(self.whole, module=own[0], loss=loss_of)
+        layers = tuple(replace(one, module=copy) for one, copy in zip(self.chain.layers, own[1:], strict=True))
+        chain = replace(self.chain, layers=layers, criterion=loss_of if self.chain.criterion is not None else None)
+        here = replace(self.plan, cluster=replace(self.plan.cluster, backend="emulated"))
+        program = Programs(self.plan).training(len(self.steps[0]), Entered(), update=True)
+        groups, run = Together(here), whole_run(self.plan)
+        site = Site(
+            task=task,
+            sources=trained_sources(self.plan, task, chain, groups, copies=True, held=self.held),
+            plan=self.plan,
+            program=run,
+            transport=InProcess(),
+            clock=lambda: 0.0,
+            seed=0,
+            lending=replace(Lending.within(Hardware(here), run), copier=Lending.at_once),
+        )
+        runners = [assemble(site, n, device=torch.device("cpu"), meter=None) for n in self.plan.workers]
+        execution = Execution(task, self.plan, chain, runners, groups=groups, distributed=False)
+        for number, step in enumerate(self.steps):
+            recorder = None if draws is None else _Recorder(self.plan, program, draws, number)
+            for runner in runners:
+                runner.on_action = None if recorder is None else partial(recorder.begin, runner.number)
+            execution.drop_gradients()
+            try:
+                execution.run(
+                    execution.cut(_together(step)), program, 1, training=True, around=Means if means else None
+                )
+            finally:
+                if recorder is not None:
+                    recorder.end()
+        return runners, start
+
+
+class _Recorder:
+    """Records what the first forwards of a step draw, by step, microbatch, stage and replica."""
+
+    def __init__(self, plan: Plan, program: Program, draws: Draws, step: int) -> None:
+        self._plan, self._program, self._draws, self._step = plan, program, draws, step
+        self._running: Recording | None = None
+
+    def begin(self, device: int, number: int) -> None:
+        """A device begins an action; those before have ended, or wait."""
+        self.end()
+        actions = self._program.actions[device]
+        if number >= len(actions) or actions[number].kind not in FORWARDS:
+            return
+        action = actions[number]
+        replica = self._plan.stages[action.stage].grid.replica_of(device)
+        self._running = Recording(self._draws, (self._step, action.microbatch, action.stage, replica))
+        self._running.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Record no more."""
+        if self._running is not None:
+            self._running.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._running = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A tensor by the plan, what plain training made of it, what it did after a rounding error, and what it was."""
+
+    what: str
+    of_parameter: str
+    ours: Tensor
+    plain: Tensor
+    shaken: Tensor
+    start: Tensor | None
+
+    @property
+    def apart(self) -> str | None:
+        """How far the two are apart, in words; None where rounding explains it."""
+        if self.ours.shape != self.plain.shape or self.ours.dtype != self.plain.dtype:
+            return f"{self.ours.dtype} {tuple(self.ours.shape)} instead of {self.plain.dtype} {tuple(self.plain.shape)}"
+        if not (self.plain.is_floating_point() or self.plain.is_complex()):
+            return None if torch.equal(self.ours, self.plain) else "not equal"
+        start = torch.zeros_like(self.plain) if self.start is None else self.start.to(self.plain.dtype)
+        update = _length(self.plain - start)
+        far, rounding = _length(self.ours - self.plain), _length(self.shaken - self.plain)
+        allowed = _EXACT * update + _ROUNDINGS * rounding + torch.finfo(self.plain.dtype).eps * _length(self.plain)
+        if far <= allowed:
+            return None
+        return f"{far / update:.1e} of its update apart" if update else "updated, and should not be"
+
+
+def _length(tensor: Tensor) -> float:
+    return float(
+        torch.linalg.vector_norm(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))
+    )
+
+
+def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) -> Iterator[_Pair]:
+    """All that a stage has, and plain training too."""
+    state, shards, runs = StageState.of([stage]), stage.shards, (plain, shaken, start)
+
+    def pair(what: str, name: str, ours: Tensor, *values: Tensor) -> _Pair:
+        found = [value if shards is None else shards.part(name, value) for value in values]
+        return _Pair(what=what, of_parameter=name, ours=ours, plain=found[0], shaken=found[1], start=found[2])
+
+    for name, tensor in state.tensors.items():
+        yield pair(name, name, tensor, *(one.of_replica(name, stage.replica) for one in runs))
+    for name, tensor in state.master_weights.items():
+        copies = plain.masters[name], shaken.masters[name], start.tensors[name]
+        yield pair(f"the float32 copy of {name}", name, tensor, *copies)
+    for name, kept in state.optimizer.items():
+        known, again = plain.optimizer.get(name, {}), shaken.optimizer.get(name, {})
+        if shards is not None:
+            known, again = shards.part_of_state(name, known), shards.part_of_state(name, again)
+        for key in kept.keys() & known.keys():
+            what = f"{key} of {name}"
+            yield _Pair(what=what, of_parameter=name, ours=kept[key], plain=known[key], shaken=again[key], start=None)
+
+
+def _noisy(plain: Trained, shaken: Trained) -> set[str]:
+    """The names of parameters whose gradients are rounding errors, as those of biases before a norm."""
+    found = set[str]()
+    for one, other in zip(plain.gradients, shaken.gradients, strict=False):
+        for name, gradient in one.items():
+            if name in other and _length(gradient - other[name]) > _NOISE * _length(gradient):
+                found.add(name)
+    return found
+
+
+def _shake(module: nn.Module, task: Task) -> None:
+    """Change every parameter by a rounding error of the precision that it computes in."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                rounding = torch.finfo(task.autocast or parameter.dtype).eps
+                signs = torch.randint(0, 2, parameter.shape, generator=draws).mul_(2).sub_(1)
+                parameter.mul_(1 + rounding * signs.to(torch.float64)) if parameter.dtype is torch.float64 else (
+                    parameter.copy_(parameter.double().mul_(1 + rounding * signs))
+                )
+
+
+def _steps(batches: Sequence[Sample], size: int, microbatches: int) -> list[list[Sample]]:
+    """Microbatches for all steps, which take their samples from `batches` in turn, so that none is like another."""
+    return [
+        [_shifted(batches, step * microbatches + number, size) for number in range(microbatches)]
+        for step in range(STEPS)
+    ]
+
+
+def _shifted(batches: Sequence[Sample], first: int, size: int) -> Sample:
+    specs = [pytree.tree_flatten(batch) for batch in batches]
+    leaves = []
+    for tensors in zip(*(found for found, _ in specs), strict=True):
+        if not isinstance(tensors[0], Tensor):
+            leaves.append(tensors[0])
+            continue
+        pool = torch.cat([tensor.detach().cpu() for tensor in tensors])
+        leaves.append(pool[torch.arange(first, first + size) % len(pool)])
+    found: Sample = pytree.tree_unflatten(leaves, specs[0][1])
+    return found
+
+
+def _together(microbatches: Sequence[Sample]) -> tuple[Any, Any]:
+    """The microbatches of a step as one batch."""
+    flat = [pytree.tree_flatten(batch) for batch in microbatches]
+    joined = [
+        torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) else leaves[0]
+        for leaves in zip(*(found for found, _ in flat), strict=True)
+    ]
+    batch: tuple[Any, Any] = pytree.tree_unflatten(joined, flat[0][1])
+    return batch
+
+
+def _copied(batch: Sample) -> Sample:
+    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
+    return found

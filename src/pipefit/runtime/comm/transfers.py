@@ -1,0 +1,154 @@
+"""The transfers of a device that run in the background: one action starts each, and another one joins it.
+
+Messages and collectives go through a `Transport` and are handled alike. As long as a transfer runs, its tensors are
+held here alone; the join returns them, so that they are freed if nobody uses them. What goes in several messages, some
+rows in each, is held until the last of them is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipefit.errors import UsageError
+from pipefit.runtime.comm.transport import Owners, Transport
+from pipefit.schema.actions import Action, Message
+from pipefit.schema.grids import Rows
+from pipefit.schema.layer_costs import Value
+from pipefit.texts import dtype_name
+
+
+class Part(NamedTuple):
+    """What one of several messages carries of a stage's tensors.
+
+    `carried` are their numbers, each with the dimension of which the message has `rows`; None where it has the whole
+    tensor. All of these messages together have `samples` rows.
+    """
+
+    carried: tuple[tuple[int, int | None], ...]
+    rows: Rows
+    samples: int
+
+    @property
+    def length(self) -> int:
+        """How many rows it has."""
+        return self.rows[1] - self.rows[0]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The part of the tensors, as views."""
+        return [
+            tensors[number] if dimension is None else tensors[number].narrow(dimension, self.rows[0], self.length)
+            for number, dimension in self.carried
+        ]
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The tensors of all messages of one kind about one microbatch of a stage; `left` are the rows not yet joined."""
+
+    tensors: list[Tensor]
+    left: int
+
+
+class Transfers:
+    """The transfers of one device."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: dict[Action, tuple[list[Tensor], Any, int]] = {}  # the tensors, a handle, the rows
+        self._waiting: dict[Action, list[Tensor]] = {}
+        self._whole: dict[Action, _Whole] = {}
+
+    def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
+        """Keep tensors that `action`, or the same for some of the rows each, will send."""
+        self._waiting[_name(action)] = tensors
+
+    def send(self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None) -> None:
+        """Begin to send the tensors of `action`, or a part of them; the other end has allocated memory for `values`.
+
+        Raises:
+            UsageError: the tensors have other shapes or dtypes.
+        """
+        name = _name(action)
+        if name in self._waiting:
+            tensors = self._waiting.pop(name)
+            _check_planned(action, message.target, tensors, values)
+            self._whole[name] = _Whole(tensors, 1 if part is None else part.samples)
+        self._start(action, message, part)
+
+    def receive(
+        self, action: Action, message: Message, buffers: Callable[[], list[Tensor]], part: Part | None = None
+    ) -> None:
+        """Begin to receive, all or a part. What `buffers` makes at the first part is for all of them."""
+        name = _name(action)
+        if name not in self._whole:
+            self._whole[name] = _Whole(buffers(), 1 if part is None else part.samples)
+        self._start(action, message, part)
+
+    def _start(self, action: Action, message: Message, part: Part | None) -> None:
+        whole = self._whole[_name(action)].tensors
+        tensors, rows = (whole, 1) if part is None else (part.of(whole), part.length)
+        self._under_way[action] = tensors, self._transport.start(action, tensors, message), rows
+
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> None:
+        """Begin a collective of the devices `members`, of which this one is `device`, as a `Transport` does."""
+        self._whole[_name(action)] = _Whole(tensors, 1)
+        self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device, owners), 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is waiting to be sent, or under way."""
+        whole = [whole.tensors for whole in self._whole.values()]
+        return [tensor for tensors in (*self._waiting.values(), *whole) for tensor in tensors]
+
+    def ready(self, join: Action) -> bool:
+        """Whether joining would return at once."""
+        return self._transport.ready(self._under_way[join.start][1])
+
+    def join(self, join: Action) -> list[Tensor] | None:
+        """Wait for the end of a transfer; its tensors, or None while other parts of them are under way."""
+        tensors, handle, rows = self._under_way.pop(join.start)
+        self._transport.join(join, handle)
+        del tensors
+        whole = self._whole[_name(join)]
+        whole.left -= rows
+        return None if whole.left else self._whole.pop(_name(join)).tensors
+
+    def abandon(self) -> None:
+        """Drop all transfers after a step has failed: its messages must not reach the next one."""
+        self._transport.abandon()
+        self._under_way.clear()
+        self._waiting.clear()
+        self._whole.clear()
+
+
+def _name(action: Action) -> Action:
+    """What all parts of a transfer have in common."""
+    kind, stage, microbatch, layers, subject, *_ = action
+    return Action(kind, stage, microbatch, layers, subject)
+
+
+def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
+    """Check that what is sent is what device `target` expects.
+
+    Raises:
+        UsageError: the tensors have other shapes or dtypes.
+    """
+    sent = [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]
+    planned = [(value.shape, value.dtype) for value in values]
+    if sent != planned:
+        raise UsageError(
+            f"{action} would send {_described(sent)}, but by the plan device {target} allocates "
+            f"{_described(planned)}: the model made other tensors than when it was profiled; profile and plan it "
+            "again with such inputs"
+        )
+
+
+def _described(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    """Shapes and dtypes, as people read them."""
+    return ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors) or "nothing"

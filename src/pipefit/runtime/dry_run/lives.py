@@ -1,0 +1,362 @@
+"""Lives of storages: in which order a device allocates and frees its memory, which decides what a GPU reserves.
+
+A `LivesMeter` takes note of every storage that is born or dies, action by action. cuBLAS's workspaces are births too:
+torch takes one from the caching allocator for each thread that multiplies matrices, at its first product, and keeps it
+(`getCurrentCUDABlasHandle` in aten/src/ATen/cuda/CublasHandlePool.cpp). One thread runs forwards and updates, and
+autograd has another one for backwards.
+
+Costs about a microsecond for each birth and death.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from sys import maxsize
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.capture.storages import storage_key
+from pipefit.measure.cpu import SCALAR_BYTES, Tracked
+from pipefit.measure.kernels import Kernels
+from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, RepeatedMeter, storages_in
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action
+from pipefit.schema.trace import CATEGORIES, Category
+
+Life = tuple[int, int]  # a storage and its bytes as it is born, and 0 as it dies
+Lives = tuple[Life, ...]
+
+FORWARD_WORKSPACE, BACKWARD_WORKSPACE = -1, -2  # storages that are never freed
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    getattr(operation, overload)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+    for operation in (getattr(_aten, name),)
+    for overload in operation.overloads()
+)
+
+
+class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
+    """A meter that also tells the lives of storages.
+
+    Args:
+        place: where the device's tensors are.
+        workspace_bytes: of one workspace of cuBLAS.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        kernels: Kernels | None,
+        swept: Mapping[str, frozenset[int]],
+        place: torch.device,
+        workspace_bytes: int,
+    ) -> None:
+        super().__init__(device, kernels=kernels, swept=swept, place=place)
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[int] = set()
+        self._names: dict[int, int] = {}  # of living storages, by their keys, which others have after them
+        self._named = 0
+        self._lives: list[list[Life]] = [[]]  # of every action since they were taken last, and before the first of them
+
+    def take(self) -> tuple[Lives, list[Lives]]:
+        """The lives before the next action, and those of every action since the last call. Call it after `changes`."""
+        before, *actions, between = map(tuple, self._lives)
+        self._lives = [list(between)]
+        return before, actions
+
+    # ---------------------------------------------------------------- what a meter does
+
+    def begin(self, action: str) -> None:
+        super().begin(action)
+        self._lives.append([])
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().operation(func, args, kwargs)
+        if func in _PRODUCTS and self._workspace_bytes:
+            self._compute_in_workspace()
+        return out
+
+    def _compute_in_workspace(self) -> None:
+        backward = torch._C._current_graph_task_id() >= 0
+        name = BACKWARD_WORKSPACE if backward else FORWARD_WORKSPACE
+        if name not in self._workspaces:
+            self._workspaces.add(name)
+            self._grow_workspace(name)
+
+    def _grow_workspace(self, name: int) -> None:
+        self._lives[-1].append((name, self._workspace_bytes))
+
+    def _track(self, tensor: Tensor) -> Tracked:
+        known = storage_key(tensor) in self._live
+        tracked = super()._track(tensor)
+        if not known:
+            self._birth(tracked.key, tracked.nbytes)
+        return tracked
+
+    def _resize(self, tracked: Tracked, nbytes: int) -> None:
+        """A resized storage has new memory before its old one is freed."""
+        super()._resize(tracked, nbytes)
+        old = self._names.pop(tracked.key, None)
+        self._birth(tracked.key, nbytes)
+        self._death(old)
+
+    def _died(self, tracked: Tracked) -> None:
+        super()._died(tracked)
+        self._death(self._names.pop(tracked.key, None))
+
+    def _birth(self, key: int, nbytes: int) -> None:
+        if nbytes:  # an empty tensor takes no memory
+            self._names[key] = self._named
+            self._lives[-1].append((self._named, nbytes))
+            self._named += 1
+
+    def _death(self, name: int | None) -> None:
+        if name is not None:
+            self._lives[-1].append((name, 0))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What happens to a device's account, event by event, and whose layer's state each event is about.
+#
+# Two runs of a stage that differ in the layers that they own do the same to all that is no state of these
+# layers. An `OwningMeter` names every storage by the action in which it was made, so that the same event has
+# one name in both. Which layer's state a storage is, follows from the tensors of the operation that made it,
+# and from where parameters, their gradients and the optimizer have it when the action is over.
+#
+# Costs about a microsecond an event more than `LivesMeter`.
+
+_ACTIVATIONS, _LENT = CATEGORIES.index(Category.ACTIVATIONS), CATEGORIES.index(Category.LENT)
+_PASSES = FORWARDS | SPLIT_BACKWARD | MESSAGES | {Kind.LOAD, Kind.RECOMPUTE, Kind.BACKWARD}
+
+_COPYING = frozenset({torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default})  # as autograd does
+
+Arguments = tuple[Hashable, ...]  # the names of storages
+NamedLife = tuple[Hashable, int]  # a storage and its bytes as it is born, and 0 as it dies
+
+
+class Event(NamedTuple):
+    """Something that happened to the account of a device.
+
+    `name` says what happened to whom, and how often before in its action; it is the same in other runs. `layer` is the
+    one whose state it is about: None where it is about none, or nobody knows. `deltas` are positions of categories with
+    bytes, and `taken` is what a kernel took as long as it ran.
+    """
+
+    name: tuple[str, Hashable, int]
+    layer: int | None
+    deltas: tuple[tuple[int, int], ...] = ()
+    taken: int = 0
+    lives: tuple[NamedLife, ...] = ()
+
+
+class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
+    """A meter that also tells all events of a device on which no layer stands for others.
+
+    `layer_of` has the layer of every storage that has been state of one, by the storage's name.
+    """
+
+    def __init__(self, device: int, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.layer_of: dict[Hashable, int] = {}
+        self._stages: list[StageRunner] = []
+        self._called: dict[Tracked, Hashable] = {}
+        self._living: dict[Tracked, Hashable] = {}  # what lives now in a storage that has memory
+        self._story: list[tuple[Event, Arguments]] = []  # of the present action
+        self._told: list[list[Event]] = []  # of every action, and before the first one
+        self._counts = Counter[Hashable]()
+        self._number = 0  # of the present action, 0 until the device is settled
+        self._present: Action | None = None
+        self._worked_on: int | None = None  # the layer on whose state alone the present operation works
+        self._arguments: Arguments = ()
+        self._users: defaultdict[Hashable, set[int]] = defaultdict(set)  # by storage of no layer, those it served
+        self._operation = ""
+
+    def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
+        super().own_layers(stage, copies)
+        self._stages.append(stage)
+
+    def settled(self) -> list[Event]:
+        """Begin to tell, when all layers have been told of: what there is now, as if it were born."""
+        self._number = 1
+        for layer, stage in self._layers():
+            own = stage.updates.parameters((layer, layer + 1))
+            copied = [stage.copies.copies[id(weight)].tensor for weight in stage.copies.own(layer)]
+            kept = stage.updates.state((layer, layer + 1), maxsize)
+            for what, tensors in (("parameter", own), ("copy", copied), ("kept", kept)):
+                for number, tensor in enumerate(tensors):
+                    tracked = self._live.get(storage_key(tensor))
+                    if tracked is not None and tracked not in self._called:
+                        self._called[tracked] = what, layer, number
+                        self.layer_of[what, layer, number] = layer
+        for number, tracked in enumerate(one for one in self._live.values() if one not in self._called):
+            self._called[tracked] = "own", number
+        found = [Event(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
+        for tracked in self._live.values():
+            name, deltas = self._called[tracked], ((tracked.category, tracked.nbytes),)
+            lives = tuple(self._life(tracked, tracked.nbytes))
+            found.append(Event(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
+        return found
+
+    def events(self) -> list[list[Event]]:
+        """The events before the next action, and those of every action since the last call. Call it after `changes`."""
+        told, self._told = self._told, []
+        return told
+
+    # ---------------------------------------------------------------- what a meter does
+
+    def begin(self, action: str) -> None:
+        super().begin(action)
+        self._close()
+        self._number += 1
+        self._story, self._counts, self._users = [], Counter(), defaultdict(set)
+        self._present = None if action == NEXT_STEP else parse_action(action)
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._operation = str(func)
+        if not self._is_pass:
+            self._look_at((args, kwargs))
+        elif func in _COPYING:
+            self._arguments = self._names_in(args)
+        out = super().operation(func, args, kwargs)
+        self._worked_on, self._arguments = None, ()
+        return out
+
+    @property
+    def _is_pass(self) -> bool:
+        """Whether the present action sends, receives or runs microbatches, and works on no layer's state alone."""
+        return self._present is not None and self._present.kind in _PASSES
+
+    def _look_at(self, arguments: Any) -> None:
+        """Find the only layer whose state is among the arguments of an operation, if there is one."""
+        self._arguments = self._names_in(arguments)
+        found = {self.layer_of[name] for name in self._arguments if name in self.layer_of}
+        if len(found) == 1:
+            (self._worked_on,) = found
+            for name in self._arguments:
+                self._users[name] |= found
+
+    def _names_in(self, arguments: Any) -> Arguments:
+        tracked = (self._live.get(key) for key in storages_in(arguments))
+        return tuple(self._called[one] for one in tracked if one in self._called)
+
+    def _track(self, tensor: Tensor) -> Tracked:
+        known = storage_key(tensor) in self._live
+        tracked = super()._track(tensor)
+        if not known and self._number:  # copies do not count among the others: where there is a gradient none is made
+            where = self._number, self._worked_on, *(self._arguments if self._is_pass else ())
+            self._counts[where] += 1
+            name: Hashable = (*where, self._counts[where])
+            self._called[tracked] = name
+            if self._worked_on is not None:
+                self.layer_of[name] = self._worked_on
+            self._tell("born", name, [(tracked.category, tracked.nbytes)], self._life(tracked, tracked.nbytes))
+        return tracked
+
+    def _resize(self, tracked: Tracked, nbytes: int) -> None:
+        deltas = [(tracked.category, nbytes - tracked.nbytes)]
+        super()._resize(tracked, nbytes)
+        if self._number:
+            death = self._death_of(tracked)
+            self._tell("resized", self._called[tracked], deltas, [*self._life(tracked, nbytes), *death])
+
+    def _died(self, tracked: Tracked) -> None:
+        super()._died(tracked)
+        if self._number:
+            death = self._death_of(tracked)
+            self._tell("died", self._called.pop(tracked), [(tracked.category, -tracked.nbytes)], death)
+
+    def _move(self, tracked: Tracked, category: int) -> None:
+        before = tracked.category
+        super()._move(tracked, category)
+        if self._number and before != category:
+            self._tell("moved", self._called[tracked], [(before, -tracked.nbytes), (category, tracked.nbytes)])
+
+    def _hold_scalars(self, number: int) -> None:
+        super()._hold_scalars(number)
+        if number:
+            self._tell("numbers", None, [(_ACTIVATIONS, SCALAR_BYTES * number)])
+
+    def _take(self, level: int, asked: int) -> None:
+        super()._take(level, asked)
+        if level > self.total:
+            self._tell("taken", self._operation, [], taken=level - self.total)
+
+    def _grow_workspace(self, name: int) -> None:
+        super()._grow_workspace(name)
+        self._tell("workspace", name, [], [(name, self._workspace_bytes)])
+
+    # ---------------------------------------------------------------- telling
+
+    def _tell(
+        self,
+        what: str,
+        name: Hashable,
+        deltas: Sequence[tuple[int, int]],
+        lives: Sequence[NamedLife] = (),
+        taken: int = 0,
+    ) -> None:
+        """Add an event that concerns what has this name."""
+        self._counts[what, name] += 1
+        event = Event((what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives))
+        self._story.append((event, self._arguments))
+
+    def _life(self, tracked: Tracked, nbytes: int) -> list[NamedLife]:
+        """The birth of what lives in a storage of so many bytes from now on."""
+        if not nbytes:
+            return []
+        name = self._called[tracked]
+        self._counts["life", name] += 1
+        life = self._living[tracked] = (name, self._number, self._counts["life", name])
+        return [(life, nbytes)]
+
+    def _death_of(self, tracked: Tracked) -> list[NamedLife]:
+        """The death of what has lived in a storage, if it had memory."""
+        life = self._living.pop(tracked, None)
+        return [] if life is None else [(life, 0)]
+
+    def _close(self) -> None:
+        """An action has ended: its events have the layers that are known by now."""
+        if self._present is None or self._present.kind in (Kind.BACKWARD, Kind.STEP):
+            self._find_state()
+        for event, arguments in self._story:  # a gradient may be a copy of what has been computed
+            if event.name[0] == "born" and (layer := self.layer_of.get(event.name[1])) is not None:
+                for name in arguments:
+                    self._users[name].add(layer)
+        dead = {event.name[1] for event, _ in self._story if event.name[0] == "died"}
+        for name, layers in self._users.items():
+            if len(layers) == 1 and name in dead:  # it has served this layer alone
+                self.layer_of.setdefault(name, *layers)
+        self._told.append([self._resolved(*told) for told in self._story])
+
+    def _resolved(self, event: Event, arguments: Arguments) -> Event:
+        """An event with its layer, if that is known by now from its storage, or from those it was made of."""
+        if event.layer is not None:
+            return event
+        what, about, _ = event.name
+        found = {self.layer_of[name] for name in (about, *arguments) if name in self.layer_of}
+        if len(found) != 1:
+            return event
+        (layer,) = found
+        if what == "born":
+            self.layer_of[about] = layer
+        return event._replace(layer=layer)
+
+    def _find_state(self) -> None:
+        """Find out whose state the gradients and the optimizer's tensors are that there are now."""
+        layers = None if self._present is None else self._present.layers
+        for layer, stage in self._layers():
+            if layers is None or layers[0] <= layer < layers[1]:
+                own = stage.updates.parameters((layer, layer + 1))
+                held = [parameter.grad for parameter in own if parameter.grad is not None]
+                for tensor in (*held, *stage.updates.state((layer, layer + 1), maxsize)):
+                    tracked = self._live.get(storage_key(tensor))
+                    if tracked is not None:
+                        self.alike &= self.layer_of.setdefault(self._called[tracked], layer) == layer
+
+    def _layers(self) -> Iterator[tuple[int, StageRunner]]:
+        return ((layer, stage) for stage in self._stages for layer in range(stage.start, stage.stop))

@@ -1,0 +1,155 @@
+"""Folding: a dry run executes one of several equal microbatches, and the measured effects stand for the others.
+
+What an action does to a device's memory depends on what has been done with its own microbatch before, not on other
+microbatches. So of all microbatches with the same actions in the same order on a stage, one need be run. The program is
+shortened to these few microbatches, and the memory of the whole program is computed from what they did (unfolding). The
+first backward of a step allocates gradients and later ones do not, so the microbatch of the first is always run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.program import Program
+from pipefit.schema.trace import MemorySample
+
+Path = tuple[object, ...]  # the actions of one microbatch on one stage, without its number
+Bytes = tuple[int, ...]  # by category
+Place = tuple[int, int, int]  # stage, microbatch, and number in the microbatch's path
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """The microbatches that are run in the first step and in later ones.
+
+    `like` has for each stage and microbatch an equal one, which is run in the first step.
+    """
+
+    first: frozenset[int]
+    later: frozenset[int]
+    like: dict[tuple[int, int], int]
+
+    @staticmethod
+    def of(program: Program) -> Folding:
+        """The fewest microbatches that stand for all."""
+        paths, bearers = _paths(program)
+        like: dict[tuple[int, int], int] = {}
+        met: dict[tuple[int, Path], int] = {}
+        for (stage, microbatch), path in sorted(paths.items(), key=lambda item: item[0]):
+            like[stage, microbatch] = met.setdefault((stage, path), microbatch)
+        return Folding(frozenset(like.values()) | bearers, bearers, like)
+
+    @staticmethod
+    def none(programs: Sequence[Program]) -> Folding:
+        """Every microbatch is run."""
+        of_devices = (actions for program in programs for actions in program.actions)
+        everyone = frozenset(a.microbatch for actions in of_devices for a in actions if a.microbatch is not None)
+        return Folding(everyone, everyone, {})
+
+
+def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int]]:
+    """The actions of every microbatch on every stage, and the microbatches with the first backward of some layers."""
+    paths: dict[tuple[int, int], list[object]] = {}
+    born: set[object] = set()
+    bearers = set()
+    for actions in program.actions:
+        for action in actions:
+            if action.microbatch is None:
+                continue
+            bears = action.kind is Kind.BACKWARD and (action.stage, action.layers) not in born
+            if bears:
+                born.add((action.stage, action.layers))
+                bearers.add(action.microbatch)
+            step = action._replace(microbatch=None), bears
+            paths.setdefault((action.stage, action.microbatch), []).append(step)
+    return {key: tuple(path) for key, path in paths.items()}, frozenset(bearers)
+
+
+def shortened(program: Program, microbatches: frozenset[int]) -> Program:
+    """The program with the actions of these microbatches alone."""
+    kept = tuple(
+        tuple(action for action in actions if action.microbatch is None or action.microbatch in microbatches)
+        for actions in program.actions
+    )
+    return replace(program, actions=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an action did to the bytes of every category: at its peak, and until the next one began."""
+
+    at_peak: Bytes
+    after: Bytes
+
+
+class Seat(NamedTuple):
+    """An action in a step: its place, None without a microbatch, and the microbatch that was run instead, if any."""
+
+    place: Place | None
+    like: int | None
+
+
+class Repetition(Generic[T]):
+    """What all actions of a step did, from what was seen of those that were run."""
+
+    def __init__(self, folding: Folding) -> None:
+        self._folding = folding
+        self._known: dict[Place, T] = {}
+
+    def step(self, number: int, actions: Sequence[Action], seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
+        """Every action of step `number` in order: where it is, and what it did, as seen of itself or of an equal one,
+        which may come later in the program.
+        """
+        ran = self._folding.later if number else self._folding.first
+        places, left = list(_places(actions)), iter(seen)
+        known = [next(left) if place is None or place[1] in ran else None for place in places]
+        for place, one in zip(places, known, strict=True):
+            if place is not None and one is not None:
+                self._known.setdefault(place, one)
+        for place, one in zip(places, known, strict=True):
+            if one is not None:
+                yield Seat(place, None), one
+            elif place is not None:
+                stage, microbatch, position = place
+                like = self._folding.like[stage, microbatch]
+                yield Seat(place, like), self._known[stage, like, position]
+
+
+class Unfolding:
+    """Computes the memory of one device in the whole program, step by step, from that in the shortened one."""
+
+    def __init__(self, folding: Folding, rest: Bytes) -> None:
+        self._repetition = Repetition[Change](folding)
+        self._level = rest
+
+    def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
+        """The memory samples of one step of all `actions`, from the changes that were measured for those that were run.
+
+        The time of a sample is its position in the program.
+        """
+        changes = self._repetition.step(number, actions, measured)
+        for position, (action, (_, change)) in enumerate(zip(actions, changes, strict=True)):
+            peak: Any = plus(self._level, change.at_peak)
+            yield MemorySample(step=number, action=str(action), seconds=float(position), bytes=peak)
+            self._level = plus(self._level, change.after)
+
+
+def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
+    """Stage, microbatch and number in the microbatch's path of every action; None for those without a microbatch."""
+    lengths: dict[tuple[int, int], int] = {}
+    for action in actions:
+        if action.microbatch is None:
+            yield None
+            continue
+        flight = action.stage, action.microbatch
+        number = lengths[flight] = lengths.get(flight, -1) + 1
+        yield *flight, number
+
+
+def plus(one: Bytes, other: Bytes) -> Bytes:
+    """The sums of two amounts, category by category."""
+    return tuple(a + b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,312 @@
+"""What a dry run executes: which layers, microbatches and devices stand for others, and the run itself.
+
+Devices that stand for others are run as if their peers were there (`pipefit.runtime.dry_run.devices`), so that they are
+divided between the processes that `pipefit.processes` may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import NamedTuple
+
+from pipefit.capture.chain import Chain
+from pipefit.capture.sample import Sample, sample
+from pipefit.capture.task import Task
+from pipefit.fake_cuda.apart import run_a_backward
+from pipefit.fake_cuda.chain import Chains, chain_again
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering import is_endless
+from pipefit.measure.kernels import Kernels
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.processes import beside, forks_left
+from pipefit.runtime.checks.plan_check import check_model
+from pipefit.runtime.comm.transport import InProcess
+from pipefit.runtime.dry_run.asynchronous import Effects, EndlessLives, fewer, labels, turns
+from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin
+from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
+from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
+from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
+from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
+from pipefit.runtime.engine.assembly import assemble
+from pipefit.runtime.engine.in_turn import NoPeers, run_in_turn
+from pipefit.runtime.engine.replicas import RankShards, Source, Sources, Wanted, check_as_profiled
+from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
+from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.tensor_groups import without_peers
+from pipefit.runtime.offload.lending import Lending, lending_trace
+from pipefit.schema.actions import Action
+from pipefit.schema.kernels import Kernel
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
+from pipefit.tensor_parallel.stage import ShardedChain, shard_chain
+
+
+class Rehearsed(NamedTuple):
+    """What a dry run found of some devices: their memory samples, and what each of the allocators holds there.
+
+    `assumed` are operations of which something had to be assumed. `alike` is False where layers or microbatches that
+    stood for others turned out to differ from them.
+    """
+
+    samples: dict[int, list[MemorySample]]
+    peaks: dict[int, list[AllocatorPeaks]]
+    assumed: tuple[Kernel, ...] = ()
+    alike: bool = True
+
+    @staticmethod
+    def together(parts: Sequence[Rehearsed]) -> Rehearsed:
+        """What was found of all devices, each of which is in one of the parts."""
+        samples = {device: found for part in parts for device, found in part.samples.items()}
+        peaks = {device: found for part in parts for device, found in part.peaks.items()}
+        assumed = dict.fromkeys(kernel for part in parts for kernel in part.assumed)
+        return Rehearsed(samples, peaks, tuple(assumed), all(part.alike for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A dry run of some steps of a plan, and of what these `allocators` reserve, if there are any."""
+
+    task: Task
+    plan: Plan
+    programs: tuple[Program, ...]  # of the first steps; the last one repeats
+    lending: Lending
+    like: Sample
+    steps: int
+    kernels: Kernels | None
+    allocators: tuple[AllocatorSettings, ...]
+    chains: Chains
+    traced: dict[int, Chain] = field(default_factory=dict)  # by samples; no layer of these is run
+
+    def run(self, fake: FakeTarget, *, fold: bool) -> Rehearsed:
+        """All steps, with those layers and microbatches that stand for all if `fold`."""
+        if not fold:
+            return self._whole(fake)
+        if not self.allocators and not is_endless(self.plan):
+            return self._folded(fake)
+        run = self._endless if is_endless(self.plan) else self._all_layers
+        ran = self._beside_each_other(fake, partial(run, fake, self._everything(fake)))
+        return ran if ran.alike else self._whole(fake)
+
+    def trace(self, ran: Rehearsed, number: int) -> Trace:
+        """What all devices held, and what the allocator of that number makes of it, if there is one."""
+        devices = list[DeviceTrace]()
+        for device in range(len(self.plan.cluster.devices)):
+            found = lending_trace(self.plan, device, self.lending.arenas)
+            if device in ran.samples:
+                peaks = ran.peaks[device][number] if self.allocators else None
+                found = replace(found, memory=tuple(ran.samples[device]), allocator=peaks)
+            devices.append(found)
+        return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
+
+    def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
+        """What `run` finds of all devices, in as many other processes as there are cores for: devices that stand for
+        others exchange nothing. Those that have the most layers are dealt out first. Where kernels are measured, this
+        process runs all: a fork has none of their threads.
+        """
+        every, processes = self._kin, forks_left() if self.kernels is None else 0
+        if processes < 2:
+            return run(every)
+        for samples in {self.plan.measured(stage).microbatch_size for stage in range(len(self.plan.stages))}:
+            self._chain(fake, samples)  # no other process traces a model again
+        parts: list[list[Kin]] = [[] for _ in range(min(processes, len(every)))]
+        layers = dict.fromkeys(range(len(parts)), 0)
+        for devices in sorted(every, key=self._layers_of, reverse=True):
+            least = min(layers, key=lambda part: layers[part])
+            parts[least].append(devices)
+            layers[least] += self._layers_of(devices)
+        begun = [beside(partial(run, part), check=run_a_backward) for part in parts]
+        return Rehearsed.together([found() for (found,) in begun])
+
+    def _layers_of(self, devices: Kin) -> int:
+        """The layers of one of some devices that are kin."""
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(devices[0])]
+        return sum(stage.stop - stage.start for stage in stages)
+
+    def _whole(self, fake: FakeTarget) -> Rehearsed:
+        return self._run(fake, self._everything(fake), Folding.none(self.programs), None)
+
+    def _all_layers(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
+        """All layers of some devices that are kin, and those microbatches that stand for all."""
+        return self._run(fake, short, Folding.of(self.programs[0]), together)
+
+    def _everything(self, fake: FakeTarget) -> Shortened:
+        return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
+
+    def _endless(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
+        """Some devices that are kin, under an endless schedule, with those microbatches that stand for all."""
+        last = len(self.programs) - 1
+        wanted = [self.programs[min(step, last)] for step in range(self.steps)]
+        executed = fewer(self.plan, wanted, again=bool(self.allocators))
+        runners, company = self._company(fake, short, together)
+        effects = {account: Effects(account.rest) for account in company.devices_of}
+        lives = {account: EndlessLives() for account in company.devices_of if self.allocators}
+        for program, known in zip(executed, labels(self.plan, executed), strict=True):
+            run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
+            company.learn()
+            for account, devices in company.devices_of.items():
+                effects[account].learn(known[devices[0]], account.changes)
+                if self.allocators:
+                    lives[account].learn(known[devices[0]], account.before, account.lives)
+        samples = company.no_samples
+        of_steps = labels(self.plan, wanted)
+        for step, (program, known) in enumerate(zip(wanted, of_steps, strict=True)):
+            for account, (first, *others) in company.devices_of.items():
+                found = list(effects[account].samples(step, program.actions[first], known[first]))
+                samples[first] += found
+                for other in others:
+                    samples[other] += _named(found, program.actions[other])
+        for account, own in lives.items():
+            of_device = [known[company.devices_of[account][0]] for known in of_steps]
+            own.unfold(of_device, turns(self.plan, of_device))
+        return self._told(fake, samples, company, lives)
+
+    def _folded(self, fake: FakeTarget) -> Rehearsed:
+        """Those layers, microbatches and devices that stand for all."""
+        (program,) = self.programs
+        folding = Folding.of(program)
+        short = Shortened.of(self.task, self.plan, program, self._chain(fake))
+        ran = self._run(fake, short, folding, self._kin)
+        # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
+        return ran if ran.alike else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
+
+    @property
+    def _kin(self) -> list[Kin]:
+        return kin(self.plan, self.programs, self.lending.arenas)
+
+    def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
+        """A chain of the model for so many samples, by default those of the first stage, with tensors of its own. No
+        model is traced twice.
+        """
+        samples = self._samples if samples is None else samples
+        if samples not in self.traced:
+            found = self.chains.of(samples, fake)
+            check_model(self.plan, self.task, found, samples)
+            if not found.traced:
+                return found
+            self.traced[samples] = found
+        return chain_again(self.traced[samples], fake)
+
+    @property
+    def _samples(self) -> int:
+        """The samples that the first stage computes of a microbatch."""
+        return self.plan.measured(0).microbatch_size
+
+    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> Rehearsed:
+        """Every step of a shortened plan, in the microbatches of a folding, by some of those devices that are kin; by
+        all devices, which exchange tensors, without any.
+        """
+        runners, company = self._company(fake, short, together)
+        data, wanted = self._data(fake, short, self.plan.training.microbatches)
+        unfoldings = {account: Unfolding(folding, account.rest) for account in company.devices_of}
+        lives = {account: LivesOf(folding) for account in company.devices_of if self.allocators}
+        samples = company.no_samples
+        for step in range(self.steps):
+            few = folding.later if step else folding.first
+            program = self.programs[min(step, len(self.programs) - 1)]
+            executed = program if program.endless else short.program  # the steps of an endless schedule are whole
+            run_in_turn(runners, data, wanted, program=shortened(executed, few))
+            company.learn()
+            for account, (first, *others) in company.devices_of.items():
+                found = list(unfoldings[account].step(step, program.actions[first], account.changes))
+                samples[first] += found
+                for other in others:
+                    samples[other] += _named(found, program.actions[other])
+                if self.allocators:
+                    lives[account].step(step, program.actions[first], (account.before, account.lives))
+        return self._told(fake, samples, company, lives)
+
+    def _told(
+        self,
+        fake: FakeTarget,
+        samples: dict[int, list[MemorySample]],
+        company: Company,
+        lives: Mapping[Account, LivesOf | EndlessLives],
+    ) -> Rehearsed:
+        """What was found of the devices of a company: their samples, and what allocators make of their lives."""
+        alike = company.alike and all(own.consistent for own in lives.values())
+        held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
+        of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
+        peaks = {
+            device: held.peaks(device, of_devices[device].events, max(one.total_bytes for one in samples[device]))
+            for device in (sorted(of_devices) if alike else ())
+        }
+        return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
+
+    def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
+        """Inputs and targets of so many microbatches, without bytes."""
+        inputs, targets = self.like
+        given = [fake.fake(tensor) for tensor in short.chain.flatten(inputs)]
+        wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
+        return [given] * microbatches, [wanted] * microbatches
+
+    def _company(
+        self, fake: FakeTarget, short: Shortened, together: Sequence[Kin] | None
+    ) -> tuple[list[DeviceRunner], Company]:
+        """The runners of some of those devices that are kin, or of all devices without any, and what they tell of all.
+
+        All devices exchange tensors; some are run as if the others were there.
+        """
+        every = list(casts(short, [(device,) for device in self.plan.workers] if together is None else together))
+        site = Site(
+            task=self.task,
+            sources=self._sources(fake, short),
+            plan=short.plan,
+            program=short.program,
+            transport=InProcess() if together is None else NoPeers(),
+            clock=lambda: 0.0,
+            seed=0,
+            absent=short.absent,
+            lending=self.lending,
+            shares={place: share for cast in every for place, share in cast.shares(short)},
+        )
+        runners, meters = [], dict[int, RepeatedMeter]()
+        for cast in every:
+            for device in cast.run:
+                meter = meters[device] = self._meter(fake, short, device, owning=cast.is_put_together)
+                runner = assemble(site, device, device=fake.device, meter=meter)
+                for stage in runner.stages.values():
+                    meter.own_layers(stage, short.copies[stage.start : stage.stop])
+                runners.append(runner)
+        return runners, Company(every, meters)
+
+    def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
+        """The chains of the stages; the peers of a rank of a tensor group are not there.
+
+        A model is traced once for each number of samples, and every replica has a copy.
+        """
+
+        @cache
+        def divided(samples: int, ranks: int, sequences: bool) -> ShardedChain:
+            chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
+            given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
+            fakes = tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted))
+            return shard_chain(chain, ranks, *fakes, sequences=sequences)
+
+        def make(wanted: Wanted) -> Source:
+            if not wanted.group:
+                return Source.of(short.shortened(self._chain(fake, wanted.samples)))
+            alone = without_peers(wanted.group, wanted.rank)
+            whole = divided(wanted.samples, len(wanted.group), wanted.sequences)
+            check_as_profiled(self.plan, wanted, whole)
+            chain = whole.rank(alone)
+            return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
+
+        return Sources(short.plan, Source.of(short.chain), self._samples, make)
+
+    def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
+        if not self.allocators and not owning:
+            return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
+        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocators else 0
+        kind = OwningMeter if owning else LivesMeter
+        return kind(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)
+
+
+def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[MemorySample]:
+    """The samples of a device that does the same, with the texts of its own actions."""
+    named = zip(samples, actions, strict=True)
+    return [
+        MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes) for one, action in named
+    ]

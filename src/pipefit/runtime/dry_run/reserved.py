@@ -1,0 +1,209 @@
+"""What a device's caching allocator reserves, from the lives of storages that a dry run saw.
+
+Layers are not folded in such a dry run, because where a block lies depends on all that came before it. Microbatches
+are: an action does the same to its own microbatch's storages as the one that was run instead, so its lives are repeated
+with other names. A storage of a microbatch that outlives it, until an update, dies with that of the microbatch that was
+run. Where a repetition frees what is not there, or leaves something behind, `LivesOf.consistent` turns False, and the
+dry run is made again with all microbatches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from pipefit.errors import OutOfMemory
+from pipefit.memory.arenas import Arena, communicators
+from pipefit.memory.cuda_allocator import AllocatorSettings, Block, CachingAllocator
+from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
+from pipefit.runtime.dry_run.microbatches import Folding, Repetition, Seat
+from pipefit.schema.actions import Action
+from pipefit.schema.devices import Member, Overheads
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.schema.trace import AllocatorPeaks
+
+Event = tuple[Hashable, int]  # a storage and its bytes as it is born, and 0 as it dies
+
+_WORKSPACES = (FORWARD_WORKSPACE, BACKWARD_WORKSPACE)
+_NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
+
+
+class LivesOf:
+    """The lives of one device's storages in the whole program, step by step, from those that were seen."""
+
+    def __init__(self, folding: Folding) -> None:
+        self.consistent = True
+        self.events: list[Event] = []
+        self._repetition = Repetition[Lives](folding)
+        self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage and microbatch that was run
+        self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living ones, by the storage that was seen
+        self._living: set[Hashable] = set()
+
+    def step(self, number: int, actions: Sequence[Action], seen: tuple[Lives, list[Lives]]) -> None:
+        """Add the events of one step of all `actions`, from the lives in those that were run."""
+        before, of_actions = seen
+        whole = list(self._repetition.step(number, actions, of_actions))
+        for seat, lives in whole:
+            if seat.place is not None and seat.like is None:
+                self._own[seat.place[:2]] |= {name for name, nbytes in lives if nbytes and name >= 0}
+        self._ended(before)
+        for seat, lives in whole:
+            if seat.place is None:
+                self._ended(lives)
+            elif seat.like is None:
+                self._seen(lives)
+            else:
+                self._repeated(number, seat, lives)
+        self.consistent &= not any(self._copies.values())
+
+    def _seen(self, lives: Lives) -> None:
+        for name, nbytes in lives:
+            self._add(name, nbytes)
+
+    def _ended(self, lives: Lives) -> None:
+        """Add the lives in an action of no microbatch: what dies there does so in all microbatches."""
+        for name, nbytes in lives:
+            self._add(name, nbytes)
+            for copy in () if nbytes else self._copies.pop(name, ()):
+                self._add(copy, 0)
+
+    def _repeated(self, number: int, seat: Seat, lives: Lives) -> None:
+        assert seat.place is not None
+        assert seat.like is not None
+        stage, microbatch, _ = seat.place
+        own = self._own[stage, seat.like]
+        for name, nbytes in lives:
+            if name not in own:
+                self._add(name, nbytes)
+                continue
+            copy = name, number, microbatch
+            self._add(copy, nbytes)
+            if nbytes:
+                self._copies[name].append(copy)
+            elif copy in self._copies[name]:
+                self._copies[name].remove(copy)
+
+    def _add(self, name: Hashable, nbytes: int) -> None:
+        """Add a birth or a death. A workspace is born once, however often the action with its birth is repeated."""
+        if nbytes and name in self._living and name in _WORKSPACES:
+            return
+        self.consistent &= (name in self._living) != bool(nbytes)
+        (self._living.add if nbytes else self._living.discard)(name)
+        self.events.append((name, nbytes))
+
+
+def overheads(plan: Plan, device: int) -> Overheads:
+    """What a process takes of a device of the plan besides tensors: nothing, if it is no GPU."""
+    return plan.cluster.devices[device].kind.overheads if plan.cluster.backend == "cuda" else _NOTHING
+
+
+def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
+    """The births of what a device lends: a tensor for each arena, there before all others, and freed after them."""
+    return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
+
+
+def form(events: Sequence[Event]) -> bytes:
+    """What an allocator goes by, as a digest: the bytes of every birth, and whose death each is, whatever the names."""
+    born, found = dict[Hashable, int](), array("q")
+    for number, (name, nbytes) in enumerate(events):
+        if nbytes:
+            born[name] = number
+            found.append(-1 if name in _WORKSPACES else nbytes)
+        else:
+            found.append(-2 - born.pop(name))
+    return sha256(found.tobytes()).digest()
+
+
+class Allocators:
+    """What the caching allocators of a plan's devices hold at most, with each of some `settings`; simulated once for
+    devices that do the same.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, arenas: Sequence[Arena], settings: Sequence[AllocatorSettings]
+    ) -> None:
+        self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
+        self._known: dict[Hashable, list[AllocatorPeaks]] = {}
+        self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and what the device lends
+
+    def peaks(self, device: int, events: list[Event], requested: int) -> list[AllocatorPeaks]:
+        """Those of a device with these events, besides what it lends, whose meter has counted `requested` bytes."""
+        plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
+        every = [*lent, *events]
+        if (id(events), *lent) not in self._forms:
+            self._forms[id(events), *lent] = form(every)
+        of_device = plan.cluster.devices[device].memory_bytes, overheads(plan, device)
+        key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
+        if key not in self._known:
+            self._known[key] = [allocator_peaks(plan, program, device, every, one, requested) for one in self._settings]
+        return self._known[key]
+
+
+def allocator_peaks(
+    plan: Plan, program: Program, device: int, events: Sequence[Event], settings: AllocatorSettings, requested: int
+) -> AllocatorPeaks:
+    """What the allocator of a device of the plan holds at most; `requested` bytes are those that its meter has counted.
+
+    The device has the memory that the cluster says, less its context and communicators. Where that does not suffice,
+    the figures are those of one with as much more as it takes, to a segment.
+    """
+    own, count = overheads(plan, device), communicators(plan, program, device)
+    memory = plan.cluster.devices[device].memory_bytes
+    taken = own.context_bytes + count * own.communicator_bytes
+    capped = CachingAllocator(settings, memory, taken=taken)
+    fits = _run(events, capped)
+    found = capped if fits else _with_enough(events, settings, memory, taken) or capped
+    return AllocatorPeaks(
+        settings=str(settings),
+        requested_bytes=requested,
+        allocated_bytes=found.peak.allocated_bytes,
+        reserved_bytes=found.peak.reserved_bytes,
+        retries=found.retries,
+        fits=fits,
+        workspaces=sum(name in _WORKSPACES for name, _ in events),
+        workspace_bytes=own.cublas_workspace_bytes,
+        context_bytes=own.context_bytes,
+        communicators=count if own.communicator_bytes else 0,
+        communicator_bytes=own.communicator_bytes,
+    )
+
+
+def _with_enough(
+    events: Sequence[Event], settings: AllocatorSettings, memory: int, taken: int
+) -> CachingAllocator | None:
+    """The allocator of a device that has just enough memory where `memory` does not suffice; None if no device has.
+
+    An allocator that runs out of memory gives back segments without a tensor, and goes on: one that has all the memory
+    there is reserves more than it needs.
+    """
+    whole = replace(settings, memory_fraction=1.0)
+    found = CachingAllocator(whole, taken=taken)
+    if not _run(events, found):
+        return None
+    low, high = int(memory * settings.memory_fraction), taken + found.peak.reserved_bytes
+    while high - low > settings.large_segment_bytes:
+        middle = (low + high) // 2
+        tried = CachingAllocator(whole, middle, taken=taken)
+        if _run(events, tried):
+            found, high = tried, taken + tried.peak.reserved_bytes
+        else:
+            low = middle
+    return found
+
+
+def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:
+    """Carry out all events; whether the allocator has room for them."""
+    blocks: dict[Hashable, Block] = {}
+    try:
+        for name, nbytes in events:
+            if nbytes:
+                blocks[name] = allocator.allocate(nbytes)
+            else:
+                allocator.free(blocks.pop(name))
+    except OutOfMemory:
+        return False
+    return True

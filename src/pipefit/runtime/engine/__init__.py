@@ -1,0 +1,1 @@
+"""Executes the program of a device: passes, microbatches in flight, updates."""

@@ -1,0 +1,187 @@
+"""Makes the runner of a device: from a plan and a chain, with the layers of its stages on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipefit.capture.chain import Shared
+from pipefit.capture.copying import is_faking
+from pipefit.capture.task import Task
+from pipefit.fake_cuda.target import is_fake
+from pipefit.measure import MemoryMeter
+from pipefit.measure.cuda import Stopwatch
+from pipefit.memory.model_state import Share, StageRest
+from pipefit.memory.states import Layers, StateMoves, state_moves
+from pipefit.memory.storages import StageStorages
+from pipefit.runtime.comm.agreement import Agreement, LossScale
+from pipefit.runtime.engine.buffers import move
+from pipefit.runtime.engine.replicas import Source
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.site import Site
+from pipefit.runtime.engine.specializations import Specialized
+from pipefit.runtime.engine.stage import StageRunner
+from pipefit.runtime.offload.moving import Mover
+from pipefit.runtime.offload.states import StateMover
+from pipefit.runtime.optim.updates import check_elementwise, own_parameters
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import Plan
+from pipefit.timing import host_update_seconds
+
+
+def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None:
+    """The ids of the parameters of the layers that a replica owns; None where replicas divide nothing."""
+    if share is None:
+        return None
+    of_layers = enumerate(own_parameters(source.chain.layers[place.start : place.stop]), start=place.start)
+    return {id(parameter) for layer, own in of_layers if share.owns(layer) for parameter in own}
+
+
+def _name_of(source: Source, shared: Shared) -> str:
+    """What the model calls a parameter that layers share."""
+    layer, local = shared.places[0]
+    return source.chain.layers[layer].parameter_names[local]
+
+
+def tells_norms(plan: Plan, stage: int, device: int) -> bool:
+    """Whether a device reports norms of a stage to an agreement: the first replica does, or all owners of layers."""
+    grid = plan.stages[stage].grid
+    return grid.shard != "none" or not grid.replica_of(device)
+
+
+def _agreement(site: Site, device: int) -> Agreement:
+    """A device's part of the agreement before an update; the first device with a parameter, or a shard of it, reports
+    it, or the one of the replica that owns its layer and has its gradient.
+    """
+    plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
+    reported: dict[str, tuple[nn.Parameter, int]] = {}
+    for stage in (stages := plan.stages_of(device)):
+        source, place = site.sources.of(stage, device), plan.stages[stage]
+        own = _owned(source, place, site.share(stage, device))
+        elsewhere = {
+            _name_of(source, found)
+            for found, holders in zip(source.shared, plan.holders, strict=True)
+            if holders and holders[0] not in stages
+        }
+        for number, layer in enumerate(source.chain.layers):
+            for name, parameter in layer.named_parameters:
+                if not parameter.requires_grad:
+                    continue
+                names[name] = None
+                if place.start <= number < place.stop and (own is None or id(parameter) in own):
+                    trainable[id(parameter)] = parameter
+                    shard = place.grid.shard_of(device)
+                    is_divided = source.shards is not None and source.shards.is_divided(name)
+                    if name not in elsewhere and tells_norms(plan, stage, device) and (is_divided or not shard):
+                        reported[name] = parameter, shard
+    return Agreement(
+        list(names),
+        reported,
+        list(trainable.values()),
+        clip_norm=plan.training.clip_norm,
+        scale=LossScale() if plan.training.scales_loss else None,
+        master_weights=site.task.master_weights,
+        absent=site.absent,
+        shards=max(stage.grid.tensor for stage in plan.stages),
+    )
+
+
+def _state_mover(
+    moves: StateMoves, plan: Plan, storages: StageStorages, share: Share | None, mover: Mover
+) -> StateMover | None:
+    """What moves the state of a stage, or the `share` of a replica; None where none is moved."""
+    if not moves.homes:
+        return None
+    rest = StageRest(storages, plan.training.microbatches, share=share)
+    host = plan.cluster.devices[mover.number].host
+    paced = plan.cluster.backend == "emulated" and mover.copier.beside
+    return StateMover(moves, rest, mover, host, _update_seconds(moves, plan, rest, host) if paced else {})
+
+
+def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -> dict[Layers, float]:
+    """What updates on a host take, by their layers, where its memory is of known speed; `near` is the device's host."""
+    found = {}
+    for (_, layers), place in moves.updates.items():
+        number = place.members[0].number
+        host = plan.cluster.hosts[near if number is None else number]
+        if host.memory_bandwidth is not None:
+            owned = (n for n in range(*layers) if rest.share is None or rest.share.owns(n))
+            start, costs = rest.storages.start, rest.storages.costs
+            found[layers] = sum(host_update_seconds(costs[n - start], host) for n in owned)
+    return found
+
+
+def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
+    """The runner of device `number` of the plan, whose layers are moved to `device`."""
+    plan, stages = site.plan, site.plan.stages_of(number)
+    sources = {stage: site.sources.of(stage, number) for stage in stages}
+    own = {stage: site.sources.own_shared(stage, number) for stage in stages}
+    agreement = _agreement(site, number) if plan.training.agrees else None
+    described = {stage: StageStorages.of(plan, stage) for stage in stages}
+    mover = Mover(
+        number,
+        plan.cluster,
+        described,
+        borrowed=site.lending.borrowed_by(number),
+        copier=site.lending.copier(device),
+        resized=meter.resized if meter is not None else lambda storage: None,
+    )
+    moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
+    runners = {}
+    for stage, storages in described.items():
+        layers = range(storages.start, storages.stop)
+        usual, share = _usual(plan, sources[stage], stage), site.share(stage, number)
+        _put(usual, site.task, device, _absent(usual, storages.start, share))
+        if storages.stop == len(plan.profile.layers) and not is_faking():
+            _put_loss(site.task, device)
+        runners[stage] = StageRunner(
+            site.task,
+            usual,
+            storages,
+            shared=own[stage],
+            microbatches=plan.training.microbatches,
+            agreement=agreement,
+            rooms=list(map(storages.room_bytes, layers)) if plan.training.endless else None,
+            replica=plan.stages[stage].grid.replica_of(number),
+            share=share,
+            states=_state_mover(moves.of_stage(stage), plan, storages, share, mover),
+            device=device,
+            seed=site.seed,
+            graph_dropped=meter.drop_graph if meter is not None else lambda: None,
+        )
+    stopwatch = Stopwatch(device, site.clock) if device.type == "cuda" else None
+    return DeviceRunner(site, runners, number=number, mover=mover, meter=meter, stopwatch=stopwatch)
+
+
+def _usual(plan: Plan, source: Source, stage: int) -> Specialized:
+    """The layers of a stage, and the loss, for microbatches of the plan's size."""
+    place, chain = plan.stages[stage], source.chain.measured(plan.measured(stage))
+    loss = replace(chain, layers=()).loss  # it keeps no other stage's layers alive
+    return Specialized(chain.layers[place.start : place.stop], loss, source.shards)
+
+
+def _put_loss(task: Task, device: torch.device) -> None:
+    """Move what a loss that is a module computes with, such as weights of classes, to the device of the last stage."""
+    if isinstance(task.loss, nn.Module):
+        move([task.loss], device)
+
+
+def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[int]:
+    """The ids of the parameters of a stage from layer `start` on that the device does not keep between steps."""
+    if share is None or not share.divides_parameters:
+        return frozenset()
+    of_layers = enumerate(own_parameters(usual.layers), start=start)
+    return frozenset(id(parameter) for layer, own in of_layers if not share.owns(layer) for parameter in own)
+
+
+def _put(usual: Specialized, task: Task, device: torch.device, absent: frozenset[int]) -> None:
+    """Move the layers of a stage to `device`, where the optimizer is tried on the shards of a rank; `absent` parameters
+    have no memory there.
+    """
+    layers, _, shards = usual
+    criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
+    move([*(layer.module for layer in layers), *criterion], device, absent=absent)
+    if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
+        check_elementwise(task, layers, shards.own, device)

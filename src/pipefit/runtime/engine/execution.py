@@ -1,0 +1,163 @@
+"""Runs programs on batches with the devices of one process: for a trainer, and where a plan is held to plain training.
+
+A batch is cut into microbatches, each of which counts by its part of the batch, and every device executes its part of
+the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from pipefit.capture.chain import Chain
+from pipefit.capture.task import Task
+from pipefit.errors import OutOfMemory, WorkerFailed
+from pipefit.lowering import updates_alone
+from pipefit.runtime.engine.batches import Cut, cut_batch
+from pipefit.runtime.engine.in_turn import run_in_turn
+from pipefit.runtime.engine.runner import DeviceRunner
+from pipefit.runtime.engine.specializations import Specializations
+from pipefit.runtime.engine.tensor_groups import TensorGroups, lost
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+
+# ----------------------------------------------------------------------------------------------------
+# The mean loss of a step and the peaks of its devices, which all workers tell each other in one message.
+#
+# Under an endless schedule nobody waits for it: a worker that is ahead would have to wait until the last
+# stage has computed the step's losses, and that would drain the pipeline.
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """The result of one step, on its way between the workers; `work` is None where it has come, or there is no way."""
+
+    devices: tuple[int, ...]
+    told: Tensor  # the loss, and the peak of every device
+    work: Any
+
+    def join(self) -> None:
+        """Return when all workers have told theirs.
+
+        Raises:
+            PeerLost: another worker did not.
+        """
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise _lost(error, self.devices) from error
+        self.told, self.work = self.told.cpu(), None  # a GPU has then computed all before it
+
+    def joined(self) -> tuple[float, dict[int, int]]:
+        """The loss and the peaks by device, when all workers have told theirs.
+
+        Raises:
+            PeerLost: another worker did not.
+        """
+        self.join()
+        loss, *peaks = self.told.tolist()
+        return float(loss), {device: int(peak) for device, peak in zip(self.devices, peaks, strict=True)}
+
+
+def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
+    """Tell all workers what this one's `runners` know of the step that has just ended.
+
+    The last stage has computed the losses, each replica those of its slices, and of its tensor shards the first tells
+    them; `weights` are those of its microbatches in the mean.
+
+    Raises:
+        PeerLost: another worker is gone.
+    """
+    workers, exchanged = plan.workers, distributed and len(plan.workers) > 1
+    direct = exchanged and dist.get_backend() == "nccl"  # gloo takes tensors on the host
+    device = next(iter(runners[0].stages.values())).device if direct else torch.device("cpu")
+    told = torch.zeros(1 + len(workers), dtype=torch.float64, device=device)
+    for runner in runners:
+        told[1 + workers.index(runner.number)] = runner.record.step_peak_bytes
+        for number, stage in runner.stages.items():
+            grid = plan.stages[number].grid
+            if stage.losses is not None and not grid.shard_of(runner.number):
+                losses = stage.losses[: len(weights)]
+                told[0] += losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device) / grid.data
+    try:
+        work = dist.all_reduce(told, async_op=True) if exchanged else None
+    except RuntimeError as error:
+        raise _lost(error, workers) from error
+    return Result(devices=workers, told=told, work=work)
+
+
+def _lost(error: RuntimeError, workers: tuple[int, ...]) -> WorkerFailed | OutOfMemory:
+    return lost("a worker did not report its loss and peaks", error, workers[dist.get_rank()])
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+class Execution:
+    """The devices of one process, `distributed` if others have more of them.
+
+    `chain` says how batches look; it keeps no layers alive that stages free.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        chain: Chain,
+        runners: Sequence[DeviceRunner],
+        *,
+        groups: TensorGroups,
+        distributed: bool,
+    ) -> None:
+        self.plan, self.runners, self.distributed = plan, runners, distributed
+        self.chain, self._groups = replace(chain, layers=()), groups
+        self._specializations: Mapping[int, Specializations] = {
+            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in runners
+        }
+
+    def cut(self, batch: tuple[Any, Any]) -> Cut:
+        """`batch`, of inputs and targets, in microbatches."""
+        given, wanted = batch
+        return cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+
+    def drop_gradients(self) -> None:
+        """Drop gradients from before the step, such as the caller's own, which must not enter its update."""
+        for runner in self.runners:
+            for stage in runner.stages.values():
+                for layer in stage.layers:
+                    layer.module.zero_grad(set_to_none=True)
+
+    def run(self, cut: Cut, program: Program, batches: int, *, training: bool, around: Around | None = None) -> Result:
+        """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers.
+
+        `around` makes contexts for all that runs, on threads of their own too.
+        """
+        samples = sum(cut.sizes)
+        shares = [size / samples for size in cut.sizes]
+        alone = updates_alone(self.plan)
+        self.run_program(
+            program,
+            inputs=cut.inputs,
+            targets=cut.targets,
+            weights=[1.0 if alone else share / batches for share in shares],
+            specializations={n: known.of_all(cut.sizes, training) for n, known in self._specializations.items()},
+            training=training,
+            around=around,
+        )
+        return tell(self.plan, self.runners, shares, distributed=self.distributed)
+
+    def run_program(self, program: Program, *, training: bool = True, **options: Any) -> None:
+        """Run all devices of this process; torch's random generators stay as they were."""
+        stages = [stage for runner in self.runners for stage in runner.stages.values()]
+        devices = [stage.device for stage in stages if stage.device.type == "cuda"]
+        with torch.random.fork_rng(devices, device_type="cuda"):
+            run_in_turn(self.runners, program=program, groups=self._groups, training=training, **options)

@@ -1,0 +1,333 @@
+"""One microbatch in one stage: values that wait, pieces that ran forward, gradients that the backward has reached.
+
+Nothing else refers to these tensors, so that what a flight drops is freed at once, as `pipefit.memory` predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.structure import Values
+from pipefit.errors import UsageError
+from pipefit.runtime.engine.buffers import Buffers
+from pipefit.runtime.offload.moving import Luggage
+from pipefit.runtime.optim.weight_versions import Version
+from pipefit.schema.actions import Action
+from pipefit.schema.layer_costs import Value
+from pipefit.texts import counted, layers_text
+
+# ----------------------------------------------------------------------------------------------------
+# The two ends of a piece of the autograd graph: gradients enter and leave it without keeping activations
+# alive.
+#
+# Ordinarily a pipeline stage keeps its outputs until the backward, because the backward starts from them, and
+# it keeps the gradients that it received until the backward ends, because the caller of the backward holds
+# them. Neither is needed for the result, and both cost memory for each microbatch in flight. Here the graph
+# of a stage lies between an `enter` and a `leave`:
+#
+# - `leave` ends the graph in a root of no bytes, so that the outputs may be freed as soon as they are sent. The
+# backward
+#   starts at the root. There it takes the received gradients out of the `GraphEnds`, so that only the autograd engine
+#   holds them, and frees each as soon as it is used up.
+# - `enter` passes the inputs on as aliases and, in the backward, puts their gradients into the `GraphEnds`. The inputs
+#   are no leaves of the graph, so that it does not keep them alive, and layers may work on them in place.
+#
+# Within a piece, `apart` does the same for what a layer works on in place and the one before returned as a
+# view. Otherwise autograd would rewrite the graph of what it is a view of, and copy its gradient twice in the
+# backward.
+#
+# The backward of a piece goes through the graphs of all its outputs, also of those on which the loss does not
+# depend: so each layer's memory is freed in its turn. Autograd's own operations pass on that nothing arrives.
+# A custom function would be given zeros, or add a gradient of its own; where nothing arrives it is not
+# called, as in plain training.
+
+
+@dataclass(slots=True)
+class GraphEnds:
+    """The ends of one piece of graph: its root, the gradients that go in there, and those that come out."""
+
+    root: Tensor | None = None
+    incoming: Sequence[Tensor | None] | None = None
+    outgoing: tuple[Tensor | None, ...] = ()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, graph: GraphEnds, differentiable: tuple[bool, ...], anchor: Tensor, *values: Tensor
+    ) -> Values:
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        aliases = tuple(value.detach() for value in values)
+        ctx.mark_non_differentiable(*(a for a, wanted in zip(aliases, differentiable, strict=True) if not wanted))
+        return aliases
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.graph.outgoing = gradients
+        return (None, None, None, *(None for _ in gradients))
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: GraphEnds, *outputs: Tensor) -> Tensor:
+        ctx.graph = graph
+        return outputs[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        incoming, ctx.graph.incoming = ctx.graph.incoming, None
+        return (None, *incoming)
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def enter(graph: GraphEnds, values: Values, differentiable: tuple[bool, ...], anchor: Tensor) -> Values:
+    """`values` as the start of a graph; its backward puts gradients of the `differentiable` ones into `graph.outgoing`.
+
+    `anchor` is any tensor that requires a gradient. It gets none, but makes autograd record the graph.
+    """
+    entered: Values = _Enter.apply(graph, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def apart(values: Values) -> Values:
+    """`values`, with aliases in place of those that are views in a graph, for a layer that works on them in place.
+
+    Numbers and memory are shared, and gradients pass; nothing else may read what shares the memory of such a value.
+    """
+    return tuple(_Apart.apply(v) if v._is_view() and v.requires_grad else v for v in values)  # type: ignore[no-untyped-call]
+
+
+def leave(graph: GraphEnds, outputs: Values) -> None:
+    """End the graph at `outputs`; its backward starts at `graph.root`, which is None if nothing requires a gradient."""
+    root: Tensor = _Leave.apply(graph, *outputs)  # type: ignore[no-untyped-call]
+    graph.root = root if root.requires_grad else None
+
+
+def backward(graph: GraphEnds) -> None:
+    """Run the graph backward: `graph.incoming`, the gradients of its outputs, become `graph.outgoing`, of its inputs.
+
+    Nothing but `graph` may refer to the incoming gradients: then the engine frees each as soon as it is used up.
+    """
+    root, graph.root = graph.root, None
+    if root is not None:
+        _pass_over(root, graph.incoming or ())
+        torch.autograd.backward(root, root.detach())
+    graph.incoming = None
+
+
+def _pass_over(root: Tensor, incoming: Sequence[Tensor | None]) -> None:
+    """Let custom functions that only outputs without a gradient depend on pass on that nothing arrives."""
+    assert root.grad_fn is not None
+    ends = [node for node, _ in root.grad_fn.next_functions]  # of all outputs, in order
+    aside = [node for node, gradient in zip(ends, incoming, strict=True) if gradient is None]
+    functions = [node for node in _behind(aside) if isinstance(node, BackwardCFunction)]
+    if not functions:
+        return
+    called = set(_behind([node for node, gradient in zip(ends, incoming, strict=True) if gradient is not None]))
+    for function in functions:
+        if function not in called:
+            function.set_materialize_grads(False)
+            function.apply = partial(_nothing, len(function.needs_input_grad))  # type: ignore[method-assign]
+
+
+def _behind(ends: Iterable[Node | None]) -> Iterator[Any]:
+    """Every operation that these depend on, and they themselves."""
+    met, waiting = set[Node](), [node for node in ends if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions if before is not None]
+
+
+def _nothing(count: int, *gradients: Tensor | None) -> tuple[None, ...]:
+    """The gradients of so many arguments of a function to whose results none arrives."""
+    return (None,) * count
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory of its own for every gradient of a parameter.
+#
+# Autograd may make several views of one gradient, and hand them on as the gradients of parameters and of
+# values: behind `torch.cat((p, q))` those of `p` and `q` are parts of one tensor, behind `x + p.view(3, 8)`
+# that of `p` is that of `x`. Whoever then adds to the parameter's in place, as the backward of the next
+# microbatch or a sum over replicas, would change the other one too, which may be on its way to another stage;
+# and a small gradient would keep the memory of a large tensor until the update. So a gradient that is born in
+# shared or larger memory is copied as soon as it is born, in a measured layer as in a whole stage; a gradient
+# with memory of its own is not. Copies cost time in the first backward of a step, and memory until the last
+# view is copied.
+
+
+@contextmanager
+def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, a backward runs: each gradient that it makes for one of the `parameters` has memory of its own."""
+    without = dict.fromkeys(p for p in parameters if p.requires_grad and p.grad is None)
+    hooks = [p.register_post_accumulate_grad_hook(_give_memory) for p in without]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _give_memory(parameter: Tensor) -> None:
+    """Copy the gradient that a parameter has just got, if its memory is larger or has other users."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is torch.strided:
+        storage = gradient.untyped_storage()
+        users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, the object `storage`, and others
+        if storage.nbytes() > gradient.nbytes or users > 2:
+            parameter.grad = gradient.clone()
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Loss = Callable[[Values, Values], Tensor]  # of the last layer's values and the targets
+
+
+@dataclass(slots=True)
+class Piece:
+    """Layers `first` to `end - 1`, whose forward was one action.
+
+    A piece without a graph keeps its inputs and targets, to run forward again, and as `copies` those buffers that feed
+    back. After that, `copies` are all buffers on which the second forward worked; its graph may refer to them.
+    """
+
+    first: int
+    end: int
+    graph: GraphEnds = field(default_factory=GraphEnds)
+    inputs: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    has_graph: bool = False
+    copies: Buffers = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Flight:
+    """One microbatch in one stage.
+
+    `microbatch` is its number in its own step, and `batch_number` that step's. Where replicas divide microbatches into
+    slices, `slice_number` counts these over the step; random draws depend on it, on the step and on `seed`. `samples`
+    are those of the slice, or of the whole microbatch. `layers` and `loss` are the stage's for microbatches of this
+    size, `boundaries` the values before every layer of the model and after the last, and `weight` is the factor on the
+    microbatch's loss. `version` are the weights that it goes through, where stages are updated with microbatches in
+    flight. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at the boundary that
+    the backward has reached. `luggage` are the saved tensors that the program moves away.
+    """
+
+    microbatch: int
+    seed: int
+    batch_number: int
+    slice_number: int
+    samples: int
+    layers: Sequence[ChainLayer]
+    loss: Loss
+    boundaries: Sequence[Sequence[Value]]
+    weight: float
+    luggage: Luggage
+    version: Version | None = None
+    values: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
+
+    def rows(self, load: Action, microbatches: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What a LOAD takes of the tensors of its microbatch: all, or the rows of a slice.
+
+        Raises:
+            UsageError: it takes more or fewer than the slice has.
+        """
+        tensors = microbatches[self.microbatch]
+        if load.part is None:
+            return tensors
+        first, end = load.part
+        if end - first != self.samples:
+            raise UsageError(
+                f"{load} takes {counted(end - first, 'row')}, and the slice of the microbatch has {self.samples}"
+            )
+        return [tensor[first:end] for tensor in tensors]
+
+    def abandon(self) -> None:
+        """Drop everything, graphs included, after a step has failed."""
+        for piece in self.pieces.values():
+            piece.graph.root = piece.graph.incoming = None
+            piece.graph.outgoing = ()
+        self.pieces.clear()
+        self.values.clear()
+        self.targets.clear()
+        self.gradients.clear()
+
+
+def take(box: list[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors in `box`, which is emptied so that it no longer keeps them alive."""
+    values = tuple(box)
+    box.clear()
+    return values
+
+
+def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.device) -> list[Tensor]:
+    """Copies of host tensors on the device, in the dtypes of the values that were profiled."""
+    return [
+        tensor.to(device, getattr(torch, value.dtype), non_blocking=True, copy=True)
+        for tensor, value in zip(tensors, values, strict=True)
+    ]
+
+
+def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str) -> list[Tensor | None]:
+    """A contiguous gradient for each of the values before `layer` that has one by the plan; None where there is none.
+
+    Raises:
+        UsageError: a value has a gradient that the plan does not know of.
+    """
+    for gradient, value in zip(gradients, values, strict=True):
+        if gradient is not None and not value.has_gradient:
+            raise UsageError(
+                f"layer {layer} has a gradient for a value of shape {value.shape} on which the loss did not depend "
+                "when the model was profiled, so that no stage expects it: the layers that use a value must not depend "
+                "on numbers in tensors; multiply by zero instead of leaving a value out"
+            )
+    return [
+        None if gradient is None else gradient.contiguous()
+        for gradient, value in zip(gradients, values, strict=True)
+        if value.has_gradient
+    ]
+
+
+@contextmanager
+def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
+    """Inside, a piece goes backward.
+
+    Raises:
+        UsageError: what it saved has been changed since; autograd's own words name no layer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UsageError(
+            f"microbatch {flight.microbatch} cannot go backward through {layers_text(piece.first, piece.end)}: what "
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            "the plan recompute these layers, or let them compute with a clone of what they change"
+        ) from error

@@ -1,0 +1,256 @@
+"""The chains from which a run takes its stages: each for the size of the stage's slices, and its own for each device.
+
+Replicas start equal: all but the first get copies of the module's tensors. A stage takes its layers from a chain that
+was captured for the samples that it computes, because traced layers hold for one number of samples. Where a stage is
+divided into tensor shards, a device has the chain of its rank, with memory of its own; the module's tensors stay as
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, ChainLayer, Shared, give_own_copies
+from pipefit.capture.copying import named_constants
+from pipefit.capture.model import capture
+from pipefit.capture.refused import copy_of
+from pipefit.capture.sample import Sample, sample
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.runtime.checks.plan_check import check_model
+from pipefit.runtime.engine.tensor_groups import TensorGroups
+from pipefit.schema.grids import Stage
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.tensor_parallel import Collectives, Shard, assembled
+from pipefit.tensor_parallel.stage import RankLoss, ShardedChain, shard_chain
+
+# ----------------------------------------------------------------------------------------------------
+# What a rank of a tensor group has of every tensor of a chain, and the way to whole tensors and back.
+#
+# Checkpoints, state dicts and other plans know whole tensors alone, under the names of the original module.
+# An optimizer's tensors are divided as the parameters are whose shapes they have.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShards:
+    """What the ranks of a group have; this one is `group.rank`.
+
+    Args:
+        divided: the chain, as the ranks divide it; smaller microbatches are divided like it.
+        shards: of all ranks, by the name of a parameter or buffer in the model, or of a buffer that no state dict has,
+            which is the layer's with the buffer's own.
+        constants: for layers, by their names, the tensors that whole ones have as plain attributes, by such names; no
+            forward changes them.
+        criterion: the rank's loss; None where the last layer returns it.
+    """
+
+    group: Collectives
+    divided: ShardedChain
+    shards: Mapping[str, tuple[Shard, ...]]
+    constants: Mapping[str, Mapping[str, Tensor]]
+    criterion: nn.Module | None
+
+    @staticmethod
+    def of(divided: ShardedChain, chain: Chain, group: Collectives) -> RankShards:
+        """Those of a divided chain, of which `chain` is the rank's."""
+        ranks, layers = range(divided.ranks), divided.chain.layers
+        of_ranks = [divided.shards(rank) for rank in ranks]
+        shards = {name: tuple(own[name] for own in of_ranks) for name in of_ranks[0]}
+        for layer in layers:
+            for name, buffer in unstored_buffers(layer):
+                form = divided.stage.form(buffer)
+                shards[name] = tuple(Shard.of(name, buffer.shape, form, rank, len(ranks)) for rank in ranks)
+        constants = {
+            layer.name: {f"{layer.name}.{local}": tensor for local, tensor in named_constants(layer.module)}
+            for layer in layers
+        }
+        criterion = chain.criterion.module if isinstance(chain.criterion, RankLoss) else None
+        return RankShards(group=group, divided=divided, shards=shards, constants=constants, criterion=criterion)
+
+    @property
+    def own(self) -> dict[str, Shard]:
+        """What this rank has, by the same names."""
+        return {name: of_ranks[self.group.rank] for name, of_ranks in self.shards.items()}
+
+    def is_divided(self, name: str) -> bool:
+        """Whether ranks have parts of the tensor, instead of all of it each."""
+        return self.shards[name][0].dim is not None
+
+    def is_part(self, name: str, tensor: Tensor) -> bool:
+        """Whether `tensor`, of what is told under that name, is a part: of a parameter, or an optimizer's like it."""
+        return self.is_divided(name) and tuple(tensor.shape) == self._own(name).local_shape
+
+    def whole_shape(self, name: str, tensor: Tensor) -> torch.Size:
+        """The shape of the tensor of which the rank has `tensor`."""
+        return torch.Size(self._own(name).global_shape) if self.is_part(name, tensor) else tensor.shape
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank has of a whole tensor."""
+        return self._own(name).local(whole)
+
+    def part_of_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank's optimizer keeps of that for a whole parameter.
+
+        Raises:
+            UsageError: it has a tensor of another shape than the parameter's.
+        """
+        return self._own(name).local_state(state)
+
+    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, on the host, of the parts of all ranks."""
+        return assembled(self.shards[name], [part.detach().cpu() for part in parts])
+
+    def _own(self, name: str) -> Shard:
+        return self.shards[name][self.group.rank]
+
+
+def unstored_buffers(layer: ChainLayer) -> list[tuple[str, Tensor]]:
+    """The buffers of a layer that no state dict has, each with the layer's name and its own."""
+    known = layer.module.state_dict(keep_vars=True).keys()
+    return [(f"{layer.name}.{name}", buffer) for name, buffer in layer.module.named_buffers() if name not in known]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Held = Callable[[ShardedChain, Sample], None]  # compares a divided chain with the whole one
+
+
+class Wanted(NamedTuple):
+    """Which chain a device needs for a stage: for so many samples, of a replica, and there of a rank of a tensor group.
+
+    `group` has the devices of the replica's shards, in their order: the device itself is number `rank`. By `sequences`,
+    shards divide positions too.
+    """
+
+    samples: int
+    replica: int
+    group: tuple[int, ...]
+    rank: int
+    sequences: bool
+
+
+class Source(NamedTuple):
+    """A chain, and the parameters that its layers shared before stages got copies of their own.
+
+    `shards` says what a rank has of every tensor; None where it has all of them.
+    """
+
+    chain: Chain
+    shared: Sequence[Shared]
+    shards: RankShards | None = None
+
+    @staticmethod
+    def of(chain: Chain, shards: RankShards | None = None) -> Source:
+        """A chain whose stages have no copies yet."""
+        return Source(chain, chain.shared, shards)
+
+
+class Sources:
+    """The chains of a run's stages.
+
+    Args:
+        whole: that of the first replica, for microbatches or slices of so many `samples`.
+        make: makes the others, when a stage needs one.
+    """
+
+    def __init__(self, plan: Plan, whole: Source, samples: int, make: Callable[[Wanted], Source]) -> None:
+        self._plan, self._whole, self._samples, self._make = plan, whole, samples, cache(make)
+        self._own: dict[tuple[int, int], dict[int, nn.Parameter]] = {}  # by stage and device
+
+    def of(self, stage: int, device: int) -> Source:
+        """The chain of a stage on a device, as it was measured for the stage's slices."""
+        grid, samples = self._plan.stages[stage].grid, self._plan.measured(stage).microbatch_size
+        replica, is_divided = grid.replica_of(device), grid.tensor > 1
+        if samples == self._samples and not is_divided and not replica:
+            return self._whole
+        group = grid.group_of(device) if is_divided else ()
+        return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
+
+    def own_shared(self, stage: int, device: int) -> dict[int, nn.Parameter]:
+        """A stage's copies of the shared parameters that its layers use, by their numbers, made when it is first asked
+        for them; the first stage with one has the original.
+        """
+        if (stage, device) not in self._own:
+            plan, (chain, shared, _) = self._plan, self.of(stage, device)
+            place, modules, own = plan.stages[stage], [layer.module for layer in chain.layers], {}
+            for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
+                if stage in holders:
+                    users = [user for user in found.users if place.start <= user < place.stop]
+                    own[number] = found.parameter if stage == holders[0] else give_own_copies(modules, found, users)
+            self._own[stage, device] = own
+        return self._own[stage, device]
+
+
+def trained_sources(
+    plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool, held: Held
+) -> Sources:
+    """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
+
+    With `copies`, replicas other than the first get copies of the module: where one process runs them all. All of them
+    are made at once, and those of shared parameters, because a stage may then free what it does not keep. Each divided
+    chain is `held` to the whole one, with a batch, by the first device that needs it.
+    """
+    target = plan.cluster.target
+    first = {m.way: s.devices[0] for s, m in reversed(_measured(plan))}
+
+    def captured(samples: int, replica: int) -> Chain:
+        if samples == plan.training.microbatch_size and not replica:
+            return whole
+        task = replace(built, module=_copy(built)) if copies and replica else built
+        chain = capture(task, *sample(built, samples), target=target)
+        check_model(plan, built, chain, samples)
+        return chain
+
+    @cache
+    def sharded(samples: int, ranks: int, sequences: bool) -> ShardedChain:
+        inputs, targets = sample(built, samples)
+        chain = captured(samples, 0)
+        return shard_chain(chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets), sequences=sequences)
+
+    def make(wanted: Wanted) -> Source:
+        if not wanted.group:
+            return Source.of(captured(wanted.samples, wanted.replica))
+        group = groups(wanted.group, wanted.rank)
+        divided = sharded(wanted.samples, len(wanted.group), wanted.sequences)
+        check_as_profiled(plan, wanted, divided)
+        if not wanted.rank and first[wanted.samples, divided.ranks, wanted.sequences] == wanted.group[0]:
+            held(divided, sample(built, wanted.samples))
+        chain = divided.rank(group)
+        return Source.of(chain, RankShards.of(divided, chain, group))
+
+    sources = Sources(plan, Source.of(whole), plan.training.microbatch_size, make)
+    for device in plan.workers if copies else ():
+        for stage in plan.stages_of(device):
+            sources.own_shared(stage, device)
+    return sources
+
+
+def _measured(plan: Plan) -> list[tuple[Stage, Measurement]]:
+    """Every stage, and how it was measured."""
+    return [(stage, plan.measured(number)) for number, stage in enumerate(plan.stages)]
+
+
+def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:
+    """Check that ranks divide the model as they did in its profile, and so that all workers divide it alike.
+
+    Raises:
+        UsageError: they do not.
+    """
+    ranks = len(wanted.group)
+    if plan.profile.at(wanted.samples, ranks, sequences=wanted.sequences).forms != divided.digest:
+        raise UsageError(
+            f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, which was "
+            "made with another release of torch or pipefit: profile and plan it again here"
+        )
+
+
+def _copy(built: Task) -> nn.Module:
+    assert isinstance(built.module, nn.Module)
+    return copy_of(built.module, built.name, lambda tensor: tensor.detach().clone())

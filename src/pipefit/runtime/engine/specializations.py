@@ -1,0 +1,214 @@
+"""The model specialized to microbatches that differ from the plan's: smaller ones, and those of an evaluation.
+
+Layers that were written as modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
+boundaries change. Layers that were traced hold for one batch size and one mode, and so do those of the ranks of a
+tensor group: for another, the model is traced again over fake tensors, and the new layers get the parameters and
+buffers of the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.cuda_autocast import casting_for
+from pipefit.capture.sample import Sample, sample
+from pipefit.capture.structure import Values
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.fake_cuda.chain import fake_chain
+from pipefit.fake_cuda.target import FakeTarget
+from pipefit.runtime.engine.flight import Loss
+from pipefit.runtime.engine.replicas import RankShards
+from pipefit.schema.layer_costs import Value
+from pipefit.schema.plan import Plan
+from pipefit.schema.profile import Measurement
+from pipefit.tensor_parallel.stage import RankLoss, shard_chain
+from pipefit.texts import counted
+
+Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
+
+
+class Specialized(NamedTuple):
+    """The layers of a stage and the loss behind the last, for one microbatch size and mode.
+
+    `shards` says what the layers have of every tensor, where they are those of a rank of a tensor group.
+    """
+
+    layers: tuple[ChainLayer, ...]
+    loss: Loss
+    shards: RankShards | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """The stages of a device for one microbatch size and mode, by their numbers.
+
+    `boundaries` are the values at all boundaries of the model in the stage's slice of a microbatch, and `samples` the
+    size of the slice.
+    """
+
+    stages: Mapping[int, Specialized]
+    boundaries: Mapping[int, Boundaries]
+    samples: Mapping[int, int]
+
+    @staticmethod
+    def usual(plan: Plan, stages: Mapping[int, Specialized]) -> Specialization:
+        """The specialization to the microbatches of the plan."""
+        measured = {number: plan.measured(number) for number in stages}
+        samples = {number: one.microbatch_size for number, one in measured.items()}
+        return Specialization(stages, {number: boundaries(one) for number, one in measured.items()}, samples)
+
+
+class _Made(NamedTuple):
+    """The model for slices of one size: the values at all boundaries, and the stages that differ from the usual."""
+
+    boundaries: Boundaries
+    stages: Mapping[int, Specialized]
+
+
+class Specializations:
+    """The specializations of the stages of one device, each made when it is first needed.
+
+    Args:
+        stages: those for the plan's microbatches.
+        traced: whether the model was.
+    """
+
+    def __init__(self, task: Task, plan: Plan, usual: Specialization, *, traced: bool) -> None:
+        self.task, self.plan, self._usual = task, plan, usual
+        self._fixed = {number: traced or one.shards is not None for number, one in usual.stages.items()}
+        self._known = {(plan.training.microbatch_size, True): usual}
+        self._made: dict[tuple[int, bool], _Made] = {}
+
+    def of_all(self, sizes: Sequence[int], training: bool) -> list[Specialization]:
+        """The specializations to microbatches of these sizes."""
+        return [self.of(size, training=training) for size in sizes]
+
+    def of(self, size: int, *, training: bool) -> Specialization:
+        """The specialization to microbatches of `size` samples.
+
+        Raises:
+            UsageError: traced for this size or mode, the model has other layers than in the plan.
+        """
+        mode = training or not any(self._fixed.values())  # layers that are modules obey train() and eval()
+        key = size, mode
+        if key not in self._known:
+            samples = {number: size // self.plan.stages[number].grid.data for number in self._usual.stages}
+            made = {number: self._of_slices(count, training=mode) for number, count in samples.items()}
+            self._known[key] = Specialization(
+                {number: one.stages.get(number, self._usual.stages[number]) for number, one in made.items()},
+                {number: one.boundaries for number, one in made.items()},
+                samples,
+            )
+        return self._known[key]
+
+    def _of_slices(self, size: int, *, training: bool) -> _Made:
+        """The model for slices of so many samples."""
+        key = size, training
+        if key not in self._made:
+            self._made[key] = self._make(size, training=training)
+        return self._made[key]
+
+    def _make(self, size: int, *, training: bool) -> _Made:
+        like = sample(self.task, size)
+        target = self.plan.cluster.target
+        with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
+            # An evaluation may run in inference mode; and a GPU that trains is left alone.
+            chain = fake_chain(self.task, fake, like, training=training, target=target)
+            self._check(chain, size, training=training)
+            found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
+            stages = {n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed}
+        values = tuple(
+            tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
+            for known, tensors in zip(boundaries(self.plan.measurement), found, strict=True)
+        )
+        return _Made(values, stages)
+
+    def _check(self, chain: Chain, size: int, *, training: bool) -> None:
+        """Refuse a chain whose layers are not the plan's."""
+        if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
+            mode = "training" if training else "evaluation"
+            raise UsageError(
+                f"{self.task.name} has other layers than the plan when it is traced for {mode} with "
+                f"{counted(size, 'sample')}: use batches that divide into the plan's microbatches, and evaluate with a "
+                "module of your own"
+            )
+
+    def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
+        """A stage of the new chain, or of a rank's part of it, with the parameters and buffers that it has."""
+        place, usual = self.plan.stages[stage], self._usual.stages[stage]
+        shards = usual.shards
+        if shards is not None:
+            inputs, targets = chain.flatten(like[0]), chain.flatten_targets(like[1])
+            given = tuple(map(fake.fake, inputs)), tuple(map(fake.fake, targets))
+            known = shards.divided
+            chain = shard_chain(chain, known.ranks, *given, sequences=known.sequences, like=known).rank(shards.group)
+        pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
+        layers = tuple(replace(new, module=_rebind(new, old, usual.layers)) for new, old in pairs)
+        return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))
+
+    def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
+        """The loss of a rank's new chain, with the constants of the old one's."""
+        if isinstance(chain.criterion, RankLoss) and shards.criterion is not None:
+            new, old = (ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion))
+            _rebind(new, old, (old,))
+        return replace(chain.measured(self.plan.measured(stage)), layers=()).loss
+
+
+def boundaries(measurement: Measurement) -> Boundaries:
+    """The values before every layer, and after the last."""
+    costs = measurement.costs
+    return (*(cost.inputs for cost in costs), costs[-1].outputs)
+
+
+def _run(chain: Chain, values: Values) -> list[Values]:
+    found = [values]
+    for layer in chain.layers:
+        values = layer(values)
+        found.append(values)
+    return found
+
+
+def _shaped(value: Value, tensor: Tensor) -> Value:
+    return replace(value, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size())
+
+
+def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn.Module:
+    """The new layer's module with the parameters and buffers of the old one's, or of another layer of its stage, since
+    readers may differ from mode to mode. What no layer reads in this mode may be in another stage, and is left out.
+
+    Raises:
+        UsageError: the new module needs a tensor that the stage does not have, or has in another shape.
+    """
+    local = _tensors(old)
+    original = {
+        layer.originals[name]: tensor
+        for layer in (*stage, old)
+        for name, tensor in _tensors(layer).items()
+        if name in layer.originals
+    }
+    for name, own in [*new.module.named_parameters(), *new.module.named_buffers()]:
+        path, _, attribute = name.rpartition(".")
+        part = new.module.get_submodule(path)
+        tensor = original.get(new.originals.get(name, ""), local.get(name))
+        place = part._parameters if attribute in part._parameters else part._buffers
+        if tensor is not None and tensor.shape == own.shape:
+            place[attribute] = tensor  # type: ignore[assignment]
+        elif name in new.unread:
+            del place[attribute]
+        else:
+            raise UsageError(
+                f"{new.name} needs {name} in this mode, which its stage does not have in training: evaluate with a "
+                "module of your own"
+            )
+    return new.module
+
+
+def _tensors(layer: ChainLayer) -> dict[str, Tensor]:
+    return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}

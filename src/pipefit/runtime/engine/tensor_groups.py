@@ -1,0 +1,130 @@
+"""The tensor groups of a plan: who computes the shards of one replica together, and how.
+
+A collective stands in the middle of a layer. Between processes it is one of `torch.distributed`; in one process the
+devices of a group run on threads with turns (`tensor_parallel.lockstep`), and wait for each other in the middle of an
+action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import OutOfMemory, PeerLost, UsageError, WorkerFailed, all_lines
+from pipefit.memory.arenas import tensor_groups
+from pipefit.processes import met
+from pipefit.runtime.hardware import ran_out
+from pipefit.schema.plan import Plan
+from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, ProcessGroupCollectives
+from pipefit.tensor_parallel.lockstep import Meeting
+
+# ----------------------------------------------------------------------------------------------------
+# What a failed transfer between workers means: another one is gone or slow, or this one has no memory left.
+
+
+def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMemory:
+    """What to raise where `error` kept this process, which runs `device`, from what a sentence says: the loss of a
+    peer, with what to do, or `OutOfMemory` or a limit of the system if that is what the error says.
+    """
+    said = all_lines(error)
+    if ran_out(error):
+        return OutOfMemory(
+            f"device {device} has no memory left for messages between workers ({said}): plan with more --reserve"
+        )
+    if limit := met(error):
+        return WorkerFailed(f"{what} ({said}); {limit}")
+    late = "timed out" in said.lower() or "timeout" in said.lower()
+    advice = "if it is only slow, raise timeout_seconds" if late else "the output of its own worker says why"
+    return PeerLost(f"{what} ({said}); {advice}")
+
+
+# ----------------------------------------------------------------------------------------------------
+
+TensorGroups = Callable[[tuple[int, ...], int], Collectives]  # by the devices of a group, and a rank of it
+
+
+def without_peers(group: tuple[int, ...], rank: int) -> Collectives:
+    """The end of a rank whose peers are not there, for dry runs."""
+    return Alone(rank=rank, size=len(group))
+
+
+class Together:
+    """The tensor groups of a plan, all devices of which this process runs.
+
+    Raises:
+        UsageError: they would be on GPUs, whose backwards run on threads that cannot wait for each other.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._meetings = {group: Meeting[Any](len(group)) for group in tensor_groups(plan)}
+        self.devices = frozenset(member for group in self._meetings for member in group)
+        if self.devices and plan.cluster.backend == "cuda":
+            raise UsageError(
+                f"devices {', '.join(map(str, sorted(self.devices)))} hold tensor shards, which one process cannot "
+                "train on GPUs: start a worker for each device, as pipefit train and torchrun do"
+            )
+
+    def __call__(self, group: tuple[int, ...], rank: int) -> Collectives:
+        return LockstepCollectives(rank=rank, size=len(group), group=self._meetings[group])
+
+    @property
+    def arrivals(self) -> int:
+        """How often a device has come to a collective so far."""
+        return sum(meeting.arrivals for meeting in self._meetings.values())
+
+    def abandon(self) -> None:
+        """Nobody waits in a collective any more, after a step has failed."""
+        for meeting in self._meetings.values():
+            meeting.forget()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenWorkers:
+    """The end of `device` of a group of processes; where one of the other `devices` is gone, that is said."""
+
+    inner: ProcessGroupCollectives
+    devices: Sequence[int]
+    device: int
+
+    def __deepcopy__(self, memo: Any) -> BetweenWorkers:
+        return self  # a copy of a layer belongs to the same processes
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        with self._naming_the_lost():
+            return self.inner.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        with self._naming_the_lost():
+            return self.inner.all_gather(tensor)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        with self._naming_the_lost():
+            return self.inner.all_to_all(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        with self._naming_the_lost():
+            return self.inner.broadcast(tensor, source)
+
+    @contextmanager
+    def _naming_the_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            named = " or ".join(str(device) for device in self.devices if device != self.device)
+            what = f"a layer that is divided among tensor shards failed: device {named} is gone or hangs"
+            raise lost(what, error, self.device) from error

@@ -1,0 +1,1 @@
+"""Worker processes: their start, their supervision, and restarts from checkpoints."""

@@ -1,0 +1,626 @@
+"""Launches the workers of a plan on this machine and supervises them.
+
+There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can read.
+Workers wait for each other without a timeout; the parent decides that one hangs, because it knows at which action each
+one is, and whether that is an action that waits for others. The parent reports only the root cause of a failure
+(`pipefit.runtime.launch.launch`), and stops all other workers.
+
+The workers find each other through a file without a name in memory: no port is needed that another program may use, and
+nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around
+`pipefit.Trainer`. A training that fails is started again by `pipefit.runtime.launch.restarts`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing import current_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.resource_tracker import ensure_running
+
+from pipefit.checkpoints.hold import Hold
+from pipefit.errors import NotSaved, OutOfMemory, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.lowering import Entered, whole_run
+from pipefit.memory.arenas import arenas_of, members, tensor_groups
+from pipefit.processes import ENDING, addresses, processes
+from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.checkpoint.saver import Saved
+from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
+from pipefit.runtime.comm.transport import new_token
+from pipefit.runtime.engine.batches import Programs
+from pipefit.runtime.launch.orders import Orders
+from pipefit.runtime.launch.processes import (
+    Inherited,
+    Passed,
+    Started,
+    check_room,
+    forks,
+    obstacle,
+    orphans_adopted,
+    start,
+)
+from pipefit.runtime.launch.worker import (
+    BUILDING,
+    PHASES,
+    RENDEZVOUS,
+    SAVES_TOGETHER,
+    STARTING,
+    Assignment,
+    Heartbeat,
+    work,
+)
+from pipefit.runtime.offload.lending import check_lending, lending_trace
+from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, Action, collective, message_of
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import DeviceTrace, Trace
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# Which links training waits for: two devices have both begun a message, and it does not come to its end.
+#
+# A worker that waits in silence may wait for another that computes, which is nobody's fault, or for one that
+# hangs, which is found at its own action. Where all who take part in a message or a sum have begun it, what
+# is left is the link between them, or a process that stands still in the middle of it. A supervisor knows
+# that from the actions that workers are at.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a worker is: at action `number` of its `actions` in a step; at none of them where `number` is negative."""
+
+    step: int
+    number: int
+    actions: Sequence[Action]
+
+
+def waited_for(plan: Plan, device: int, positions: Mapping[int, Position]) -> tuple[int, ...]:
+    """The devices with which `device` shares a message or sum that it waits for and that all of them have begun.
+
+    Empty where it waits for no such thing, or somebody has not come to it yet. `positions` are by device.
+    """
+    here = positions[device]
+    if not 0 <= here.number < len(here.actions) or not here.actions[here.number].wait:
+        return ()
+    awaited, ends = _exchange(plan, device, here.actions[here.number])
+    others = tuple(end for end in ends if end != device)
+    return others if all(_has_begun(plan, end, positions[end], here.step, awaited) for end in others) else ()
+
+
+def _exchange(plan: Plan, device: int, action: Action) -> tuple[Hashable, tuple[int, ...]]:
+    """A key of the message or sum that an action belongs to, the same for all who take part; and these."""
+    if action.kind in MESSAGES:
+        message = message_of(device, action, plan.placement)
+        return message, (message.source, message.target)
+    if action.kind in COLLECTIVE:
+        return (collective(action), action.microbatch), members(plan, action)
+    return None, ()
+
+
+def _has_begun(plan: Plan, device: int, there: Position, step: int, awaited: Hashable) -> bool:
+    if there.step != step:
+        return there.step > step and there.number >= 0
+    begun = there.actions[: max(there.number, 0)]
+    return any(_exchange(plan, device, action)[0] == awaited for action in begun if not action.wait)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Who is to blame when training fails or stands still: the worker that failed by itself, or the one that
+# hangs.
+#
+# When one worker fails, others fail soon after it, because their connections break; while one hangs, others
+# wait for it in silence. Both are told apart from the culprit by what the parent sees of every worker.
+
+
+class ProcessDied(WorkerFailed):
+    """A process that ended without a report."""
+
+
+class Aborted(ProcessDied):
+    """A process on a GPU that was aborted, as NCCL's watchdog does to one that waits in vain for another."""
+
+
+def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bool = False) -> ProcessDied:
+    """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs.
+
+    `building` says that it was before its first step, where libraries start their threads.
+    """
+    if on_gpu and code == -signal.SIGABRT:
+        return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
+    if code is None:
+        return ProcessDied("it closed its pipe without a report, and did not end")
+    if code == -signal.SIGKILL:
+        return ProcessDied(
+            "killed by signal 9 (SIGKILL), as the system does when memory runs out: dmesg tells so, and the limit of a "
+            "control group is in its memory.max"
+        )
+    if code == -signal.SIGABRT and building:
+        limits = ", ".join(filter(None, (processes(), addresses())))
+        return ProcessDied(
+            f"aborted (signal 6), as libraries do that can start no thread; {limits or 'see its output'}"
+        )
+    if code < 0:
+        return ProcessDied(f"killed by signal {-code} ({signal.strsignal(-code)})")
+    if code == 1 and starting:
+        return ProcessDied(
+            'it could not be started, and has printed why; a script must call train under `if __name__ == "__main__":`'
+        )
+    return ProcessDied(f"its process exited with code {code}")
+
+
+def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
+    """The rank whose failure caused the others, of `failures`: error and time by rank.
+
+    A process that died comes before a worker's own error, that before one that was aborted on a GPU, and that before
+    one that only lost its peer; among several of a kind, the earliest.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        error, when = failures[rank]
+        return _order(error), when
+
+    return min(failures, key=order)
+
+
+def _order(error: PipefitError) -> int:
+    """By what failures are sorted: causes first, then those that follow from others."""
+    match error:
+        case Aborted():
+            return 2
+        case ProcessDied():
+            return 0
+        case PeerLost():
+            return 3
+    return 1
+
+
+class Watch:
+    """A clock of the time in which this process looks on: from one look to the next it goes on by `longest` seconds.
+
+    A program that was stopped, as Ctrl-Z stops it together with its workers, or that got no processor, knows nothing of
+    the silence of others meanwhile.
+    """
+
+    def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest, self._clock = longest, clock
+        self._seconds, self._before = 0.0, clock()
+
+    def now(self) -> float:
+        """Seconds since it began; whoever asks looks on."""
+        now = self._clock()
+        self._seconds += min(now - self._before, self._longest)
+        self._before = now
+        return self._seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What the parent sees of an unfinished worker: since when it is silent, and how long it may be where it is.
+
+    `waits` says that it is where it waits for others, so that its silence says nothing about itself.
+    """
+
+    rank: int
+    silent_seconds: float
+    limit_seconds: float
+    waits: bool
+
+
+def hanging(unfinished: Sequence[Sighting]) -> int | None:
+    """The rank that hangs, of all workers that have not finished; None if they may still come on.
+
+    It is silent for longer than it may be, and does not wait for others. Where all are silent for too long and all
+    wait, it is the one that has done so for the longest.
+    """
+    silent = [worker for worker in unfinished if worker.silent_seconds > worker.limit_seconds]
+    blamed = [worker for worker in silent if not worker.waits]
+    if not blamed and len(silent) == len(unfinished):
+        blamed = silent
+    longest = max(blamed, key=lambda worker: worker.silent_seconds, default=None)
+    return None if longest is None else longest.rank
+
+
+# ----------------------------------------------------------------------------------------------------
+# Signals held back: while processes are started and stopped, so that none is forgotten halfway.
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Inside, Ctrl-C is held back, and other signals that have a handler; what came meanwhile takes effect at the end.
+
+    Processes that are started inside ignore Ctrl-C for good. A terminal sends it to all, and the parent stops them.
+    """
+    came = list[signal.Signals]()
+
+    def hold(number: int, frame: object) -> None:
+        came.append(signal.Signals(number))
+
+    # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
+    ours = threading.current_thread() is threading.main_thread()
+    usual = {number: handler for number in ENDING if ours and callable(handler := signal.getsignal(number))}
+    try:
+        for number in usual:
+            signal.signal(number, hold)
+        with suppress(OSError):  # what cannot be started here fails where it is needed
+            ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+OnStep = Callable[[StepReport], None]
+OnSaved = Callable[[Saved], None]
+ACTION_SECONDS, START_SECONDS = 60.0, 120.0  # unless said otherwise
+_POLL_SECONDS = 0.5  # between two readings of the heartbeats
+_LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two of them
+_GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
+_END_SECONDS = 5.0  # for a worker to end, once it has delivered its trace
+_ENDING_SECONDS = 30.0  # for a worker to end, once it has closed its pipe: one that used a GPU takes a while
+
+
+def check_startable() -> None:
+    """Check that workers can be started here.
+
+    Raises:
+        UsageError: this is not Linux, or a process that may start none.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(
+            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
+            "script of your own around it"
+        )
+    if current_process().daemon:
+        raise UsageError(
+            "a daemonic process, as those of multiprocessing.Pool are, may not start workers: call train in one with "
+            "daemon=False, such as those of concurrent.futures.ProcessPoolExecutor"
+        )
+
+
+def launch(
+    task: bytes,
+    plan: Plan,
+    ordered: Orders,
+    *,
+    timeout_seconds: float,
+    start_seconds: float,
+    on_step: OnStep,
+    on_saved: OnSaved | None,
+    hold: Hold | None = None,
+) -> Trace:
+    """Train as ordered, once, by workers that each build the pickled task; the measured trace.
+
+    The arguments are those of `pipefit.runtime.launch.restarts.train`; the first worker shares the `hold` of the folder
+    for checkpoints, which is then held as long as one of both processes is there.
+
+    Raises:
+        PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
+    """
+    check_lending(plan, whole_run(plan))
+    warn_elsewhere(plan.profile.assumptions, TRAINED)
+    supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved, hold)
+    with orphans_adopted():
+        try:
+            supervisor.start(task)
+            supervisor.until_done()
+        finally:
+            with interrupts_held():
+                supervisor.stop()
+    trace = supervisor.trace()
+    if supervisor.unsaved is not None:
+        raise NotSaved(supervisor.unsaved, trace)
+    return trace
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker as the parent sees it."""
+
+    process: Started
+    pipe: Connection
+    heartbeat: Heartbeat
+    last_sign: float = 0.0  # on the parent's watch
+    beats: int = 0
+    result: tuple[DeviceTrace, tuple[float, ...]] | None = None
+    error: PipefitError | None = None
+
+    def look(self, now: float) -> None:
+        """Read the heartbeat: note the time if the worker has begun another action."""
+        if self.heartbeat.beats != self.beats:
+            self.beats, self.last_sign = self.heartbeat.beats, now
+
+
+@dataclass
+class _Supervisor:
+    """The parent's side: starts the workers, collects their reports, and finds the root cause of a failure."""
+
+    plan: Plan
+    orders: Orders
+    timeout_seconds: float
+    start_seconds: float
+    on_step: OnStep
+    on_saved: OnSaved | None
+    hold: Hold | None = None
+    workers: list[_Worker] = field(default_factory=list)
+    watch: Watch = field(default_factory=lambda: Watch(_LOOK_SECONDS))
+    token: str = field(default_factory=new_token)  # by which the workers know each other
+    meeting: int | None = None  # the file through which the workers find each other
+    unsaved: str | None = None  # why the last checkpoint of the training was not written
+    failed_saves: set[int] = field(default_factory=set)  # steps whose checkpoints have been told as not written
+    slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
+    stands_still: bool = False  # whether it has been told that a host has no room for copies of what is saved
+
+    def start(self, task: bytes) -> None:
+        """Start all workers.
+
+        Raises:
+            WorkerFailed: the system does not let us start one.
+        """
+        ranks = len(self.plan.workers)
+        try:
+            check_room(ranks)
+        except OSError as error:
+            raise WorkerFailed(f"{counted(ranks, 'worker')} cannot be started: {obstacle(error)}") from error
+        for rank in range(ranks):
+            try:
+                self._start(task, rank)
+            except OSError as error:
+                raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {obstacle(error)}") from error
+
+    def _start(self, task: bytes, rank: int) -> None:
+        """Start one worker; `stop` will find it, whatever happens meanwhile."""
+        if self.meeting is None:
+            self.meeting = os.memfd_create("pipefit-meeting")  # it ends with the last process that has it open
+        meeting, context = Passed(self.meeting), forks()
+        assignment = Assignment(
+            task=task,
+            plan=self.plan,
+            rank=rank,
+            orders=self.orders,
+            meeting=meeting,
+            token=self.token,
+            hold=None if self.hold is None or rank else Passed(self.hold.file),
+        )
+        ours, theirs = context.Pipe(duplex=False)
+        heartbeat = Heartbeat(context)
+        process = context.Process(
+            target=work,
+            args=(assignment, Inherited.here(), theirs, heartbeat),
+            daemon=True,
+            name=f"pipefit-worker-{rank}",
+        )
+        with theirs, interrupts_held():
+            start(process)
+            self.workers.append(_Worker(Started(process), ours, heartbeat, self.watch.now()))
+
+    def until_done(self) -> None:
+        """Wait until every worker has delivered its trace.
+
+        Raises:
+            PipefitError: the root cause, if a worker failed.
+        """
+        while waiting := [worker for worker in self.workers if worker.result is None]:
+            heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
+            seen = list(self._sightings(heard, self.watch.now()))  # before `on_step`, which may take any time
+            hangs = hanging(seen)
+            for worker in waiting:
+                if worker.pipe in heard:
+                    self._hear(worker)
+            if any(worker.error for worker in waiting):
+                self._raise_cause()
+            if hangs is not None:
+                raise self._hang(hangs)
+            for one in seen:
+                self._look_at_link(one)
+
+    def stop(self) -> None:
+        """Stop all workers, and close their file. No worker outlives the call."""
+        for worker in self.workers:
+            if worker.result is None:
+                worker.process.kill()
+        for worker in self.workers:
+            worker.process.exit_code(_END_SECONDS)
+            worker.process.kill()  # in case it has delivered its trace but does not end
+            worker.process.exit_code(_ENDING_SECONDS)
+            worker.pipe.close()
+        if self.meeting is not None:
+            os.close(self.meeting)
+
+    def trace(self) -> Trace:
+        results = {worker.result[0].device: worker.result[0] for worker in self.workers if worker.result}
+        seconds = [worker.result[1] for worker in self.workers if worker.result]
+        arenas = arenas_of(self.plan, whole_run(self.plan))
+        devices = tuple(
+            results.get(n) or lending_trace(self.plan, n, arenas) for n in range(len(self.plan.cluster.devices))
+        )
+        return Trace(
+            source="measured",
+            steps=self.orders.steps - self.orders.first,
+            devices=devices,
+            step_seconds=tuple(map(max, zip(*seconds, strict=True))),
+        )
+
+    # ---------------------------------------------------------------- reports of workers
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            kind, *words = worker.pipe.recv()
+        except (EOFError, OSError):
+            code, action = worker.process.exit_code(_ENDING_SECONDS), worker.heartbeat.action
+            worker.error = died(
+                code,
+                starting=action == STARTING,
+                building=action in (STARTING, RENDEZVOUS, BUILDING),
+                on_gpu=self.plan.cluster.backend == "cuda",
+            )
+            return
+        finally:
+            worker.last_sign = self.watch.now()
+        if kind == "step":
+            self.on_step(*words)
+        elif kind == "saved":
+            self._hear_saved(*words)
+        elif kind == "warning":
+            warnings.warn(words[0], PipefitWarning, stacklevel=2)
+        elif kind == "unsaved":
+            self._hear_unsaved(*words)
+        elif kind == "done":
+            worker.result = tuple(words)
+        elif kind == "error":
+            error, message, traceback, found = words
+            worker.error = error(message)
+            worker.error.add_note(traceback)
+            if isinstance(worker.error, OutOfMemory):
+                worker.error.post_mortem = found
+
+    def _hear_saved(self, saved: Saved) -> None:
+        """What a save took a worker; why training stood still for it is told once."""
+        if saved.shortage and not self.stands_still:
+            self.stands_still = True
+            warnings.warn(saved.shortage, PipefitWarning, stacklevel=2)
+        if self.on_saved is not None:
+            self.on_saved(saved)
+
+    def _hear_unsaved(self, step: int, why: str) -> None:
+        """A checkpoint could not be written: told once, whatever workers say it; the last one as training has ended."""
+        if step == self.orders.steps:
+            self.unsaved = self.unsaved or why
+        elif step not in self.failed_saves:
+            self.failed_saves.add(step)
+            warnings.warn(why, PipefitWarning, stacklevel=2)
+
+    def _raise_cause(self) -> None:
+        """Give the other workers a moment to report, then raise the root cause."""
+        until = time.monotonic() + _GRACE_SECONDS
+        while (rest := until - time.monotonic()) > 0:
+            pending = [w for w in self.workers if w.error is None and w.result is None]
+            heard = wait([w.pipe for w in pending], timeout=rest) if pending else []
+            if not heard:
+                break
+            for worker in pending:
+                if worker.pipe in heard:
+                    self._hear(worker)
+        failures = {n: (w.error, w.last_sign) for n, w in enumerate(self.workers) if w.error is not None}
+        raise self._error_of(root_cause(failures))
+
+    def _error_of(self, rank: int) -> PipefitError:
+        """The error of a worker that failed, with the worker's name and what it was doing."""
+        error = self.workers[rank].error
+        assert error is not None
+        if not isinstance(error, WorkerFailed):
+            return error  # its message says where
+        kind = PeerLost if isinstance(error, PeerLost) else WorkerFailed  # of those whose order has a meaning
+        failure = kind(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
+        for note in getattr(error, "__notes__", ()):
+            failure.add_note(note)
+        return failure
+
+    def _name(self, rank: int) -> str:
+        device = self.plan.workers[rank]
+        stages = [self.plan.stages[stage] for stage in self.plan.stages_of(device)]
+        held = ", ".join(self.plan.profile.named(stage.start, stage.stop) for stage in stages)
+        return f"worker {rank} (device {device}, {held})"
+
+    # ---------------------------------------------------------------- where workers are
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.plan)
+
+    def _actions(self, rank: int) -> Sequence[Action]:
+        """The actions of a worker in the step that it is in, or behind it, where it ends what is in flight."""
+        heartbeat, training = self.workers[rank].heartbeat, self.plan.training
+        empties = training.endless and heartbeat.empties
+        entered = Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
+        program = self._programs.training(0 if empties else training.microbatches, entered, update=True)
+        return program.actions[self.plan.workers[rank]]
+
+    def _place(self, rank: int) -> str:
+        """What a worker is doing."""
+        number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
+        if number >= len(actions):
+            return "at the end of a step"
+        return PHASES.get(number) or f"at {actions[number]}"
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a worker is where it waits for others, so that its silence says nothing about itself.
+
+        Copies of saved tensors are its own.
+        """
+        number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
+        if not 0 <= number < len(actions):
+            return number in (RENDEZVOUS, SAVES_TOGETHER) or number >= len(actions)
+        return actions[number].wait and actions[number].kind not in COPIES
+
+    def _limit(self, rank: int) -> tuple[float, str]:
+        """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""
+        if self.workers[rank].heartbeat.action in (STARTING, RENDEZVOUS, BUILDING):
+            return self.start_seconds, "start_seconds"
+        return self.timeout_seconds, "timeout_seconds"
+
+    def _sightings(self, heard: Sequence[object], now: float) -> Iterator[Sighting]:
+        """What is seen of the workers that have not finished; a worker with a report to read is not silent."""
+        for rank, worker in enumerate(self.workers):
+            worker.look(now)
+            if worker.result is None:
+                yield Sighting(
+                    rank=rank,
+                    silent_seconds=0.0 if worker.pipe in heard else now - worker.last_sign,
+                    limit_seconds=self._limit(rank)[0],
+                    waits=self._waits(rank),
+                )
+
+    def _link(self, rank: int) -> tuple[int, ...]:
+        """The devices at the other ends of what a worker waits for, if all of them have begun it."""
+        beats = {self.plan.workers[n]: (worker.heartbeat, n) for n, worker in enumerate(self.workers)}
+        positions = {
+            device: Position(step=beat.step, number=beat.action, actions=self._actions(n))
+            for device, (beat, n) in beats.items()
+        }
+        return waited_for(self.plan, self.plan.workers[rank], positions)
+
+    def _look_at_link(self, seen: Sighting) -> None:
+        """Tell, once for the same devices, where a worker waits for long and nobody computes what it waits for."""
+        if not seen.waits or seen.silent_seconds < seen.limit_seconds / 2 or not (others := self._link(seen.rank)):
+            return
+        ends = frozenset((self.plan.workers[seen.rank], *others))
+        if ends not in self.slow:
+            self.slow.add(ends)
+            warnings.warn(
+                f"{self._name(seen.rank)} has waited {seen.silent_seconds:.0f} s {self._place(seen.rank)} for device "
+                f"{' or '.join(map(str, others))}, which has begun that too: the link between them is slow. Training "
+                f"goes on, unless no worker gets on for {seen.limit_seconds:g} s ({self._limit(seen.rank)[1]})",
+                PipefitWarning,
+                stacklevel=2,
+            )
+
+    def _together(self, rank: int) -> str:
+        """Who else may hang where a worker seems to: those that compute its layers with it, in the middle of which it
+        waits for them; and links over which it waits for what others have begun.
+        """
+        device = self.plan.workers[rank]
+        if ends := self._link(rank):
+            return f", or its link with device {' or '.join(map(str, ends))},"
+        others = {one for group in tensor_groups(self.plan) if device in group for one in group} - {device}
+        return f", or device {' or '.join(map(str, sorted(others)))} of its tensor group," if others else ""
+
+    def _hang(self, rank: int) -> WorkerFailed:
+        seconds, name = self._limit(rank)
+        return WorkerFailed(
+            f"{self._name(rank)}{self._together(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; "
+            f"all workers were stopped; if it only needs more time, raise {name} (on the command line --timeout)"
+        )

@@ -1,0 +1,352 @@
+"""Training by workers, started again from its last checkpoint when one of them fails.
+
+Good for machines on which processes are killed or hang now and then. A restart costs the start of the workers, a few
+seconds, and the steps since the last checkpoint, which are trained again and give the same losses. Only the failure of
+a worker is answered by a restart: what would happen again, such as a lack of memory on a device or a mistake in the
+question, ends the training. (torchrun's `--max-restarts`, but for the way to the checkpoint and the plan.)
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+
+from pipefit.capture.task import Task
+from pipefit.checkpoints.folders import Candidates, set_aside
+from pipefit.checkpoints.hold import Hold, new_owner
+from pipefit.errors import (
+    DamagedCheckpoint,
+    FileError,
+    NotSaved,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    UsageError,
+    WorkerFailed,
+)
+from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.launch.launch import ACTION_SECONDS, START_SECONDS, OnSaved, OnStep, check_startable, launch
+from pipefit.runtime.launch.orders import OnNan, Orders, Path, orders
+from pipefit.runtime.launch.worker import not_finite
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import Trace
+from pipefit.schema.validation import LONGEST_SECONDS, instance, number, whole
+from pipefit.texts import counted, printable
+
+_STARTS = 5  # of workers that lose each other before they have done a step
+Replan = Callable[[Plan], Plan]
+
+
+def train(
+    task: Callable[[], Task],
+    plan: Plan,
+    *,
+    steps: int,
+    seed: int | None = None,
+    timeout_seconds: float = ACTION_SECONDS,
+    start_seconds: float = START_SECONDS,
+    numbers: bool = True,
+    share_device: bool = False,
+    cap: bool = True,
+    on_step: OnStep | None = None,
+    on_nan: OnNan = "warn",
+    saving: Saving | None = None,
+    resume: Path | Candidates | None = None,
+    weights: Path | None = None,
+    on_saved: OnSaved | None = None,
+    restarts: int = 0,
+    replan: Replan | None = None,
+) -> tuple[list[float], Trace]:
+    """Train for `steps` steps in all with one worker process per device; the losses and measured trace of this run.
+
+    Args:
+        task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
+            one).
+        seed: of weights, data and dropout: 0, or that of the checkpoint, unless given.
+        timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
+            as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
+        start_seconds: the longest that a worker may take to start, and to build its layers.
+        numbers: whether worker 0 compares a traced model with its chain, and the plan with plain training, before it is
+            trained, as a `Trainer` does.
+        share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
+        cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
+        on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all devices.
+            Steps that are trained again are told again.
+        on_nan: whether a loss that is infinite or nan is told in a warning (`warn`), or ends the training (`stop`).
+        saving: where checkpoints go and when; None for none. The folder is this training's as long as it lasts.
+        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on. In a
+            folder, those that are damaged are passed over with a warning.
+        weights: a safetensors file, or a folder with a sharded model, whose parameters and buffers the training starts
+            from.
+        on_saved: called with what a save took, by each worker, as training goes on after it.
+        restarts: how often the training may start again from its last checkpoint after a worker has failed. Each
+            restart is told in a warning. The trace is that of the last start.
+        replan: called with the plan before every start; the plan that it returns is trained. It is the place to look
+            at what devices are left (`pipefit.plan_again`).
+
+    Raises:
+        OutOfMemory: a device passed its cap; the message says where.
+        WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
+        LossNotFinite: a loss is infinite or nan, and `on_nan` says `stop`.
+        NotSaved: the checkpoint after the last step is not written; it has losses and trace.
+        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used; or another
+            training saves to the folder.
+        UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
+            numbers as a chain than as a module.
+    """
+    instance("plan", plan, Plan, "pipefit.load reads one")
+    for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
+        number(what, seconds, below=LONGEST_SECONDS)
+    if whole("restarts", restarts, 0) and saving is None:
+        raise UsageError("a restart goes on from a checkpoint: say where they are saved (saving; --save DIR)")
+    plan = plan if replan is None else replan(plan)
+    source = resume if resume is None or isinstance(resume, Candidates) else Candidates(resume)
+    ordered = partial(
+        orders,
+        plan,
+        steps=steps,
+        seed=seed,
+        numbers=numbers,
+        share_device=share_device,
+        cap=cap,
+        on_nan=on_nan,
+        resume=source,
+        weights=weights,
+        saving=saving,
+        owner=new_owner(plan.headline),
+    )
+    begun = ordered()
+    if saving is not None:
+        saving.check(plan)
+    pickled = pickled_task(task)
+    check_startable()
+    with _held(begun) as hold:
+        run = partial(
+            launch, pickled, timeout_seconds=timeout_seconds, start_seconds=start_seconds, on_saved=on_saved, hold=hold
+        )
+        starts = _Starts(begun, ordered, source)
+        told = _Told(starts.first().first, on_step, on_nan)
+        return told.losses, _restarted(run, plan, starts, told, restarts, replan)
+
+
+def _restarted(
+    run: Callable[..., Trace], plan: Plan, starts: _Starts, told: _Told, restarts: int, replan: Replan | None
+) -> Trace:
+    """The trace of a training that starts again at most so many times where a worker fails."""
+    start, saving, restart = starts.begun, starts.begun.saving, 0
+    while True:
+        try:
+            return _connected(partial(run, plan, start, on_step=told.step), told)
+        except DamagedCheckpoint as error:  # the one from which it was to start
+            start = starts.before(error)
+            told.begin(start.first)
+            continue
+        except PipefitError as error:
+            if saving is None:
+                raise
+            if isinstance(error, NotSaved):
+                error.losses = told.losses
+            failure, again = f"{error}; {saving.reached(told.steps_done)}", start
+            if isinstance(error, WorkerFailed) and restart < restarts:
+                again = starts.newest()
+            if not isinstance(error, WorkerFailed) or restart == restarts or again.first == start.steps:
+                error.args = (f"{failure}{saving.way_on}",)
+                raise
+            start = again
+        restart += 1
+        plan = plan if replan is None else _planned_again(replan, plan, failure)
+        told.go_on(start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan)
+
+
+@contextmanager
+def _held(start: Orders) -> Iterator[Hold | None]:
+    """Inside, this training holds the folder to which it saves, and nobody else saves there.
+
+    Raises:
+        FileError: another training holds it.
+    """
+    if start.saving is None or start.owner is None:
+        yield None
+        return
+    hold = Hold(pathlib.Path(start.saving.directory), start.owner)
+    hold.busy = True
+    try:
+        yield hold
+    finally:
+        hold.release()
+
+
+class _Starts:
+    """From where a training starts: as it began, or from the newest checkpoint that it has saved itself; never from
+    one of another training.
+
+    Args:
+        begun: its orders as it began.
+        ordered: makes them anew, from the newest checkpoint of `source` that has not been passed over.
+        source: the checkpoints from which it was to go on, if any.
+    """
+
+    def __init__(self, begun: Orders, ordered: Callable[[], Orders], source: Candidates | None) -> None:
+        self.begun, self._ordered, self._source = begun, ordered, source
+        self._own: Candidates | None = None  # checkpoints of this training, if it starts from one
+
+    def first(self) -> Orders:
+        """The orders of the first start, where the folder for checkpoints has none of another training.
+
+        Raises:
+            UsageError: it has.
+        """
+        self._set_aside(self._source)
+        saving, owner = self.begun.saving, self.begun.owner
+        if saving is not None and owner is not None:
+            saving.check_owner(self.begun.first, owner)
+        return self.begun
+
+    def newest(self) -> Orders:
+        """The orders of a start after a failure."""
+        saving, owner = self.begun.saving, self.begun.owner
+        assert saving is not None
+        assert owner is not None
+        self._own = Candidates(saving.directory, run=owner.run, above=self.begun.first)
+        return self._from_own()
+
+    def before(self, error: DamagedCheckpoint) -> Orders:
+        """The orders of a start where the last one has found its checkpoint damaged.
+
+        Raises:
+            FileError: there is no other to start from.
+        """
+        if self._own is not None:
+            self._own.pass_over(error)
+            return self._from_own()
+        if self._source is None:
+            raise error
+        self._source.pass_over(error)
+        self.begun = self._ordered()
+        self._set_aside(self._source)
+        return self.begun
+
+    def _from_own(self) -> Orders:
+        assert self._own is not None
+        again = replace(self.begun, numbers=False)
+        try:
+            again = again.after(self._own.take())
+        except FileError:
+            self._own.tell(f"training starts as it began, after step {again.first}")
+            self._set_aside(self._own)
+            self._own = None
+            return again
+        self._set_aside(self._own)
+        return again
+
+    def _set_aside(self, source: Candidates | None) -> None:
+        """Give damaged checkpoints in the folder for ours another name: the next ones may be of their steps."""
+        if source is not None and self.begun.saving is not None:
+            set_aside(pathlib.Path(self.begun.saving.directory), source.damaged)
+
+
+def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
+    """The trace of a launch, which is made anew where workers have lost each other before their first step, and none
+    has failed by itself: a stranger has taken the place of one as they connected, and is dropped so.
+    """
+    before = told.steps_done
+    for start in range(2, _STARTS + 1):
+        try:
+            return run()
+        except PeerLost as error:
+            if told.steps_done > before:
+                raise
+            _warn(f"{error}; none of them has failed by itself, so they connect anew: start {start} of {_STARTS}")
+    return run()
+
+
+def _planned_again(replan: Replan, plan: Plan, failure: str) -> Plan:
+    try:
+        return replan(plan)
+    except PipefitError as error:
+        error.args = (f"{failure}; it does not start again: {error}",)
+        raise
+
+
+class _Told:
+    """What the parent has heard of steps, and what it tells of them."""
+
+    def __init__(self, first: int, on_step: OnStep | None, on_nan: OnNan) -> None:
+        self.losses = list[float]()
+        self._first, self._on_step, self._warns = first, on_step, on_nan == "warn"
+
+    @property
+    def steps_done(self) -> int:
+        """Steps whose losses are known, those before this training included."""
+        return self._first + len(self.losses)
+
+    def step(self, report: StepReport) -> None:
+        """A step has ended."""
+        self.losses.append(report.loss)
+        if not isfinite(report.loss) and self._warns:
+            self._warns = False  # the steps behind it have the same weights
+            _warn(f"{not_finite(report.step, report.loss)}. Training goes on; --on-nan stop would end it")
+        if self._on_step is not None:
+            self._on_step(report)
+
+    def begin(self, first: int) -> None:
+        """The training begins after `first` steps: what is known of later ones is forgotten."""
+        del self.losses[max(0, first - self._first) :]
+        self._first = min(first, self._first)
+
+    def go_on(self, first: int, why: str, plan: Plan) -> None:
+        """The training goes on after `first` steps, under that plan."""
+        self.begin(first)
+        _warn(f"{why}, with {counted(len(plan.workers), 'worker')} on {printable(plan.cluster.name)}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, PipefitWarning, stacklevel=4)
+
+
+def pickled_task(task: Callable[[], Task]) -> bytes:
+    """The bytes from which every worker builds its own task.
+
+    Raises:
+        UsageError: there can be none.
+    """
+    if not callable(task):
+        raise UsageError(
+            f"every worker builds its own task: pass a function that returns it, not a {type(task).__name__}"
+        )
+    _check_script(task)
+    try:
+        return pickle.dumps(task)
+    except Exception as error:
+        raise UsageError(
+            f"the task cannot be sent to the workers ({error}): pass a function of a module, or a functools.partial "
+            "of one"
+        ) from error
+
+
+def _check_script(task: Callable[[], Task]) -> None:
+    """Check that workers can read what `task` is part of: they run the file of the main script again, if it has one.
+
+    Raises:
+        UsageError: the script came from standard input, or `task` from a notebook or a prompt.
+    """
+    script, function = sys.modules["__main__"], task
+    while isinstance(function, partial):
+        function = function.func
+    file = getattr(script, "__file__", None)
+    if file is None and getattr(function, "__module__", None) != script.__name__:
+        return
+    if file is None or (script.__spec__ is None and not os.path.isfile(file)):
+        raise UsageError(
+            f"workers cannot read what is in no file ({file or 'a notebook, a prompt or python -c'}): write the task "
+            'into a file, and call train in a script under `if __name__ == "__main__":`, or import the task'
+        )

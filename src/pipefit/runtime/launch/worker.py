@@ -1,0 +1,384 @@
+"""A worker: one process that trains the stages of one device and reports to its parent.
+
+It sends its reports through a pipe: warnings, the loss of each step, what each save took, then its trace, or what
+failed. The number of the action that it is at stands in shared memory (`Heartbeat`), so that the parent can read it
+even when the worker hangs. A worker ends when its parent ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from math import isfinite
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipefit.capture.task import Task
+from pipefit.errors import (
+    FileError,
+    LossNotFinite,
+    OutOfMemory,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    SaveFailed,
+    UsageError,
+    WorkerFailed,
+    all_lines,
+    in_one_line,
+)
+from pipefit.processes import met
+from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.checkpoint.saving import Saving
+from pipefit.runtime.comm.transport import TOKEN, check_members
+from pipefit.runtime.engine.tensor_groups import lost
+from pipefit.runtime.hardware import Hardware, ran_out
+from pipefit.runtime.launch.orders import Orders
+from pipefit.runtime.launch.processes import Inherited, Passed
+from pipefit.runtime.trainer import Trainer
+from pipefit.schema.plan import Plan
+from pipefit.schema.trace import DeviceTrace
+from pipefit.texts import printable
+
+# What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
+# a step, where losses are exchanged.
+SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
+PHASES = {
+    STARTING: "while it started",
+    RENDEZVOUS: "while it waited for the others to start",
+    BUILDING: "while it built its layers",
+    BETWEEN_STEPS: "while it made its batch",
+    SAVING: "while it saved a checkpoint",
+    SAVES_TOGETHER: "while it waited for the others to save",
+}
+
+_FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a worker is to do, on the plan's device of its rank.
+
+    The task is pickled by itself, so that a worker which cannot load it can still report that.
+    """
+
+    task: bytes
+    plan: Plan
+    rank: int
+    orders: Orders
+    meeting: Passed  # an empty file, through which the workers find each other
+    token: str  # by which they know each other
+    hold: Passed | None = None  # the lock on the folder for checkpoints, which the first worker keeps open
+
+
+class Heartbeat:
+    """A worker's sign of life, in shared memory: how many actions it has begun, the number of the one it is at, and in
+    which step: how many there were since the pipeline was empty, and whether it is being emptied.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._words = context.RawArray("q", [0, STARTING, 0, 0])
+        self._process, self._in_a_fork = 0, _nothing
+
+    def watch(self, in_a_fork: Callable[[], None]) -> None:
+        """This process is the worker. What it begins in a fork of it, `in_a_fork` is called instead."""
+        self._process, self._in_a_fork = os.getpid(), in_a_fork
+
+    @property
+    def beats(self) -> int:
+        """How many actions the worker has begun: it grows as long as the worker does not hang."""
+        return int(self._words[0])
+
+    @property
+    def action(self) -> int:
+        """The number of the action that the worker is at, or, at none, one of the negative constants of this module."""
+        return int(self._words[1])
+
+    @property
+    def step(self) -> int:
+        """How many steps there were since the pipeline was empty, before the one that the worker is in."""
+        return int(self._words[2])
+
+    @property
+    def empties(self) -> bool:
+        """Whether the worker is in no step, but ends what the steps before have left in flight."""
+        return bool(self._words[3])
+
+    def enter(self, step: int, *, empties: bool = False) -> None:
+        """The worker goes on to another step, or, behind it, to the end of what is in flight."""
+        self._words[2], self._words[3] = step, empties
+        self.at(BETWEEN_STEPS)
+
+    def at(self, action: int) -> None:
+        """The worker begins `action`."""
+        if os.getpid() != self._process:
+            self._in_a_fork()
+        self._words[1] = action
+        self._words[0] += 1
+
+
+def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbeat: Heartbeat) -> None:
+    """The whole life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
+    inherited.take_over()
+    heartbeat.watch(partial(_end_fork, assignment.plan.workers[assignment.rank], pipe))
+    with suppress(OSError):
+        os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
+    try:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
+    except BaseException as error:  # noqa: BLE001 - whatever happens is reported to the parent
+        found = error.post_mortem if isinstance(error, OutOfMemory) else None
+        word = ("error", *_report(error, assignment, heartbeat), traceback.format_exc(), found)
+    with suppress(OSError):  # the parent may be gone
+        pipe.send(word)
+    pipe.close()
+    if word[0] == "error":
+        sys.stdout.flush()
+        # The others learn of it at once. Destroying a process group in the middle of its work may hang or abort.
+        os._exit(1)
+
+
+def _nothing() -> None:
+    """Nobody watches yet."""
+
+
+def _end_fork(device: int, pipe: Connection) -> None:
+    """End this process, a fork of a worker that a model has made and lets go on as if it were the worker: what both
+    send would be in each other's way.
+    """
+    with suppress(OSError):
+        pipe.send(
+            (
+                "error",
+                UsageError,
+                f"device {device} was forked by a module (os.fork, multiprocessing), {_FORKED}",
+                "",
+                None,
+            )
+        )
+    os._exit(1)
+
+
+_FORKED = (
+    "and the fork goes on training as if it were the worker: let it end where it was made (os._exit), or fork in the "
+    "function that makes batches"
+)
+
+
+def _end_with_parent() -> None:
+    """End when the parent has ended."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
+    """This worker's part of the training; its device's trace and the seconds of every step."""
+    orders, workers = assignment.orders, assignment.plan.workers
+    torch.set_num_threads(assignment.plan.profile.assumptions.threads)
+    torch.manual_seed(orders.seed)  # for a task whose function makes a module, and not a function that builds one
+    task = _task(assignment.task)
+    heartbeat.at(RENDEZVOUS)
+    rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
+    heartbeat.at(BUILDING)
+    told = _Told(assignment, pipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
+        trainer = Trainer(
+            task,
+            assignment.plan,
+            seed=orders.seed,
+            timeout_seconds=_FOREVER.total_seconds(),
+            numbers=orders.numbers,
+            share_device=orders.share_device,
+            cap=orders.cap,
+            on_action=heartbeat.at,
+            on_failed_save=told.failed_save,
+            on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
+            on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
+            callbacks=[told.hear],
+            owner=orders.owner,
+            held=None if orders.saving is None else orders.saving.directory,
+        )
+    if trainer.not_compared:
+        pipe.send(("warning", trainer.not_compared))
+    if orders.resume is not None:
+        _load(trainer, orders.resume, orders)
+    if orders.weights is not None:
+        trainer.load_weights(orders.weights)
+    if rendezvous is not None:
+        heartbeat.at(RENDEZVOUS)
+        rendezvous.wait("ready")
+    _steps(assignment, task, trainer, told, heartbeat)
+    if rendezvous is not None:
+        dist.destroy_process_group()
+    trace = trainer.trace
+    return trace.devices[workers[assignment.rank]], trace.step_seconds
+
+
+def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
+    """Take up the checkpoint in `folder`.
+
+    Raises:
+        FileError: it is not the one that was there when the orders were made.
+    """
+    steps = trainer.load(folder)
+    if steps != orders.first or (orders.owner is not None and trainer.owner.training != orders.owner.training):
+        raise FileError(
+            f"{printable(folder)} has been replaced: it holds step {steps} of training {trainer.owner}, and step "
+            f"{orders.first} of {orders.owner} was there"
+        )
+
+
+def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
+    """All steps and saves of this worker."""
+    orders, since = assignment.orders, 0
+    steps, saving = orders.steps, orders.saving
+    if saving is not None:
+        trainer.state_dict(optimizer=True)  # so that what no checkpoint can hold is refused before the first step
+    for step in range(orders.first, steps):
+        heartbeat.enter(since)
+        torch.manual_seed(orders.seed + step)
+        loss = trainer.step(task.batch(assignment.plan.training.batch_size))
+        if step >= orders.first + trainer.late:
+            told.step(step - trainer.late, loss)
+        since += 1
+        told.over = step + 1 == steps
+        if saving is not None and saving.after(step + 1, steps):
+            heartbeat.enter(since, empties=True)
+            told.save(trainer, saving)
+            since = 0
+    heartbeat.enter(since, empties=True)
+    rest = trainer.finish()
+    for step, loss in enumerate(rest, start=steps - len(rest)):
+        told.step(step, loss)
+
+
+class _Told:
+    """What a worker tells its parent while it trains."""
+
+    def __init__(self, assignment: Assignment, pipe: Connection) -> None:
+        orders, plan = assignment.orders, assignment.plan
+        self._pipe, self._saving, self._stops = pipe, orders.saving, orders.on_nan == "stop"
+        self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
+        self._heard = deque[StepReport]()
+        self.over = False  # whether all steps are done, so that nothing is left that a failed save could stop
+
+    def hear(self, report: StepReport) -> None:
+        """What the trainer reports of a step."""
+        self._heard.append(report)
+
+    def step(self, step: int, loss: float) -> None:
+        """The report of a step, which one worker tells for all; every worker knows its loss and its peaks.
+
+        Raises:
+            LossNotFinite: the loss is infinite or nan, which is to end the training.
+        """
+        report = self._heard.popleft()
+        if self._reports_steps:
+            self._pipe.send(("step", replace(report, step=step)))
+        if self._stops and not isfinite(loss):
+            raise LossNotFinite(not_finite(step, loss))
+
+    def save(self, trainer: Trainer, saving: Saving) -> None:
+        """Save a checkpoint, and tell what that took."""
+        try:
+            trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)
+        except FileError as failure:
+            self.failed_save(SaveFailed(str(failure), trainer.steps_done))
+        else:
+            if trainer.saved is not None and trainer.saved.step == trainer.steps_done:  # all workers have begun it
+                self._pipe.send(("saved", trainer.saved))
+
+    def failed_save(self, failure: SaveFailed) -> None:
+        """A checkpoint that could not be written, which may end the training."""
+        stops = self._saving is not None and self._saving.on_failure == "stop"
+        if stops and not self.over:
+            raise failure
+        self._pipe.send(("unsaved", failure.step, str(failure)))
+
+
+def not_finite(step: int, loss: float) -> str:
+    """What is said of a loss that is infinite or nan."""
+    return (
+        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at the data; "
+        "checkpoints of later steps hold what came of it"
+    )
+
+
+def _task(pickled: bytes) -> Task:
+    try:
+        factory = pickle.loads(pickled)  # noqa: S301 - our own parent's
+    except Exception as error:
+        raise UsageError(
+            f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that can be "
+            "imported"
+        ) from error
+    task = factory()
+    if not isinstance(task, Task):
+        raise UsageError(f"the task's function returned a {type(task).__name__}: it must return a pipefit.Task")
+    return task
+
+
+class _Rendezvous:
+    """Where the workers find each other, and wait for the slowest to start."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.rank, self.world = assignment.rank, len(assignment.plan.workers)
+        path = f"/proc/self/fd/{assignment.meeting.number}"
+        self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported without its name
+        plan = assignment.plan
+        count = str(self.world)  # whatever we have inherited
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
+        os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, TOKEN: assignment.token}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
+        backend = Hardware(plan, assignment.orders.share_device).backend
+        self.wait("here")
+        try:
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
+        except RuntimeError as error:
+            raise lost("the workers did not find each other", error, plan.workers[self.rank]) from error
+        check_members(None, "all")
+
+    def wait(self, name: str) -> None:
+        """Return when every worker has come to this point."""
+        self.store.set(f"{name} {self.rank}", "")
+        try:
+            self.store.wait([f"{name} {rank}" for rank in range(self.world)], _FOREVER)
+        except RuntimeError as error:
+            raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
+
+
+def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) -> tuple[type[PipefitError], str]:
+    """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types.
+
+    Memory that ran out in the model's own code is no mistake of that code, although a check of it says so.
+    """
+    behind = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
+    if ran_out(behind):  # at no action, which would have said so
+        device, where = (
+            assignment.plan.workers[assignment.rank],
+            PHASES.get(heartbeat.action, "before or between steps"),
+        )
+        return OutOfMemory, f"device {device} ran out of memory {where}: {all_lines(behind)}"
+    if isinstance(error, PipefitError):
+        return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
+    limit = met(error)
+    return WorkerFailed, f"{in_one_line(error)}; {limit}" if limit else in_one_line(error)

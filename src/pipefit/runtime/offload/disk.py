@@ -1,0 +1,219 @@
+"""Slots on a disk: a file without a name, which is read and written through buffers in the host's memory.
+
+The file is as large as its arena from the start, so that a full disk shows before the first step. The system removes it
+with the last process that has it open, however that ends. A copy passes through two buffers in turn: while one is
+filled from the device, the other is written, and the other way round on the way in. What lies in several storages is
+gathered in a buffer, so that a bundle of small tensors is one write. The system may keep what was written in memory
+too, as long as nobody else needs that memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
+from pipefit.memory.arenas import Arena, buffer_bytes
+from pipefit.runtime.offload.copying import Part, Slot
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.file_access import obstacle
+from pipefit.units import format_bytes
+
+Row = tuple[int, int]  # bytes in a row: their address and how many
+
+
+def folder_of(named: str | None) -> str:
+    """The folder for a disk's files: the one that the cluster names for it, or the system's for temporary files."""
+    return named or tempfile.gettempdir()
+
+
+def check_folder(folder: str, nbytes: int) -> None:
+    """Check that a folder can hold so much.
+
+    Raises:
+        UsageError: there is no such folder, or nothing can be written there.
+        OutOfMemory: its disk has no room; says by how much.
+    """
+    reason = obstacle(folder)
+    if reason:
+        raise UsageError(
+            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); name "
+            "another as the disk_folder of the host, or set TMPDIR"
+        )
+    disk = os.statvfs(folder)
+    if nbytes > (free := disk.f_bavail * disk.f_frsize):
+        raise OutOfMemory(
+            f"the moved tensors need {format_bytes(nbytes)} in {folder!r}, whose disk has {format_bytes(free)} free, "
+            f"{format_bytes(nbytes - free)} less: move fewer, or name another folder as the disk_folder of the host"
+        )
+
+
+def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
+    """A file of an arena's size that no folder shows.
+
+    Raises:
+        OutOfMemory: the disk has no room for it.
+    """
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it is open for the whole run
+        os.posix_fallocate(file.fileno(), 0, arena.nbytes)
+    except OSError as error:
+        raise OutOfMemory(
+            f"{arena.lender} cannot keep {format_bytes(arena.nbytes)} of device {arena.borrower} in {folder!r} "
+            f"({error.strerror}): move fewer tensors there"
+        ) from error
+    return file
+
+
+class Copies(Protocol):
+    """What copies between a device and a buffer."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Begin to copy between two addresses."""
+
+    def settle(self) -> None:
+        """Return when all that was begun is complete."""
+
+
+class PlainCopies:
+    """Copies within plain memory."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def settle(self) -> None:
+        """Copies were complete as they began."""
+
+
+class Buffers:
+    """Two equal buffers for one direction, of which a thread writes or reads one while the other is copied."""
+
+    def __init__(self, memory: Sequence[memoryview], copies: Copies) -> None:
+        self._memory, self._copies = memory, copies
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in memory]
+        self._nbytes = len(memory[0])
+        self._thread = ThreadPoolExecutor(1, "pipefit-disk")
+
+    def write(self, file: int, at: int, rows: Sequence[Row]) -> None:
+        """Write rows of memory one after the other, from byte `at` of the file on."""
+        written: list[Future[None]] = []
+        for number, chunk in enumerate(chunks(rows, self._nbytes)):
+            if number >= 2:
+                written[-2].result()
+            size = self._copy(number % 2, chunk, gather=True)
+            written.append(self._thread.submit(_write, file, self._memory[number % 2][:size], at))
+            at += size
+        for future in written[-2:]:
+            future.result()
+
+    def read(self, file: int, at: int, rows: Sequence[Row]) -> None:
+        """Fill rows of memory one after the other with what is in the file from byte `at` on."""
+        known, read = list(chunks(rows, self._nbytes)), list[Future[None]]()
+        for number, chunk in enumerate(known):
+            size = sum(nbytes for _, nbytes in chunk)
+            if number >= 2:
+                self._scatter(number - 2, known, read)
+            read.append(self._thread.submit(_read, file, self._memory[number % 2][:size], at))
+            at += size
+        for number in range(max(len(known) - 2, 0), len(known)):
+            self._scatter(number, known, read)
+
+    def _scatter(self, number: int, known: Sequence[Sequence[Row]], read: Sequence[Future[None]]) -> None:
+        read[number].result()
+        self._copy(number % 2, known[number], gather=False)
+
+    def _copy(self, buffer: int, chunk: Sequence[Row], *, gather: bool) -> int:
+        """Copy rows into a buffer, or out of it; how many bytes they are."""
+        address = self._addresses[buffer]
+        for row, nbytes in chunk:
+            self._copies.copy(*((address, row) if gather else (row, address)), nbytes)
+            address += nbytes
+        self._copies.settle()
+        return address - self._addresses[buffer]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DiskSlot(Slot):
+    """A slot from byte `address` of the file `owner` on, with the buffers of its device for each direction."""
+
+    owner: IO[bytes]
+    outward: Buffers
+    inward: Buffers
+
+    def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
+        rows = [(part.storage.data_ptr() + part.offset, part.nbytes) for part in parts]
+        carry = self.outward.write if outward else self.inward.read
+        try:
+            carry(self.owner.fileno(), self.address + parts[0].within, rows)
+        except OSError as error:
+            raise WorkerFailed(
+                f"a moved tensor cannot be {'written to' if outward else 'read from'} the disk ({error.strerror}): "
+                "move tensors to the host instead, or name another folder as its disk_folder"
+            ) from error
+
+
+def plain_buffers(nbytes: int) -> Buffers:
+    """Buffers of plain memory."""
+    return Buffers([memoryview(mmap.mmap(-1, nbytes)) for _ in range(2)], PlainCopies())
+
+
+class Disks:
+    """The disks' arenas of the devices of a process.
+
+    Args:
+        arenas: all of the run; the buffers before a disk are as large as they need.
+        buffers: makes those of one direction of a device, of so many bytes each.
+    """
+
+    def __init__(self, cluster: Cluster, arenas: Sequence[Arena], buffers: Callable[[int, int], Buffers]) -> None:
+        self._cluster, self._arenas, self._make = cluster, arenas, buffers
+        self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
+
+    def slots(self, arena: Arena) -> list[Slot]:
+        """The slots of an arena, in a new file."""
+        borrower, host = arena.borrower, self._cluster.hosts[arena.lender.number or 0]
+        if borrower not in self._buffers:
+            nbytes = buffer_bytes(self._arenas, borrower)
+            self._buffers[borrower] = self._make(borrower, nbytes), self._make(borrower, nbytes)
+        outward, inward = self._buffers[borrower]
+        file = nameless_file(arena, folder_of(host.disk_folder))
+        return [
+            DiskSlot(nbytes=arena.slot_bytes, address=start, owner=file, outward=outward, inward=inward)
+            for start in range(0, arena.nbytes, arena.slot_bytes)
+        ]
+
+
+def chunks(rows: Sequence[Row], nbytes: int) -> Iterator[list[Row]]:
+    """Rows in lists of `nbytes` together, the last one of fewer; a row may be cut."""
+    chunk, left = list[Row](), nbytes
+    for row, size in rows:
+        offset = 0
+        while offset < size:
+            taken = min(left, size - offset)
+            chunk.append((row + offset, taken))
+            offset, left = offset + taken, left - taken
+            if not left:
+                yield chunk
+                chunk, left = [], nbytes
+    if chunk:
+        yield chunk
+
+
+def _write(file: int, rest: memoryview, at: int) -> None:
+    while rest:
+        count = os.pwrite(file, rest, at)
+        rest, at = rest[count:], at + count
+
+
+def _read(file: int, rest: memoryview, at: int) -> None:
+    while rest:
+        count = os.preadv(file, [rest], at)
+        if not count:
+            raise OSError(0, "the file has become shorter")
+        rest, at = rest[count:], at + count

@@ -1,0 +1,445 @@
+"""Memory that a device borrows for what it moves away: slots in arenas of its host, of a disk, and of other devices.
+
+All arenas of a run follow from its program (`pipefit.memory.arenas`) and exist before the first step, outside of what
+torch's allocator keeps for the device. Those of a host or a disk belong to the worker that uses them. Those of a device
+with a worker are made by that worker, for others to map. A device without a worker lends through its borrower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from pipefit.errors import OutOfMemory, UsageError, first_line
+from pipefit.memory.arenas import Arena, arenas_of, arenas_of_copies, check_room, lent_bytes, pinned_sizes, room_needed
+from pipefit.runtime.hardware import Hardware, free_bytes
+from pipefit.runtime.offload.copying import AtOnce, Beside, Copier, NoCopier, Slot, in_a_row
+from pipefit.runtime.offload.cuda import CudaDriver, Driver, OnStreams, Queue, StreamCopies
+from pipefit.runtime.offload.disk import Buffers, Disks, check_folder, folder_of, plain_buffers
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Member, MemberKind
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program
+from pipefit.schema.trace import CATEGORIES, Category, DeviceTrace, MemorySample
+from pipefit.units import format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# The memory of arenas on emulated devices and CPU workers: plain, shared with another worker, or on a disk.
+#
+# What workers share are files without a name in memory, so that nothing is left when all are gone, however
+# they end.
+
+
+class Memory(Protocol):
+    """Makes the memory of arenas, and lends it to other workers."""
+
+    def own(self, arena: Arena) -> list[Slot]:
+        """The slots of an arena that only this process uses."""
+
+    def lend(self, arena: Arena) -> tuple[Any, Callable[[], None]]:
+        """Make memory for a borrower: what to tell its worker, and what to call when that has mapped it."""
+
+    def borrow(self, arena: Arena, told: Any) -> list[Slot]:
+        """The slots of an arena of which another worker, or this one, has told."""
+
+
+class HostMemory:
+    """Memory of the host and of its disk; `arenas` are all of the run."""
+
+    def __init__(self, cluster: Cluster, arenas: Sequence[Arena]) -> None:
+        self._disks = Disks(cluster, arenas, lambda borrower, nbytes: plain_buffers(nbytes))
+
+    def own(self, arena: Arena) -> list[Slot]:
+        if arena.lender.kind is MemberKind.DISK:
+            return self._disks.slots(arena)
+        return _in(mmap.mmap(-1, arena.nbytes), arena)
+
+    def lend(self, arena: Arena) -> tuple[tuple[str, str], Callable[[], None]]:
+        file = _nameless(arena)
+        return (_machine(), f"/proc/{os.getpid()}/fd/{file}"), lambda: os.close(file)
+
+    def borrow(self, arena: Arena, told: tuple[str, str]) -> list[Slot]:
+        return _in(_mapped(arena, *told), arena)
+
+
+def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:
+    """The slots of an arena that is this memory."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return in_a_row(arena.slot_bytes, arena.slots, start, memory)
+
+
+def _nameless(arena: Arena) -> int:
+    """A file in memory for an arena, with all of its pages.
+
+    Raises:
+        OutOfMemory: the machine has no memory for it.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError("devices lend memory to other workers on Linux only: move tensors to the host instead")
+    file = os.memfd_create("pipefit-arena")
+    try:
+        os.posix_fallocate(file, 0, arena.nbytes)
+    except OSError as error:
+        os.close(file)
+        raise OutOfMemory(
+            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} ({error.strerror}): "
+            "move fewer tensors there"
+        ) from error
+    return file
+
+
+def _machine() -> str:
+    """What only processes of one machine and container have in common, which know each other by their numbers."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _mapped(arena: Arena, machine: str, path: str) -> mmap.mmap:
+    """The memory of a file that the arena's lender has made on its machine.
+
+    Raises:
+        UsageError: that is another machine, where a process of the same number has other files; or there is none.
+    """
+    if machine != _machine():
+        raise _unreached(arena, "it is on another machine")
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), arena.nbytes)
+    except OSError as error:
+        raise _unreached(arena, str(error.strerror)) from error
+
+
+def _unreached(arena: Arena, why: str) -> UsageError:
+    return UsageError(
+        f"device {arena.borrower} cannot use what {arena.lender} lends ({why}): their workers have to run on one "
+        "machine, as one user"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The memory of arenas for GPUs: pinned memory of the host, memory of this process's GPUs, and that of other
+# processes.
+#
+# Pinned memory is allocated once, in few sizes, because allocating it stops the GPU. What a GPU lends is a
+# tensor of its worker, so that its allocator counts it; other workers map it by the driver's handles, of
+# which nothing is left however the processes end.
+
+Told = tuple[bytes, int]  # a handle of an allocation, and how far into it the arena begins
+
+
+class CudaMemory:
+    """Memory for what the GPUs of this process move; `arenas` are all of the run.
+
+    Args:
+        device: where this process reaches a device of the cluster, by its number there.
+        stream: makes one of a device, for what passes through buffers before a disk.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arenas: Sequence[Arena],
+        device: Callable[[int], torch.device],
+        driver: Driver,
+        stream: Callable[[torch.device], Queue] = torch.cuda.Stream,
+    ) -> None:
+        self._device, self._driver, self._stream = device, driver, stream
+        self._disks = Disks(cluster, arenas, self._buffers)
+        self._lent: dict[Arena, Tensor] = {}
+
+    def own(self, arena: Arena) -> list[Slot]:
+        if arena.lender.kind is MemberKind.DISK:
+            return self._disks.slots(arena)
+        if arena.lender.kind is MemberKind.HOST:
+            return pinned_slots(arena, _pinned)
+        lent = self._allocated(arena)
+        self._touched(arena).copy_(lent[:1])  # from here on torch lets the two GPUs reach each other
+        return in_a_row(arena.slot_bytes, arena.slots, lent.data_ptr(), lent)
+
+    def lend(self, arena: Arena) -> tuple[Told, Callable[[], None]]:
+        lent = self._lent[arena] = self._allocated(arena)
+        with _shared(arena):
+            return self._driver.export(lent.data_ptr()), lambda: None
+
+    def borrow(self, arena: Arena, told: Told) -> list[Slot]:
+        if arena in self._lent:  # a process cannot map what is its own
+            return in_a_row(arena.slot_bytes, arena.slots, self._lent[arena].data_ptr(), self._lent[arena])
+        handle, offset = told
+        self._touched(arena)
+        with _shared(arena):
+            opened = Opened(self._driver, handle)
+        return in_a_row(arena.slot_bytes, arena.slots, opened.start + offset, opened)
+
+    def _buffers(self, borrower: int, nbytes: int) -> Buffers:
+        """Pinned buffers before a disk, for one direction of a device."""
+        pinned = [_pinned(nbytes).numpy().data for _ in range(2)]
+        return Buffers(pinned, StreamCopies(self._stream(self._device(borrower)), self._driver))
+
+    def _touched(self, arena: Arena) -> Tensor:
+        """A byte of the GPU that borrows, which has a context of this process from here on: the driver needs it."""
+        return torch.empty(1, dtype=torch.uint8, device=self._device(arena.borrower))
+
+    def _allocated(self, arena: Arena) -> Tensor:
+        """An arena as memory of the GPU that lends it."""
+        with _allocating(arena):
+            return torch.empty(arena.nbytes, dtype=torch.uint8, device=self._device(arena.lender.number or 0))
+
+
+class Opened:
+    """An allocation of another process, mapped as long as anything refers to this."""
+
+    def __init__(self, driver: Driver, handle: bytes) -> None:
+        self.start = driver.open(handle)
+        weakref.finalize(self, driver.close, self.start).atexit = False  # the end of a process unmaps by itself
+
+
+def pinned_slots(arena: Arena, pinned: Callable[[int], Tensor]) -> list[Slot]:
+    """The slots of an arena in pieces of pinned memory whose sizes are powers of two."""
+    slots: list[Slot] = []
+    for nbytes in pinned_sizes(arena.slot_bytes, arena.slots):
+        with _allocating(arena):
+            piece = pinned(nbytes)
+        count = min(nbytes // arena.slot_bytes, arena.slots - len(slots))
+        slots += in_a_row(arena.slot_bytes, count, piece.data_ptr(), piece)
+    return slots
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+@contextmanager
+def _allocating(arena: Arena) -> Iterator[None]:
+    """Whoever cannot give the memory of an arena is named."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of GPUs and of pinned memory
+        raise OutOfMemory(
+            f"{arena.lender} cannot give {format_bytes(arena.nbytes)} to device {arena.borrower} "
+            f"({first_line(error)}): move fewer tensors there"
+        ) from error
+
+
+@contextmanager
+def _shared(arena: Arena) -> Iterator[None]:
+    """Errors of the driver are those of an arena that two processes cannot share."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UsageError(
+            f"device {arena.borrower} cannot use what {arena.lender} lends ({error}): the two GPUs have to reach each "
+            "other, their processes to share one IPC namespace, and PYTORCH_CUDA_ALLOC_CONF not to ask for "
+            "expandable_segments; otherwise move tensors to the host"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class Borrowed:
+    """The slots that one device may use, by lender and size. Each is free or in use."""
+
+    def __init__(self, slots: Iterable[tuple[Member, Slot]] = ()) -> None:
+        self._all: dict[tuple[Member, int], list[Slot]] = defaultdict(list)
+        for lender, slot in slots:
+            self._all[lender, slot.nbytes].append(slot)
+        self.free_all()
+
+    def take(self, lender: Member, nbytes: int) -> Slot:
+        """A slot that is free."""
+        if not nbytes:
+            return Slot(0)
+        free = self._free.get((lender, nbytes))
+        assert free, f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
+        return free.pop()
+
+    def keep(self, lender: Member, nbytes: int) -> Slot:
+        """A slot that is in use for the whole run, which `free_all` leaves alone."""
+        slot = self.take(lender, nbytes)
+        if nbytes:
+            self._all[lender, nbytes].remove(slot)
+        return slot
+
+    def give_back(self, lender: Member, slot: Slot) -> None:
+        """The slot is free again."""
+        if slot.nbytes:
+            self._free[lender, slot.nbytes].append(slot)
+
+    def free_all(self) -> None:
+        """No slot is in use, as after a failed step."""
+        self._free = {key: list(slots) for key, slots in self._all.items()}
+
+    @property
+    def in_use(self) -> int:
+        """How many slots are in use."""
+        return sum(map(len, self._all.values())) - sum(map(len, self._free.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Who lends what to whom in a run, and what copies: nothing in a dry run, whose slots have no memory.
+
+    `mapped` are the slots of arenas that this worker shares with another one.
+    """
+
+    arenas: tuple[Arena, ...] = ()
+    copier: Callable[[torch.device], Copier] = lambda device: NoCopier()
+    memory: Memory | None = None
+    mapped: Mapping[Arena, list[Slot]] = field(default_factory=dict)
+
+    @staticmethod
+    def dry(plan: Plan, program: Program) -> Lending:
+        """The arenas of a dry run: counted, but without memory."""
+        return Lending(_checked(plan, program))
+
+    @staticmethod
+    def within(hardware: Hardware, program: Program) -> Lending:
+        """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
+        plan = hardware.plan
+        arenas = _checked_here(plan, program)
+        if plan.cluster.backend == "cuda":
+            return _on_gpus(plan, arenas, hardware.gpu)
+        memory, alone = HostMemory(plan.cluster, arenas), len(plan.workers) == 1
+        return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
+
+    @staticmethod
+    def between(hardware: Hardware, program: Program, device: int, here: torch.device) -> Lending:
+        """The arenas of a run of one worker for each device, of which this one is for `device` and runs `here`.
+
+        All must call it.
+        """
+        plan = hardware.plan
+        arenas = _checked_here(plan, program)
+        if plan.cluster.backend == "cuda":
+            lending = _on_gpus(plan, arenas, lambda number: here if number == device else hardware.gpu(number))
+        else:
+            lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
+        return replace(lending, mapped=_exchanged(lending.memory, device, _lending_shared(plan, arenas)))
+
+    @staticmethod
+    def at_once(device: torch.device) -> Copier:
+        """What copies in no time of any link."""
+        return AtOnce()
+
+    def lent_by(self, device: int) -> int:
+        """Bytes that a device lends in all."""
+        return lent_bytes(self.arenas, Member.device(device))
+
+    def borrowed_by(self, device: int) -> Borrowed:
+        """The slots that a device may use."""
+        return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
+
+    def settle(self) -> None:
+        """Return when no GPU copies to or from another process's memory any more. All workers must call it.
+
+        Processes on GPUs run ahead of them: a lender that ended would take back memory that is still being read.
+        """
+        if isinstance(self.memory, CudaMemory) and dist.is_initialized():
+            torch.cuda.synchronize()
+            dist.barrier()
+
+    def _slots(self, arena: Arena) -> list[Slot]:
+        if self.memory is None:
+            return [Slot(arena.slot_bytes) for _ in range(arena.slots)]
+        return self.mapped.get(arena) or self.memory.own(arena)
+
+
+def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
+    """The arenas of GPUs, which `device` finds by their numbers; without any, nothing of CUDA is touched."""
+    if not arenas:
+        return Lending()
+    return Lending(arenas, OnStreams.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
+
+
+def _lending_shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
+    """The arenas of devices that have a worker of their own."""
+    workers = set(map(Member.device, plan.workers))
+    return [arena for arena in arenas if arena.lender in workers]
+
+
+def _exchanged(memory: Memory | None, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
+    """The slots of those arenas that this device lends or borrows. All workers must call it."""
+    if memory is None or not shared:
+        return {}
+    lent = {arena: memory.lend(arena) for arena in shared if arena.lender == Member.device(device)}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {arena: word for arena, (word, _) in lent.items()})
+    words = {arena: word for of_one in told for arena, word in of_one.items()}
+    mine = [arena for arena in shared if arena.borrower == device or arena in lent]
+    mapped = {arena: memory.borrow(arena, words[arena]) for arena in mine}
+    dist.barrier()
+    for _, all_have_mapped in lent.values():
+        all_have_mapped()
+    return mapped
+
+
+def check_lending(plan: Plan, program: Program) -> None:
+    """Check before a launch that what is moved away has room where it goes.
+
+    Raises:
+        OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
+        UsageError: it goes to another host, or to a folder that cannot be used.
+    """
+    _checked_here(plan, program)
+
+
+def lending_trace(plan: Plan, device: int, arenas: Sequence[Arena]) -> DeviceTrace:
+    """The trace of a device that no worker here runs: what it lends, if it has no stage at all."""
+    used = any(device in stage.devices for stage in plan.stages)
+    nbytes = 0 if used else lent_bytes(arenas, Member.device(device))
+    levels: Any = tuple(nbytes * (category is Category.LENT) for category in CATEGORIES)
+    sample = MemorySample(step=0, action="lends", seconds=0.0, bytes=levels)
+    return DeviceTrace(
+        device=device,
+        budget_bytes=plan.cluster.devices[device].memory_bytes,
+        events=(),
+        memory=(sample,) if nbytes else (),
+    )
+
+
+def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
+    """The arenas of a program, if they can be made and have room."""
+    arenas, cluster = arenas_of(plan, program), plan.cluster
+    for arena in arenas:
+        kind, number = arena.lender
+        if arena.lender == Member.device(arena.borrower):
+            raise UsageError(f"device {arena.borrower} cannot move a tensor to itself: name other members")
+        host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
+        if host != cluster.devices[arena.borrower].host:
+            raise UsageError(
+                f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only simulated "
+                "yet; use members of the same host"
+            )
+        cluster.tier(arena.borrower, arena.lender)  # refuses what no link reaches
+    check_room(plan, arenas)
+    return arenas
+
+
+def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
+    """The arenas of its copies, if this machine can make them, and has room for all that goes there."""
+    arenas = _checked(plan, program)
+    needed, on_disk = 0, Counter[str]()
+    for member, shares in room_needed(plan, arenas).items():
+        if member.kind is MemberKind.HOST:
+            needed += shares.total()
+        elif member.kind is MemberKind.DISK:
+            on_disk[folder_of(plan.cluster.hosts[member.number or 0].disk_folder)] += shares.total()
+    if needed and needed > (free := free_bytes()):
+        raise OutOfMemory(
+            f"the moved tensors need {format_bytes(needed)} of this machine's memory, which has {format_bytes(free)} "
+            "to spare: move fewer"
+        )
+    for folder, nbytes in on_disk.items():
+        check_folder(folder, nbytes)
+    return arenas_of_copies(plan, program)

@@ -1,0 +1,475 @@
+"""Saved tensors of a device that are moved away and back: their storages lose their memory, and get it again.
+
+A tensor is named by its layer and by its number among those that autograd saves there. So the forward of a layer of
+which something will be moved is watched: every tensor that autograd saves passes a hook, which keeps a weak reference
+to the storages in question. Nothing but the graph owns them, as without the hook.
+
+When the copy of a storage has arrived, the storage is resized to nothing. All views of it, in whatever layer, are gone
+with it, and are there again when it is resized back and the bytes have returned: one copy serves all who hold it, and
+the graph need not be touched. What happens when is the program's; whatever does not fit it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import UsageError
+from pipefit.memory.arenas import slots
+from pipefit.memory.storages import StageStorages, Whereabouts
+from pipefit.runtime.offload.copying import Copier, Part, Slot
+from pipefit.runtime.offload.lending import Borrowed
+from pipefit.schema.actions import Action, Bundle, Kind, Subject
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.devices import Member
+from pipefit.schema.program import UncheckedProgram
+from pipefit.texts import counted, dtype_name
+
+# ----------------------------------------------------------------------------------------------------
+# The table of what is moved: its blocks, their sizes and places, and which bytes of which tensors are in
+# each.
+#
+#     0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B: 1[0:1024]
+#
+# One is written before a bundle leaves, read when it returns, and replaced by another whenever it has got
+# somewhere. The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in
+# m blocks are at most k + m - 1 pieces, and each piece is one copy. (MPress, the metadata table of D2D swap.)
+
+
+class Block(NamedTuple):
+    """Bytes of a member of the cluster that are set aside for a move."""
+
+    member: Member
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block; both are numbers in a table."""
+
+    tensor: int
+    offset: int
+    block: int
+    within: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """What one OFFLOAD moves of one microbatch: bytes of its tensors, the blocks that take them, and where they are.
+
+    A last microbatch may be smaller than the plan's, and then does not fill its blocks.
+    """
+
+    action: Action
+    tensors: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    state: Whereabouts
+
+    @classmethod
+    def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
+        """The table of tensors of these bytes that begin to leave for blocks of these members and bytes."""
+        found = tuple(Block(*block) for block in blocks)
+        return cls(action=action, tensors=tuple(tensors), blocks=found, state=Whereabouts.LEAVING)
+
+    def now(self, state: Whereabouts) -> BlockTable:
+        """The table after the tensors have got somewhere."""
+        return replace(self, state=state)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Which bytes of the tensors are in which blocks."""
+        return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
+
+    def __str__(self) -> str:
+        blocks = (f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks))
+        tensors = f"{counted(len(self.tensors), 'tensor')} of {sum(self.tensors)} B"
+        return f"{self.action}: {tensors}, {self.state}; {'; '.join(blocks)}"
+
+    def _held(self, block: int) -> str:
+        held = (piece for piece in self.pieces if piece.block == block)
+        return "".join(f" {piece.tensor}[{piece.offset}:{piece.offset + piece.nbytes}]" for piece in held)
+
+
+def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
+    """Which bytes of tensors of these sizes are in which of these blocks: each block is filled before the next one."""
+    block, within = 0, 0
+    for tensor, nbytes in enumerate(tensors):
+        offset = 0
+        while offset < nbytes:
+            if within == blocks[block]:
+                block, within = block + 1, 0
+                continue
+            taken = min(nbytes - offset, blocks[block] - within)
+            yield Piece(tensor, offset, block, within, taken)
+            offset, within = offset + taken, within + taken
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Wanted = Mapping[int, Collection[int | str]]  # by layer, the numbers of saved tensors
+
+
+class Found(NamedTuple):
+    """A saved tensor that may be moved: its storage, and what it looks like."""
+
+    storage: ref[torch.UntypedStorage]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Move:
+    """What one action moves, of one microbatch: its table, and the storages and slots that the table numbers."""
+
+    table: BlockTable
+    storages: Sequence[ref[torch.UntypedStorage]]
+    slots: Sequence[tuple[Member, Slot]]
+    copy: Any
+
+    @property
+    def action(self) -> Action:
+        """The OFFLOAD."""
+        return self.table.action
+
+    @property
+    def state(self) -> Whereabouts:
+        """Where the storages are."""
+        return self.table.state
+
+
+class Luggage:
+    """The saved tensors of one microbatch in one stage that its program moves, and what is under way.
+
+    `wanted` are the numbers of those tensors, by layer. `weights` gives the memory of a layer's weights in the version
+    that the microbatch goes through, where there are versions; `away` are the layers of which it has been moved, by
+    this microbatch's name or that of another one with the same version.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.found: dict[Subject, Found] = {}
+        self.moves: dict[Subject | Bundle, Move] = {}
+        self.weights: Callable[[int], list[torch.UntypedStorage]] | None = None
+        self.away: set[int] = set()
+
+    def watching(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, the forward of a layer runs; the tensors of it that are wanted are found."""
+        return self._watching(layer) if layer in self.wanted else nullcontext()
+
+    @contextmanager
+    def _watching(self, layer: int) -> Iterator[None]:
+        """A graph with hooks does not check for itself that a saved tensor is as it was, so the hooks do."""
+        wanted, count = self.wanted[layer], 0
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            nonlocal count
+            if count in wanted:
+                storage, dtype = ref(tensor.untyped_storage()), dtype_name(tensor.dtype)
+                self.found[Subject(layer, count)] = Found(storage, tuple(tensor.shape), dtype)
+            count += 1
+            return tensor.detach(), tensor._version  # the tensor itself may be the result of the node that keeps it
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unchanged):
+            yield
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """A saved tensor, if it is as it was.
+
+    Raises:
+        RuntimeError: it has been changed, in autograd's own words.
+    """
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError("a saved tensor has been modified by an inplace operation")
+    return tensor
+
+
+class Mover:
+    """Carries out the OFFLOADs and RELOADs of device `number`.
+
+    Args:
+        stages: the storages of the device's stages, by their numbers.
+        borrowed: the slots that the device may use.
+        resized: called with every storage that was given or has lost its memory.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        cluster: Cluster,
+        stages: Mapping[int, StageStorages],
+        *,
+        borrowed: Borrowed,
+        copier: Copier,
+        resized: Callable[[torch.UntypedStorage], None],
+    ) -> None:
+        self.number, self.cluster, self.stages = number, cluster, stages
+        self.borrowed, self.copier, self.resized = borrowed, copier, resized
+        self._program: UncheckedProgram | None = None
+        self._wanted: dict[tuple[int, int | None], dict[int, set[int | str]]] = {}
+
+    def begin(self, program: UncheckedProgram) -> None:
+        """`program` is executed from now on."""
+        if program is self._program:
+            return
+        self._program, self._wanted = program, {}
+        for action in program.actions[self.number]:
+            if action.kind is Kind.OFFLOAD and not action.wait and not action.moves_state:
+                if action.place is None:
+                    raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+                wanted = self._wanted.setdefault((action.stage, action.microbatch), defaultdict(set))
+                for subject in program.moved(action):
+                    if subject.what != "versions":
+                        wanted[subject.layer].add(subject.what)
+
+    def luggage(self, stage: int, microbatch: int) -> Luggage:
+        """What the program moves of its microbatch of this number in a stage; nothing has been found yet."""
+        return Luggage(self._wanted.get((stage, microbatch), {}))
+
+    # ---------------------------------------------------------------- the four actions
+
+    def carry_out(self, action: Action, luggage: Luggage, *, readers: Iterable[Tensor], smaller: bool) -> None:
+        """Carry out an OFFLOAD, a RELOAD or the join of one. What `readers` hold is still read or sent.
+
+        A microbatch that is `smaller` than the plan's may have smaller storages.
+
+        Raises:
+            UsageError: the action does not fit what has been done with the microbatch.
+        """
+        match action.kind, action.wait:
+            case Kind.OFFLOAD, False:
+                self._offload(action, luggage, smaller=smaller)
+            case Kind.OFFLOAD, True:
+                self._offloaded(action, luggage, readers)
+            case Kind.RELOAD, False:
+                self._reload(action, luggage)
+            case _:
+                self._reloaded(action, luggage)
+
+    def _offload(self, action: Action, luggage: Luggage, *, smaller: bool) -> None:
+        """Start copying storages away."""
+        storages = self._storages(action, luggage, smaller=smaller)
+        table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
+        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
+        copy = self.copy(storages, taken, outward=True)
+        luggage.moves[_subject(action)] = Move(table, [ref(storage) for storage, _ in storages], taken, copy)
+        luggage.away |= self._weights_of(action)
+
+    def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
+        """The copies have arrived: the storages lose their memory."""
+        move = luggage.moves[_subject(action)]
+        self.copier.join(move.copy)
+        read = {tensor.untyped_storage()._cdata for tensor in readers}
+        for storage, _ in self._present(action, move):
+            if storage._cdata in read:
+                raise UsageError(
+                    f"{action} frees what is still read or sent: it belongs behind the last use and its WAIT"
+                )
+            storage.resize_(0)
+            self.resized(storage)
+        move.table = move.table.now(Whereabouts.AWAY)
+
+    def _reload(self, action: Action, luggage: Luggage) -> None:
+        """Give the storages memory, and start copying back."""
+        move = luggage.moves.get(_subject(action))
+        if move is None or move.state is not Whereabouts.AWAY or move.action.place != action.place:
+            state = Whereabouts.HERE if move is None else f"{move.state} (@{move.action.place})"
+            raise UsageError(f"{action} brings back a storage that is {state}")
+        storages = self._present(action, move)
+        for storage, nbytes in storages:
+            storage.resize_(nbytes)
+            self.resized(storage)
+        move.copy = self.copy(storages, move.slots, outward=False)
+        move.table = move.table.now(Whereabouts.RETURNING)
+
+    def _reloaded(self, action: Action, luggage: Luggage) -> None:
+        """The bytes are back, and the slots are free again."""
+        move = luggage.moves.pop(_subject(action))
+        self.copier.join(move.copy)
+        for member, slot in move.slots:
+            self.borrowed.give_back(member, slot)
+        luggage.away -= self._weights_of(action)
+
+    def abandon(self) -> None:
+        """No copy is under way and no slot in use, after a step has failed."""
+        self.copier.abandon()
+        self.borrowed.free_all()
+
+    def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
+        """Refuse a backward of `layers`, or an action that starts from `inputs`, if what it needs has been moved.
+
+        Raises:
+            UsageError: something that the action needs is not on the device.
+        """
+        for move in luggage.moves.values():
+            moved = {storage._cdata for storage, _ in self._present(action, move)}
+            savers = {saver for subject in self._moved(move.action) for saver in self._savers(action, subject)}
+            gone = move.state is not Whereabouts.LEAVING
+            read = gone and any(tensor.untyped_storage()._cdata in moved for tensor in inputs)
+            if read or savers.intersection(layers):
+                back = move.action._replace(kind=Kind.RELOAD)
+                raise UsageError(f"{action} needs a tensor that is {move.state}: {back.join} must come before it")
+        self.check_weights(action, luggage, layers)
+
+    def check_weights(self, action: Action, luggage: Luggage, layers: range) -> None:
+        """Refuse an action through weights of `layers` that have been moved.
+
+        Raises:
+            UsageError: weights of one of the layers are not on the device, or about to leave it.
+        """
+        if gone := luggage.away.intersection(layers):
+            raise UsageError(
+                f"{action} needs weights of layer {min(gone)} that have been moved: RELOAD them and join the reload "
+                "before it"
+            )
+
+    # ---------------------------------------------------------------- storages and slots
+
+    def _moved(self, action: Action) -> tuple[Subject, ...]:
+        assert self._program is not None
+        return self._program.moved(action)
+
+    def _weights_of(self, action: Action) -> set[int]:
+        """The layers of which an action moves versions of the weights."""
+        return {subject.layer for subject in self._moved(action) if subject.what == "versions"}
+
+    def _savers(self, action: Action, subject: Subject) -> tuple[int, ...]:
+        return (subject.layer,) if subject.what == "versions" else self.stages[action.stage].savers(subject)
+
+    def _storages(self, action: Action, luggage: Luggage, *, smaller: bool) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages that an OFFLOAD moves, with their bytes.
+
+        Raises:
+            UsageError: one does not exist, is not as it was planned, cannot be moved, or is moved already.
+        """
+        stage, storages = self.stages[action.stage], list[tuple[torch.UntypedStorage, int]]()
+        moved = {s._cdata for move in luggage.moves.values() for s, _ in self._present(action, move)}
+        for subject in self._moved(action):
+            if subject.what == "versions":
+                storages += _weights(action, luggage, subject.layer, stage.version_bytes(subject.layer))
+                continue
+            if not stage.sizes[stage.storage(subject)]:  # a parameter or a constant, which stays
+                continue
+            storage = _found(action, subject, luggage)
+            if storage._cdata in moved:
+                raise UsageError(f"{action} moves the storage of saved tensor {subject} a second time")
+            if not storage.resizable():
+                raise UsageError(
+                    f"{action} cannot move saved tensor {subject}: its memory belongs to something else than torch, "
+                    "such as an array of numpy; leave it where it is"
+                )
+            self._check_planned(action, subject, luggage.found[subject], storage.nbytes(), smaller=smaller)
+            moved.add(storage._cdata)
+            storages.append((storage, storage.nbytes()))
+        return storages
+
+    def _check_planned(self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool) -> None:
+        """Refuse a tensor that is not the one that was profiled under this number, or has another storage."""
+        stage = self.stages[action.stage]
+        planned = stage.sizes[stage.storage(subject)]
+        saved = next(t for t in stage.costs[subject.layer - stage.start].saved if t.index == subject.what)
+        like = found.dtype == saved.dtype and (found.shape == saved.shape or smaller)
+        if not like or (nbytes != planned and not (smaller and nbytes < planned)):
+            why = "the model keeps other tensors than when it was profiled; profile and plan it again"
+            if smaller:
+                why = "a microbatch of fewer samples keeps other tensors; leave it out, or keep what its layer saves"
+            raise UsageError(
+                f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} bytes, but by "
+                f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: {why}"
+            )
+
+    def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages of a move, which the graph still holds."""
+        found = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
+        if any(storage is None for storage, _ in found):
+            raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
+        return [(storage, nbytes) for storage, nbytes in found if storage is not None]
+
+    def _slots(self, action: Action) -> list[tuple[Member, int]]:
+        """The slots of an action, as lender and size."""
+        assert action.place is not None
+        stage = self.stages[action.stage]
+        nbytes = sum(map(stage.nbytes, self._moved(action)))
+        return slots(action.place, nbytes, self.cluster.devices[self.number].host)
+
+    def copy(
+        self,
+        storages: Sequence[tuple[torch.UntypedStorage, int]],
+        there: Sequence[tuple[Member, Slot]],
+        *,
+        outward: bool,
+        paced: bool = True,
+    ) -> Any:
+        """Start copying between storages and slots, one after the other as if each were one row of bytes.
+
+        Unless it is `paced`, no link is reckoned with.
+        """
+        here = Member.device(self.number)
+        parts = [
+            Part(storages[tensor][0], offset, there[block][1], within, nbytes, there[block][0])
+            for tensor, offset, block, within, nbytes in pieces(
+                [nbytes for _, nbytes in storages], [slot.nbytes for _, slot in there]
+            )
+        ]
+        seconds = self.cluster.seconds(
+            (*((here, member) if outward else (member, here)), sum(part.nbytes for part in parts if part.slot is slot))
+            for member, slot in there
+        )
+        paced = paced and self.cluster.backend == "emulated"
+        return self.copier.start(parts, outward=outward, seconds=seconds * paced)
+
+    def join(self, copy: Any) -> None:
+        """What computes from now on finds a copy complete."""
+        self.copier.join(copy)
+
+    def settle(self, copy: Any) -> None:
+        """Return when a copy is complete for the host too."""
+        self.copier.settle(copy)
+
+
+def _subject(action: Action) -> Subject | Bundle:
+    assert action.subject is not None
+    return action.subject
+
+
+def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedStorage:
+    """The storage of a saved tensor.
+
+    Raises:
+        UsageError: the layer has saved no such tensor, or its backward is over.
+    """
+    found = luggage.found.get(subject)
+    storage = None if found is None else found.storage()
+    if storage is None:
+        raise UsageError(
+            f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, or its "
+            "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom function"
+        )
+    return storage
+
+
+def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list[tuple[torch.UntypedStorage, int]]:
+    """The memory of a layer's weights that a microbatch went forward with, in bytes as they were `planned`.
+
+    Raises:
+        UsageError: there are no versions, the microbatch's is still in use, or it takes other bytes.
+    """
+    if layer in luggage.away:
+        raise UsageError(f"{action} moves the weights of layer {layer} a second time")
+    if luggage.weights is None:
+        raise UsageError(f"{action} moves versions of weights where there are none: its schedule has an end")
+    storages = [(storage, storage.nbytes()) for storage in luggage.weights(layer)]
+    if (nbytes := sum(nbytes for _, nbytes in storages)) != planned:
+        raise UsageError(
+            f"{action}: the weights of layer {layer} are {nbytes} bytes, but by the plan {planned}: profile the model "
+            "and plan it again, or leave them where they are"
+        )
+    return storages

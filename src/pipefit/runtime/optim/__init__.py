@@ -1,0 +1,1 @@
+"""Optimizers: updates by layer, master weights, versions of weights."""

@@ -1,0 +1,571 @@
+"""The updates of a stage: of all its layers at once, or of a run of them after the other, here or at a place.
+
+An update at a place runs on a thread beside the device, which waits until the gradients have arrived; whoever began it
+goes on. The optimizer works there on copies of the parameters, and on gradients that have been sent; of the stage's own
+parameters it knows nothing. Its operations are those of an update on the device, on tensors of the same shapes, so that
+the numbers are the same but for a GPU's kernels, which round other intermediate results. Beside an emulated device it
+ends no earlier than the host's memory would let it.
+
+What an optimizer keeps on the host for parameters of a GPU, such as the counters of Adam's steps, stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import TensorWeakRef
+
+from pipefit.capture.by_value import updating
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.parameter_groups import parameter_groups
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.fake_cuda.fingerprint import options
+from pipefit.memory.model_state import Share
+from pipefit.memory.states import Kept, Layers
+from pipefit.runtime.comm.agreement import Agreement
+from pipefit.runtime.offload.copying import Pace
+from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of, make_optimizer, make_scheduler
+from pipefit.tensor_parallel import Shard
+
+# ----------------------------------------------------------------------------------------------------
+# A step of an optimizer for some of its parameters: the groups that hold them are put in for the call.
+#
+# An optimizer of torch goes through its `param_groups` and keeps state by parameter, so a step of some groups
+# is the part of a whole step that concerns them. A part is an object of the optimizer's class with the same
+# attributes but other groups; the state is common, so that parts may run beside each other. What an optimizer
+# does past its groups would be done again by every part, and is refused by name: attributes that its step
+# changes, and hooks on its steps.
+#
+# Costs microseconds a parameter.
+
+_PUT_IN = frozenset({"param_groups", "_opt_called"})  # what may differ between a part and its whole
+
+
+class Undivided(UsageError):
+    """An optimizer does more in a step than its groups say; `reason` goes on behind the `name` of its class."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)  # with which it is made again from a pickle
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return (
+            f"optimizer {self.name} {self.reason}, so that it cannot update a stage in parts: leave its state where it "
+            "is, as planners do, or use an optimizer such as AdamW or SGD"
+        )
+
+
+def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Step those groups of an optimizer that hold these parameters, and none of the `others`.
+
+    Raises:
+        Undivided: the optimizer does more in a step than its groups say.
+    """
+    before = [other._version for other in others]
+    if isinstance(optimizer, MasterWeights):
+        whole = optimizer.optimizer
+        part = part_of(whole, [optimizer.copies[parameter] for parameter in parameters])
+        optimizer.step(part)
+    else:
+        whole, part = optimizer, part_of(optimizer, parameters)
+        part.step()
+    whole.__dict__["_opt_called"] = True  # a scheduler of torch asks whether the optimizer has been stepped before it
+    if before != [other._version for other in others]:
+        raise Undivided(type(whole).__name__, "changes parameters that are not in the groups it is given")
+    changed = sorted(
+        name for name in part.__dict__.keys() - _PUT_IN if part.__dict__[name] is not whole.__dict__.get(name)
+    )
+    if changed:
+        raise Undivided(type(whole).__name__, f"changes its attribute {changed[0]!r} in its step")
+
+
+def check_state_apart(optimizer: Optimizer | MasterWeights, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Check that an optimizer's tensors for its parameters `own` can be moved without those for `others`.
+
+    Raises:
+        Undivided: it keeps one tensor for both, such as a table of what 8 bits stand for.
+    """
+    kept = [
+        {
+            item.untyped_storage()._cdata
+            for parameter in parameters
+            if parameter in optimizer.state
+            for item in optimizer.state[parameter].values()
+            if isinstance(item, Tensor)
+        }
+        for parameters in (own, others)
+    ]
+    if not kept[0].isdisjoint(kept[1]):
+        whole = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+        raise Undivided(type(whole).__name__, "keeps one tensor for several parameters")
+
+
+def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
+    """The optimizer with those of its groups alone that hold these parameters.
+
+    Raises:
+        Undivided: a group holds others too, or steps have hooks.
+    """
+    wanted = set(map(id, parameters))
+    groups = [group for group in optimizer.param_groups if not wanted.isdisjoint(map(id, group["params"]))]
+    if not wanted.issuperset(id(parameter) for group in groups for parameter in group["params"]):
+        raise Undivided(type(optimizer).__name__, "has put parameters of several layers into one group")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise Undivided(type(optimizer).__name__, "has hooks on its steps")
+    part: Optimizer = object.__new__(type(optimizer))
+    part.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
+    part.param_groups = groups
+    return part
+
+
+# ----------------------------------------------------------------------------------------------------
+# The tensors that an optimizer makes as it is made, besides its state: slow copies of weights, a rate in a
+# tensor.
+#
+# with MadeTensors() as made:
+#     optimizer = task.optimizer(groups)
+# made.alive                      # of all that was made inside, what somebody still holds
+
+
+class MadeTensors(TorchDispatchMode):
+    """Inside, notes the results of all operations, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self._results += [TensorWeakRef(leaf) for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        return found
+
+    @property
+    def alive(self) -> list[Tensor]:
+        """Those results that exist still."""
+        found = [result() for result in self._results]
+        return [tensor for tensor in found if tensor is not None]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where an optimizer keeps its single numbers, such as the counters of Adam's steps: on the host or on a
+# device.
+#
+# A checkpoint does not say, for it may have been saved on other devices, or by an optimizer with other
+# options. So the optimizer is asked: it steps a small parameter on the device, and what it makes for that is
+# looked at. Costs a millisecond for every group, where a parameter is not on the host.
+
+
+def kept_beside(
+    make: Callable[[list[dict[str, Any]]], Optimizer], options: Mapping[str, Any], parameter: Tensor
+) -> frozenset[str]:
+    """The names of the single numbers that an optimizer with these options of a group keeps where a parameter is.
+
+    None, where it cannot step a small parameter of as many dimensions.
+    """
+    generators = [parameter.device] if parameter.device.type == "cuda" else []
+    with suppress(Exception), torch.random.fork_rng(generators, device_type="cuda"), torch.enable_grad():
+        small = nn.Parameter(torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
+        small.grad = torch.zeros_like(small)
+        made = make([{**options, "params": [small]}])
+        made.step()
+        return frozenset(
+            name
+            for name, item in made.state[small].items()
+            if isinstance(item, Tensor) and item.ndim == 0 and item.device == parameter.device
+        )
+    return frozenset()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether an optimizer updates every element of a parameter by itself, so that ranks may each have a part of
+# it.
+#
+# AdamW and SGD do. Others compute with rows, columns, norms or products of a whole parameter: on a part they
+# would train other numbers, and nothing would tell. So an optimizer is tried: on small parameters, and on
+# parts of them, where layers are profiled for ranks, and where these begin to train. Costs milliseconds.
+
+_SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
+
+
+class _Kind(NamedTuple):
+    """What distinguishes parameters of a group here: how many dimensions, and which of them ranks divide."""
+
+    dimensions: int
+    divided: int | None
+
+
+class _Tried(NamedTuple):
+    """The same parameters twice: whole, and as a rank would have them."""
+
+    kind: _Kind
+    whole: nn.Parameter
+    part: nn.Parameter
+
+
+def check_elementwise(
+    task: Task, layers: Sequence[ChainLayer], shards: Mapping[str, Shard], device: torch.device
+) -> None:
+    """Check that ranks can update parts of the parameters of `layers` with the task's optimizer.
+
+    `shards` has what a rank has of them, by their names in the model; it is tried on `device`, and on no fake tensors.
+
+    Raises:
+        UsageError: it computes with more of a parameter than the element that it updates.
+    """
+    names = {
+        id(parameter): layer.originals[local]
+        for layer in layers
+        for local, parameter in layer.module.named_parameters(remove_duplicate=False)
+    }
+    draws, tried = torch.Generator().manual_seed(0), list[tuple[Group, list[_Tried]]]()
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        for given, kinds in _different(parameter_groups(layers, task.groups), names, shards):
+            tried.append((given, [_tried(kind, draws, device) for kind in kinds]))
+        found = _coupled(task, tried, draws) if tried else ""
+    if found:
+        raise UsageError(
+            f"optimizer {found} of {task.name} updates a parameter by more than its elements one by one, as by norms, "
+            "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as AdamW or SGD, "
+            "or no tensor shards"
+        )
+
+
+def _different(
+    layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, Shard]
+) -> Iterator[tuple[Group, tuple[_Kind, ...]]]:
+    """The options of every group, and the kinds of its parameters; groups that are alike once."""
+    seen = set[object]()
+    for group in (group for of_layer in layers for group in of_layer):
+        given = {name: value for name, value in group.items() if name != "params"}
+        kinds = _kinds(group, names, shards)
+        if (key := (options(given), kinds)) not in seen:
+            seen.add(key)
+            yield given, kinds
+
+
+def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: torch.Generator) -> str:
+    """The class of the task's optimizer if it computes with more than one element; empty if it does not."""
+    every = [one for _, of_group in groups for one in of_group]
+    whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
+    part = task.optimizer([{**given, "params": [one.part for one in own]} for given, own in groups])
+    for _ in range(_STEPS):
+        _step(whole, part, every, draws)
+    alike = all(_alike(one, part) for one in every if one.kind.divided is not None)
+    return "" if alike else type(part).__name__
+
+
+def _kinds(group: Group, names: Mapping[int, str], shards: Mapping[str, Shard]) -> tuple[_Kind, ...]:
+    parameters: list[nn.Parameter] = group["params"]
+    return tuple(dict.fromkeys(_Kind(p.ndim, shards[names[id(p)]].dim) for p in parameters))
+
+
+def _tried(kind: _Kind, draws: torch.Generator, device: torch.device) -> _Tried:
+    whole = torch.randn([_SIDE] * kind.dimensions, generator=draws).to(device)
+    return _Tried(kind, nn.Parameter(whole), nn.Parameter(_part(whole, kind)))
+
+
+def _part(whole: Tensor, kind: _Kind) -> Tensor:
+    """What one of two ranks has."""
+    return (whole if kind.divided is None else whole.narrow(kind.divided, 0, _SIDE // 2)).clone()
+
+
+def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: torch.Generator) -> None:
+    """One step of both optimizers, with the same gradients."""
+    for one in tried:
+        one.whole.grad = torch.randn(one.whole.shape, generator=draws).to(one.whole.device)
+        one.part.grad = _part(one.whole.grad, one.kind)
+    whole.step()
+    part.step()
+
+
+def _alike(one: _Tried, part: Optimizer) -> bool:
+    """Whether a part has been updated as it was within the whole, and all that is kept for it is divided like it."""
+    kept = [item for item in part.state.get(one.part, {}).values() if isinstance(item, Tensor) and item.numel() > 1]
+    expected = _part(one.whole.detach(), one.kind)
+    return all(item.shape == one.part.shape for item in kept) and torch.allclose(
+        one.part, expected, rtol=_TOLERANCE, atol=_TOLERANCE
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
+_OF_GPUS = "fused", "capturable"  # options of groups whose steps are for parameters on a GPU
+
+
+class Gradients(NamedTuple):
+    """Gradients that have been sent to a place, as they are `there`; `arrive` returns when they have arrived."""
+
+    there: Mapping[nn.Parameter, Tensor]
+    arrive: Callable[[], None]
+
+
+class Updates:
+    """The optimizer of a stage that begins at layer `start`, and its scheduler.
+
+    Args:
+        share: what this replica owns of the stage: it updates these layers alone; None for all.
+        agreement: what the stages agree on before an update; None if they need not agree.
+        elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which updates only
+            what is on the device.
+
+    Raises:
+        UsageError: the optimizer's steps are for GPUs alone, and a place is to update something.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        layers: Sequence[ChainLayer],
+        start: int,
+        agreement: Agreement | None,
+        elsewhere: Elsewhere,
+        share: Share | None = None,
+    ) -> None:
+        self._start, self._stop, self._agreement, self._share = start, start + len(layers), agreement, share
+        self._make, self._beside = task.optimizer, dict[tuple[int, int, torch.dtype], frozenset[str]]()
+        self._elsewhere, self._own = elsewhere, own_parameters(layers)
+        owned = [own for n, own in enumerate(self._own, start=start) if share is None or share.owns(n)]
+        self._owned = frozenset(id(parameter) for own in owned for parameter in own)
+        groups = _of(self._owned, parameter_groups(layers, task.groups))
+        if elsewhere:
+            groups = _with_copies(groups, elsewhere)
+        with MadeTensors() as self._made:
+            self.optimizer = make_optimizer(task, groups, agreement) if groups else None
+        if elsewhere and self.optimizer is not None:
+            _check_for_hosts(self.optimizer)
+        self.scheduler = make_scheduler(task, self.optimizer)
+        self._updated: set[int] = set()  # layers, in this step
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+        self._pace = Pace()
+
+    def parameters(self, layers: Layers) -> list[nn.Parameter]:
+        """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
+        return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
+
+    def owned(self, layers: Layers) -> list[nn.Parameter]:
+        """Those of these layers that this replica owns, trained or not."""
+        own = [layer for layer in range(*layers) if self._share is None or self._share.owns(layer)]
+        return [parameter for layer in own for parameter in self.parameters((layer, layer + 1))]
+
+    def updated(self, layers: Layers) -> list[nn.Parameter]:
+        """Those of these layers that this replica updates: the trained ones that it owns."""
+        return [parameter for parameter in self.owned(layers) if parameter.requires_grad]
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is of a layer that this replica owns."""
+        return id(parameter) in self._owned
+
+    def worked_on(self, parameter: Tensor) -> Tensor:
+        """What the optimizer works on for a parameter: itself, its copy at a place, or the float32 copy of these."""
+        copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        found = parameter if copy is None else copy
+        return copies_of(self.optimizer).get(found, found)
+
+    def numbers_beside(self, trained: Tensor) -> frozenset[str]:
+        """The single numbers that the optimizer keeps on the device of what it works on, by name; none on the host."""
+        if trained.device.type == "cpu" or self.optimizer is None:
+            return frozenset()
+        asked = self._group_of[id(trained)], trained.ndim, trained.dtype
+        if asked not in self._beside:
+            self._beside[asked] = kept_beside(self._make, self.optimizer.param_groups[asked[0]], trained)
+        return self._beside[asked]
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        """The number of its group by the id of what the optimizer works on."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {id(trained): number for number, group in enumerate(groups) for trained in group["params"]}
+
+    @property
+    def made(self) -> list[Tensor]:
+        """What the optimizer made as it was made, and holds still; where a place updates something, that is there."""
+        return [] if self._elsewhere else self._made.alive
+
+    def state_here(self) -> list[Tensor]:
+        """The optimizer's tensors for all parameters but those that are updated at a place, and what it has made.
+
+        It asks for these parameters one by one, since a thread may add state for others meanwhile.
+        """
+        kept = self._kept([p for own in self._own for p in own if p not in self._elsewhere])
+        return [*self.made, *kept]
+
+    def state(self, layers: Layers, planned: int) -> list[Tensor]:
+        """The optimizer's tensors for these layers that are where it works on them, float32 copies included.
+
+        A plan for GPUs may be trained on devices whose memory is the host's. Where more is there than was `planned`,
+        single numbers are left where they are: beside a GPU they would be on the host, as the counters of Adam's steps.
+        """
+        found = self._kept(self.parameters(layers))
+        more = sum(tensor.untyped_storage().nbytes() for tensor in found) > planned
+        return [tensor for tensor in found if tensor.ndim or not more]
+
+    def check_apart(self, layers: Layers) -> None:
+        """Check that what the optimizer keeps for these layers is not kept for others too, to be moved without it.
+
+        Raises:
+            Undivided: it keeps one tensor for both.
+        """
+        if self.optimizer is not None:
+            own = self.updated(layers)
+            check_state_apart(self.optimizer, [*map(self.worked_on, own)], [*map(self.worked_on, self._others(own))])
+
+    def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        copies, found = copies_of(self.optimizer), list[Tensor]()
+        for parameter in parameters:
+            found += [copy for copy in (copies.get(parameter),) if copy is not None]
+            found += [item for item in self._items(parameter) if self._moves(item, parameter)]
+        return found
+
+    def _items(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The tensors that the optimizer keeps for a parameter."""
+        known, trained = self.optimizer.state if self.optimizer else {}, self.worked_on(parameter)
+        return [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
+
+    def _moves(self, item: Tensor, parameter: nn.Parameter) -> bool:
+        """Whether state is on a parameter's device."""
+        return item.device == self.worked_on(parameter).device
+
+    def is_whole(self, kept: Kept) -> bool:
+        """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
+        if kept.kind == "parameters":
+            return True
+        trained = self.updated(kept.layers)
+        if kept.kind == "gradients":
+            return all(p.grad is not None for p in trained)
+        known = self.optimizer.state if self.optimizer else {}
+        return all(self.worked_on(p) in known for p in trained)
+
+    # ---------------------------------------------------------------- updates
+
+    def step(self, layers: Layers) -> None:
+        """Update these layers on the device, unless the stages agreed to skip it; their gradients are freed."""
+        parameters = self.updated(layers)
+        if self.optimizer is not None and parameters and not self._skipped:
+            with updating():
+                if layers == (self._start, self._stop):
+                    self.optimizer.step()
+                else:
+                    step_part(self.optimizer, parameters, self._others(parameters))
+        for parameter in self.parameters(layers):
+            parameter.grad = None
+        self._end(layers)
+
+    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters on the device that are in an update of other layers."""
+        left_out = {*map(id, parameters), *map(id, self._elsewhere)}
+        return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
+
+    def start_elsewhere(self, layers: Layers, gradients: Gradients, seconds: float) -> Future[None] | None:
+        """Begin to update these layers at their place, once the `gradients` are there; it takes `seconds` or longer.
+
+        None where nothing is to be done.
+        """
+        copies = [copy for p in self.updated(layers) if (copy := self._elsewhere[p]) is not None]
+        if self.optimizer is None or not copies or self._skipped:
+            return None
+        for parameter, gradient in gradients.there.items():
+            copy = self._elsewhere[parameter]
+            assert copy is not None
+            copy.grad = gradient
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
+        step = partial(self._step_elsewhere, copies, gradients.arrive)
+        started = self._thread.submit(self._pace.keeping(seconds, step))
+        self._under_way.append(started)
+        return started
+
+    def _step_elsewhere(self, copies: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
+        assert self.optimizer is not None
+        try:
+            arrive()
+            left_out = set(map(id, copies))
+            others = [copy for copy in self._elsewhere.values() if copy is not None and id(copy) not in left_out]
+            step_part(self.optimizer, copies, others)
+        finally:
+            for copy in copies:
+                copy.grad = None
+
+    def end_elsewhere(self, layers: Layers, started: Future[None] | None) -> None:
+        """Return when an update at a place has ended."""
+        if started is not None:
+            started.result()
+            self._under_way.remove(started)
+        self._end(layers)
+
+    def abandon(self) -> None:
+        """Nothing is being updated any more, after a step has failed."""
+        self._pace.abandon()
+        for started in self._under_way:
+            started.exception()
+        self._under_way.clear()
+        self._updated.clear()
+
+    @property
+    def _skipped(self) -> bool:
+        return self._agreement is not None and self._agreement.overflow
+
+    def _end(self, layers: Layers) -> None:
+        """These layers are done; behind the last ones of the stage, the rates of the next step are set."""
+        self._updated.update(range(*layers))
+        if len(self._updated) < self._stop - self._start:
+            return
+        self._updated.clear()
+        if self.scheduler is not None and not self._skipped:
+            self.scheduler.step()
+
+
+def _of(wanted: Container[int], layers: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The groups of every layer that have parameters of these ids, with these alone."""
+    found = list[list[dict[str, Any]]]()
+    for groups in layers:
+        kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+        found.append([group for group in kept if group["params"]])
+    return [groups for groups in found if groups]
+
+
+def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
+    """Refuse options that a step on the host cannot have."""
+    for option in _OF_GPUS:
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise UsageError(
+                f"the plan updates layers on the host, which an optimizer with {option}=True cannot: make it without "
+                "fused and capturable, or update all layers on their devices"
+            )
+
+
+def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
+    """The parameters of every layer that no layer before it has."""
+    met: set[int] = set()
+    found: list[list[nn.Parameter]] = []
+    for layer in layers:
+        own = [parameter for parameter in layer.module.parameters() if id(parameter) not in met]
+        met.update(map(id, own))
+        found.append(own)
+    return found
+
+
+def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere) -> list[list[dict[str, object]]]:
+    """The groups of every layer with copies of those parameters that are updated at a place, where there are any."""
+    found = []
+    for of_layer in groups:
+        changed = []
+        for group in of_layer:
+            parameters = group["params"]
+            assert isinstance(parameters, list)
+            there = [elsewhere.get(parameter, parameter) for parameter in parameters]
+            kept = [parameter for parameter in there if parameter is not None]
+            changed += [{**group, "params": kept}] if kept else []
+        found += [changed] if changed else []
+    return found

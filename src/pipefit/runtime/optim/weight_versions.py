@@ -1,0 +1,307 @@
+"""Versions of a stage's weights, for updates while microbatches are in flight (`pipefit.memory.weight_versions` says
+which).
+
+The optimizer's parameters hold the newest weights and are updated in place. A microbatch never goes through them, but
+through leaves: parameters of its own version, put into the layers for its forward, its second forward and its backward.
+A copy of the weights is a new storage under the optimizer's parameters; the leaves keep the old one alive until the
+graphs that need it are gone. So autograd never meets weights that have changed behind its back, as it silently would in
+convolutions and norms if one pointed the same parameter at other data. A backward leaves its gradients on the leaves,
+and they are handed to the optimizer's parameters.
+
+Good for any layer that reads its parameters from its attributes in every forward. Costs two assignments for each
+parameter and pass, and no memory beside the versions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.storages import storage_key
+from pipefit.errors import UsageError
+from pipefit.memory.states import Layers
+from pipefit.runtime.optim.half_precision import Copied, WeightCopies, WeightCopy
+from pipefit.schema.actions import COMPUTE, Action, Kind
+from pipefit.texts import counted, layers_text
+
+Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """Weights that microbatches go through: a leaf for each trained parameter, and by layer how many microbatches still
+    need it. `copies` are those of the weights, by their numbers, in the half precision of autocast.
+
+    The leaves of layers that nobody needs any more are None. A version that is not the newest any more may have `rooms`
+    for gradients and optimizer state, by layer, which nobody uses. The weights of layers that are `away`, or on their
+    way, have been moved.
+    """
+
+    leaves: list[nn.Parameter | None]
+    copies: dict[int, WeightCopy]
+    users: Counter[int] = field(default_factory=Counter)
+    rooms: dict[int, Tensor] = field(default_factory=dict)
+    away: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Where parameters are in layers of one specialization; the layers are kept, so that their ids stay theirs."""
+
+    layers: Sequence[ChainLayer]
+    slots: list[Slot] = field(default_factory=list)
+
+
+class Weights:
+    """The versions of the trained parameters of `layers`, and of their `copies`.
+
+    All versions but the newest also take `rooms` on `device`, bytes for each layer.
+
+    Raises:
+        UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
+    """
+
+    def __init__(
+        self, layers: Sequence[ChainLayer], copies: WeightCopies, *, rooms: Sequence[int], device: torch.device
+    ) -> None:
+        self._copies, start = copies, copies.start
+        self._rooms, self._device = dict(enumerate(rooms, start)), device
+        self._layers = range(start, start + len(layers))
+        self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
+        named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
+        self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
+        self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        self._check()
+        self._bound: dict[int, _Bound] = {}
+        self._newest = self._current = self._only()
+        self._copied = frozenset(self._layers)  # layers of which the newest version is a copy of its own
+
+    def _only(self) -> Version:
+        """The newest weights as the only version."""
+        return Version(self._leaves(), {self._numbers[key]: copy for key, copy in self._copies.copies.items()})
+
+    def take(self) -> Version:
+        """The version that a microbatch goes through whose forward begins."""
+        self._current.users.update(self._layers)
+        return self._current
+
+    def give_back(self, version: Version, layers: Iterable[int]) -> None:
+        """A microbatch has gone backward through these layers, whose older weights go with their last user."""
+        version.users.subtract(layers)
+        self._drop_unused(version)
+
+    def stash(self, layers: Layers) -> list[Tensor]:
+        """Copy the newest weights of a run of layers, for updates of the copy; what the version that was the newest
+        holds there.
+
+        Raises:
+            UsageError: they have been copied already, and forwards do not go through the copy yet.
+        """
+        if self._newest is self._current:
+            self._newest = Version(list(self._current.leaves), dict(self._current.copies))
+            self._copied = frozenset()
+        if not self._copied.isdisjoint(range(*layers)):
+            raise UsageError(f"weights of {layers_text(*layers)} have been copied already")
+        self._copied |= frozenset(range(*layers))
+        rooms = {n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)}
+        self._current.rooms |= {layer: room for layer, room in rooms.items() if room.nbytes}
+        kept: list[Tensor] = [room for room in rooms.values() if room.nbytes]
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters):
+                if self._layer_of[id(parameter)] in range(*layers):
+                    kept.append(parameter.data)
+                    parameter.data = parameter.data.clone()
+                    self._newest.leaves[number] = nn.Parameter(parameter.data)
+            for parameter in (one for layer in range(*layers) for one in self._copies.own(layer)):
+                kept.append(self._copies.renew(parameter).tensor)
+                self._newest.copies[self._numbers[id(parameter)]] = self._copies.copies[id(parameter)]
+        return kept
+
+    def adopt(self) -> None:
+        """Forwards go through the newest weights from now on.
+
+        Raises:
+            UsageError: some layers have not been copied.
+        """
+        if missing := frozenset(self._layers) - self._copied:
+            raise UsageError(f"forwards cannot use new weights before the STASH of layer {min(missing)}")
+        before, self._current = self._current, self._newest
+        self._drop_unused(before)
+
+    def needs_newest(self, action: Action, version: Version | None) -> bool:
+        """Whether an action needs the weights that updates change: every one but passes of microbatches that have gone
+        forward through another `version`, or are about to go through the current one where that is another.
+        """
+        is_pass = action.kind in COMPUTE and action.kind is not Kind.STEP
+        return not is_pass or (version or self._current) is self._newest
+
+    def check_update(self, layers: Layers) -> None:
+        """Check that nobody goes through the newest weights of these layers, which are about to change.
+
+        Raises:
+            UsageError: microbatches in flight do, or coming forwards would.
+        """
+        users = max(self._newest.users.values(), default=0)
+        if users or not self._copied.issuperset(range(*layers)):
+            who = f"{counted(users, 'microbatch')} in flight" if users else "coming forwards"
+            raise UsageError(
+                f"an update would change weights that are needed by {who}: the program has to copy them first, with a "
+                "STASH"
+            )
+
+    def updated(self, layers: Layers) -> None:
+        """The newest weights of these layers have been updated, perhaps into other memory."""
+        for number, parameter in enumerate(self.parameters):
+            if self._layer_of[id(parameter)] in range(*layers):
+                self._newest.leaves[number] = nn.Parameter(parameter.data)
+
+    def _drop_unused(self, version: Version) -> None:
+        """Drop the layers of an older version that nobody needs any more."""
+        if version in (self._newest, self._current):
+            return
+        for layer in self._layers:
+            if not version.users[layer]:
+                version.rooms.pop(layer, None)
+        for number, parameter in enumerate(self.parameters):
+            if not version.users[self._layer_of[id(parameter)]]:
+                version.leaves[number] = None
+        for layer in self._layers:
+            if not version.users[layer]:
+                for parameter in self._copies.own(layer):
+                    version.copies.pop(self._numbers[id(parameter)], None)
+
+    def copied(self, version: Version, parameters: Sequence[nn.Parameter]) -> Copied:
+        """The leaves of a version in the places of these parameters, with their copies."""
+        numbers = [self._numbers[id(parameter)] for parameter in parameters]
+        found = [(version.leaves[number], version.copies[number]) for number in numbers]
+        return [(leaf, copy) for leaf, copy in found if leaf is not None]
+
+    def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
+        """The memory of a layer in a version; that of a shared weight belongs to the first layer that has it.
+
+        Raises:
+            UsageError: updates would change the version, or a parameter is a part of other memory.
+        """
+        if version is self._newest or (version is self._current and layer not in self._copied):
+            raise UsageError(f"weights of layer {layer} cannot be moved: updates would change them; copy them first")
+        found = []
+        for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
+            if self._layer_of[id(parameter)] == layer and leaf is not None:
+                storage = leaf.untyped_storage()
+                if storage.nbytes() != leaf.nbytes or not storage.resizable():
+                    raise UsageError(
+                        f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory that holds "
+                        "something else or belongs to something else than torch: leave its versions where they are"
+                    )
+                found.append(storage)
+        copied = [version.copies[self._numbers[id(parameter)]] for parameter in self._copies.own(layer)]
+        found += [copy.tensor.untyped_storage() for copy in copied]
+        return [*found, version.rooms[layer].untyped_storage()] if layer in version.rooms else found
+
+    def forget(self) -> None:
+        """Nothing is in flight any more, because a step has failed."""
+        self._newest = self._current = self._only()
+        self._copied = frozenset(self._layers)
+
+    @contextmanager
+    def put(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
+        """Inside, `layers`, in whatever specialization, have the weights of `version`."""
+        slots = self._slots(layers)
+        try:
+            for part, name, number in slots:
+                if (leaf := version.leaves[number]) is not None:
+                    _set(part, name, leaf)
+            yield
+        finally:
+            for part, name, number in slots:
+                _set(part, name, self.parameters[number])
+
+    @contextmanager
+    def going_backward(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
+        """The same for a backward, whose gradients are added to those of the optimizer's parameters.
+
+        Raises:
+            UsageError: a layer has used an optimizer's parameter itself.
+        """
+        _hand_over(self.parameters, version.leaves)
+        with self.put(version, layers):
+            yield
+        for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
+            if leaf is not None and parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as from a list "
+                    "or another module, where it has no versions: read it from its attribute in the forward, or use "
+                    "schedule 1f1b"
+                )
+        _hand_over(version.leaves, self.parameters)
+
+    def _leaves(self) -> list[nn.Parameter | None]:
+        """New parameters on the data of the optimizer's, with a count of changes of their own."""
+        return [nn.Parameter(parameter.data) for parameter in self.parameters]
+
+    def _slots(self, layers: Sequence[ChainLayer]) -> list[Slot]:
+        known = self._bound.get(id(layers))
+        if known is None:
+            known = self._bound[id(layers)] = _Bound(layers)
+            parts = {id(part): part for layer in layers for part in layer.module.modules()}
+            for part in parts.values():
+                for name, parameter in part._parameters.items():
+                    if (number := self._numbers.get(id(parameter))) is not None:
+                        known.slots.append((part, name, number))
+        return known.slots
+
+    def _check(self) -> None:
+        storages: dict[int, str] = {}
+        for parameter in self.parameters:
+            name = self._names[id(parameter)]
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise UsageError(
+                    f"parameter {name} has a hook on its gradient, which the versions of its weights would pass by: "
+                    "remove it, or use schedule 1f1b"
+                )
+            other = storages.setdefault(storage_key(parameter), name)
+            if other != name:
+                raise UsageError(
+                    f"parameters {other} and {name} lie in the same memory, which versions of weights would take "
+                    "apart: give each memory of its own, or use schedule 1f1b"
+                )
+
+
+def required(weights: Weights | None, action: Action, schedule: str) -> Weights:
+    """The versions of weights that an action is about, in a plan of a schedule.
+
+    Raises:
+        UsageError: the schedule has none.
+    """
+    if weights is None:
+        raise UsageError(
+            f"{action} belongs to a schedule without end, and the plan's is {schedule}: lower the plan again"
+        )
+    return weights
+
+
+def _trained(layer: ChainLayer) -> Iterator[nn.Parameter]:
+    """The parameters of a layer that are trained."""
+    return (p for p in layer.module.parameters() if p.requires_grad)
+
+
+def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter into a module; modules with lists of their own, such as LSTMs, keep these up themselves."""
+    if type(part).__setattr__ is nn.Module.__setattr__:
+        part._parameters[name] = parameter
+    else:
+        setattr(part, name, parameter)
+
+
+def _hand_over(giving: Sequence[nn.Parameter | None], taking: Sequence[nn.Parameter | None]) -> None:
+    """Move gradients from one list of parameters to another, where both have one."""
+    for giver, taker in zip(giving, taking, strict=True):
+        if giver is not None and taker is not None:
+            taker.grad, giver.grad = giver.grad, None

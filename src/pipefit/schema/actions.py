@@ -1,0 +1,291 @@
+"""Actions: what a device can do in a step, and the text form in which people read and write it.
+
+An action has a text form that can be parsed. The first number is the stage, the one after the kind the microbatch:
+
+    0LOAD3               copy microbatch 3's data to the device; complete when it returns
+    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       they have arrived
+    2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
+    2N0                  forward that keeps nothing but its inputs      2N0[3:6]
+    2R0                  forward again, from those inputs               2R0[3:6]
+    2B0                  backward, from what F or R has saved           2B0[3:6]
+    2I0, 2W0             the two parts of a split backward: gradients of the inputs, gradients of the weights
+    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer is freed
+    2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
+    2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one device of several
+    2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
+    2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
+    2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
+    2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
+    2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
+    0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
+    0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
+    0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
+    0UNSHARD[2:4]        start bringing parameters from the replicas that own their layers; WAIT joins
+    0RESHARD[2:4]        free the parameters of layers that other replicas own
+    0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
+    0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
+    2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
+    2STEP[5:7]           of layers 5 and 6 only
+    2STEP[5:7]@host      start it on the host, which has the optimizer's state and gradients; WAIT joins
+    2OFFLOAD[5.optimizer]@host    start copying a state of layer 5 away; with #1 those of the program's bundle 1
+    2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a copy
+    2WAIT_STASH3         forwards use the updated copy from here on
+
+Everything that runs in the background has one mechanism: an action starts it, and the same action with WAIT joins it.
+Receives and reloads allocate memory when they start; sends and offloads free memory when they are joined. So what is
+allocated at which action depends on the program alone, and not on the speed of devices and links. A STASH allocates the
+copy; weights are freed when neither a microbatch in flight nor a forward to come needs them
+(`pipefit.memory.weight_versions`).
+
+A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`, whatever the microbatch.
+The other end of a message is named only where the neighbouring stage is on several devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.devices import Place, parse_place
+from pipefit.texts import shortened
+from pipefit.units import WHOLE
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its name in the text form."""
+
+    LOAD = "LOAD"
+    FORWARD = "F"
+    FORWARD_ONLY = "N"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    INPUT_GRADIENTS = "I"
+    WEIGHT_GRADIENTS = "W"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    REDUCE = "REDUCE"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    AGREE = "AGREE"
+    STEP = "STEP"
+    STASH = "STASH"
+
+
+FORWARDS = frozenset({Kind.FORWARD, Kind.FORWARD_ONLY})
+SPLIT_BACKWARD = frozenset({Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS})
+COMPUTE = FORWARDS | SPLIT_BACKWARD | {Kind.RECOMPUTE, Kind.BACKWARD, Kind.STEP}
+UPDATES = frozenset({Kind.STASH, Kind.STEP})
+COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UNSHARD})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+MESSAGES = SENDS | RECEIVES
+OF_ROWS = MESSAGES | {Kind.LOAD}  # may have some rows of a microbatch alone
+COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
+BACKGROUND = MESSAGES | COLLECTIVE | COPIES | {Kind.STASH}
+STATES = ("parameters", "gradients", "optimizer", "versions")  # what a layer has, whatever the microbatch
+_TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the next stage
+
+
+class Subject(NamedTuple):
+    """What an action is about: saved tensor number `what` of a layer, or the layer's `parameters`, `gradients`,
+    `optimizer` state or `versions`. With `shared` as `what`, `layer` is the number of a shared parameter.
+    """
+
+    layer: int
+    what: int | str
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.what}"
+
+
+class Bundle(NamedTuple):
+    """What one action moves together, saved tensors or a state of several layers: entry `number` of the program's
+    table.
+    """
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"#{self.number}"
+
+
+class Action(NamedTuple):
+    """One thing a device does.
+
+    `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, the other end of a message, or
+    who takes part in a sum, if these are not all devices of the stages.
+    `part` are the rows of the microbatch that a message or a LOAD carries; None is all. `wait` joins an earlier start.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    layers: tuple[int, int] | None = None
+    subject: Subject | Bundle | None = None
+    place: Place | None = None
+    part: tuple[int, int] | None = None
+    wait: bool = False
+
+    def __str__(self) -> str:
+        kind, stage, microbatch, layers, subject, place, part, wait = self
+        text = f"{stage}WAIT_{kind}" if wait else f"{stage}{kind}"
+        if microbatch is not None:
+            text += str(microbatch)
+        if layers is not None:
+            text += f"[{layers[0]}:{layers[1]}]"
+        if subject is not None:
+            text += str(subject) if isinstance(subject, Bundle) else f"[{subject}]"
+        if part is not None:
+            text += f"{{{part[0]}:{part[1]}}}"
+        return text if place is None else f"{text}@{place}"
+
+    @property
+    def start(self) -> Action:
+        """The action that this WAIT joins."""
+        return Action(*self[:-1], False)
+
+    @property
+    def join(self) -> Action:
+        """The WAIT that joins this action."""
+        return Action(*self[:-1], True)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether this starts something that its WAIT joins; of updates, those that run at another place do."""
+        return self.kind in BACKGROUND or (self.kind is Kind.STEP and self.place is not None)
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether this moves a state, which belongs to no microbatch, instead of saved tensors."""
+        return self.kind in COPIES and self.microbatch is None
+
+    @property
+    def neighbour(self) -> int:
+        """The stage at the other end of a message."""
+        return self.stage + (1 if self.kind in _TOWARDS_END else -1)
+
+
+def collective(action: Action) -> Hashable:
+    """A key that the starts of one collective share: its kind and subject, the stage if all members are in one, and its
+    members where it names them.
+    """
+    kind, stage, _, layers, subject, place, *_ = action
+    within = kind is Kind.UNSHARD or (kind is Kind.REDUCE and subject is None)
+    return kind, subject, stage if within else None, layers, place
+
+
+_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_ACTION = re.compile(
+    rf"(?P<stage>{WHOLE})(?P<wait>WAIT_)?(?P<kind>{_KINDS})(?P<microbatch>-?{WHOLE})?"
+    rf"(?:\[(?P<start>{WHOLE}):(?P<stop>{WHOLE})\])?"
+    rf"(?:\[(?P<layer>{WHOLE})\.(?P<what>{WHOLE}|{'|'.join(STATES)}|shared)\]|\#(?P<bundle>{WHOLE}))?"
+    rf"(?:\{{(?P<first>{WHOLE}):(?P<last>{WHOLE})\}})?"
+    r"(?:@(?P<place>\S+))?"
+)
+
+
+@lru_cache(maxsize=1 << 16)
+def parse_action(text: str) -> Action:
+    """The action that `str(action)` wrote.
+
+    Raises:
+        UsageError: not an action.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if not match:
+        raise UsageError(
+            f"{shortened(repr(text))} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 "
+            "or 2OFFLOAD0[5.3]@host"
+        )
+    part = match.groupdict()
+    return Action(
+        kind=Kind(part["kind"]),
+        stage=int(part["stage"]),
+        microbatch=None if part["microbatch"] is None else int(part["microbatch"]),
+        layers=None if part["start"] is None else (int(part["start"]), int(part["stop"])),
+        subject=_subject(part["layer"], part["what"], part["bundle"]),
+        place=None if part["place"] is None else parse_place(part["place"]),
+        part=None if part["first"] is None else (int(part["first"]), int(part["last"])),
+        wait=part["wait"] is not None,
+    )
+
+
+def _subject(layer: str | None, what: str | None, bundle: str | None) -> Subject | Bundle | None:
+    if bundle is not None:
+        return Bundle(int(bundle))
+    if layer is None or what is None:
+        return None
+    return Subject(int(layer), int(what) if what.isdigit() else what)
+
+
+# -------------------------------------------------------------------- the two ends of a message
+
+
+Placement = tuple[tuple[int, ...], ...]  # the devices of every stage
+Actions = tuple[tuple[Action, ...], ...]  # the actions of every device, in their order
+
+
+class Message(NamedTuple):
+    """What a send and its receive have in common."""
+
+    forward: bool  # outputs, which go to the next stage; or gradients, which go to the one before
+    receiver: int  # the receiving stage
+    microbatch: int | None
+    part: tuple[int, int] | None  # its rows; None is all of them
+    source: int  # the sending device
+    target: int  # the receiving device
+
+
+def message_of(device: int, action: Action, placement: Placement) -> Message:
+    """The message that a send or receive on `device` is one end of.
+
+    Raises:
+        UsageError: the stage at the other end does not exist, or is on several devices of which none is named.
+    """
+    kind, stage, microbatch, _, _, place, part, _ = action
+    other = action.neighbour
+    if not 0 <= other < len(placement):
+        raise UsageError(f"{action} is for stage {other}, which does not exist")
+    there = placement[other]
+    if place is None:
+        if len(there) > 1:
+            raise UsageError(
+                f"{action} does not say to which of devices {list(there)}: write {action}@device{there[0]}"
+            )
+        peer = there[0]
+    else:
+        peer = place.members[0].number or 0
+        if len(there) == 1 or len(place) != 1 or peer not in there:
+            raise UsageError(f"{action} names {place}: stage {other} is on {_how_named(there)}")
+    forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+    if kind in SENDS:
+        return Message(forward, other, microbatch, part, device, peer)
+    return Message(forward, stage, microbatch, part, peer, device)
+
+
+def _how_named(devices: tuple[int, ...]) -> str:
+    """The devices of a stage, and whether a message to it names one of them."""
+    if len(devices) == 1:
+        return f"device {devices[0]} alone, which is not named"
+    return f"devices {', '.join(map(str, devices))}; name one of them"
+
+
+_PARTNERS = {
+    Kind.SEND_FORWARD: Kind.RECV_FORWARD,
+    Kind.RECV_FORWARD: Kind.SEND_FORWARD,
+    Kind.SEND_BACKWARD: Kind.RECV_BACKWARD,
+    Kind.RECV_BACKWARD: Kind.SEND_BACKWARD,
+}
+
+
+def message_partner(action: Action) -> Action:
+    """The other end of a send or receive, as it is written where the stages are on one device each."""
+    return action._replace(kind=_PARTNERS[action.kind], stage=action.neighbour, place=None)

@@ -1,0 +1,383 @@
+"""The devices a model must fit on, the hosts behind them, and the links between them (`pipefit.schema.devices`).
+
+A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
+`emulated:4x256MiB`, CPU workers whose memory is capped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from itertools import chain, pairwise
+from typing import Any, Literal, NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link, Member, MemberKind
+from pipefit.schema.presets import cards_asked, preset_text
+from pipefit.schema.presets.toml import parse_cluster
+from pipefit.schema.validation import check_types, instance, whole
+from pipefit.tables import Shown
+from pipefit.texts import counted, shortened
+from pipefit.units import WHOLE, format_bytes, parse_bytes
+
+
+class Route(NamedTuple):
+    """How bytes get from one member to another: how fast, after what delay, and over which wires.
+
+    A wire is one direction of a link, or one direction of a member's port in a switch. It carries one transfer at a
+    time. `slowed` is the part of the rate that is left while the other direction of each wire is busy (`opposite`).
+    """
+
+    bytes_per_second: float
+    latency_seconds: float
+    wires: tuple[str, ...]
+    slowed: tuple[float, ...]
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds that `nbytes` take where no other transfer is on the wires."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+    @property
+    def both_ways_per_second(self) -> float:
+        """Bytes per second, each way, while both directions of all wires are busy."""
+        return self.bytes_per_second * min(self.slowed, default=1.0)
+
+
+class Tier(NamedTuple):
+    """What a member offers to a device that moves tensors there: room, and how fast and after what delay it is reached.
+
+    Peers, hosts, disks and hosts behind a coherent link (NVLink-C2C) differ in nothing else.
+    """
+
+    capacity_bytes: int
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Shown):
+    """Devices, hosts and links. Device and host numbers are positions in the tuples.
+
+    Budgets and routes are remembered, as thousands of devices are asked for them again and again.
+
+    Raises:
+        UsageError: no devices, or a device or link names a host or member that is not there.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    backend: Backend
+    devices: tuple[Device, ...]
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.devices:
+            raise UsageError(f"cluster {self.name!r} has no devices: give it at least one")
+        for number, device in enumerate(self.devices):
+            if not 0 <= device.host < len(self.hosts):
+                raise UsageError(
+                    f"device {number} of cluster {self.name!r} names host {device.host}; it has "
+                    f"{counted(len(self.hosts), 'host')}"
+                )
+        for member in dict.fromkeys(chain.from_iterable(link.members for link in self.links)):
+            self.check(member, "a link")
+
+    @staticmethod
+    @cache
+    def preset(name: str) -> Cluster:
+        """The cluster that ships with pipefit under `name`: a machine (`dgx1-v100`), or cards in a box (`4x-rtx-3090`).
+
+        Raises:
+            UsageError: there is none of that name, or no box for so many cards.
+        """
+        one = Cluster.parse(preset_text(instance("name", name, str)), f"preset {name}")
+        cards = cards_asked(name)
+        return one if cards == 1 else one._with_cards(cards)
+
+    @staticmethod
+    def parse(text: str, source: str = "the text") -> Cluster:
+        """The cluster that a TOML text describes (`pipefit.schema.presets.toml`); `source` names the text in errors.
+
+        Raises:
+            FileError: not TOML, or not a cluster: what, and where.
+        """
+        return parse_cluster(text, source, Cluster)
+
+    @staticmethod
+    def emulated(*groups: tuple[int, int]) -> Cluster:
+        """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
+        for group in groups:
+            if not isinstance(group, tuple) or len(group) != 2:
+                raise UsageError(
+                    f"emulated devices are pairs of a count and bytes, such as (2, 1 << 28), not {group!r}"
+                )
+            whole("the number of emulated devices", group[0], 1, MOST_DEVICES)
+        devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
+        members = (*map(Member.device, range(len(devices))), Member.host(0))
+        name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
+        shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
+        host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10)
+        return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is remembered."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def target(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels run on the devices: emulated ones compute on the CPU."""
+        return "cuda" if self.backend == "cuda" else "cpu"
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """What tensors may take of every device, in bytes: its memory less its reserve, and at least one byte."""
+        return tuple(map(self._budget, self.devices))
+
+    @cached_property
+    def reserves(self) -> tuple[int, ...]:
+        """What every device leaves to what its process takes besides tensors, in bytes.
+
+        Where a device does not say, a GPU leaves what a worker of its kind between two others takes
+        (`Overheads.of_process`), and all else nothing.
+        """
+        return tuple(map(self._reserve, self.devices))
+
+    def _budget(self, device: Device) -> int:
+        return max(1, device.memory_bytes - self._reserve(device))
+
+    def _reserve(self, device: Device) -> int:
+        if device.reserve_bytes is not None:
+            return device.reserve_bytes
+        return device.kind.overheads.of_process(alone=len(self.devices) == 1) if self.backend == "cuda" else 0
+
+    def reserving(self, reserves: Sequence[int]) -> Cluster:
+        """The same cluster with these reserves, in bytes, on its devices.
+
+        Raises:
+            UsageError: a reserve leaves nothing of a device.
+        """
+        pairs = zip(self.devices, reserves, strict=True)
+        return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
+
+    def _with_cards(self, count: int) -> Cluster:
+        """So many of the one device in its host, each with links like those of the one."""
+        whole("the number of cards in one box", count, 1, _MOST_CARDS)
+        card = Member.device(0)
+
+        def of(number: int, link: Link) -> Link:
+            members = tuple(Member.device(number) if member == card else member for member in link.members)
+            return replace(link, members=members)
+
+        links = ((of(n, link) for n in range(count)) if card in link.members else (link,) for link in self.links)
+        name = self.name.replace("1", str(count), 1)
+        return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
+
+    def machines(self, count: int, bytes_per_second: float) -> Cluster:
+        """So many of this cluster, between which every device sends and receives so many bytes per second.
+
+        Hosts and devices are numbered machine by machine. The network is a switch of all devices, and devices of one
+        machine use it where nothing faster joins them.
+
+        Raises:
+            UsageError: fewer than one, too many devices, or a rate that is not positive.
+        """
+        whole("the number of machines", count, 1, max(1, MOST_DEVICES // len(self.devices)))
+        members = tuple(Member.device(number) for number in range(count * len(self.devices)))
+        network = Link(members=members, bytes_per_second=bytes_per_second, latency_seconds=_NETWORK_SECONDS)
+        return Cluster(
+            name=f"{count}x{self.name}@{_short(round(bytes_per_second))}/s",
+            backend=self.backend,
+            devices=tuple(
+                replace(one, host=one.host + n * len(self.hosts)) for n in range(count) for one in self.devices
+            ),
+            hosts=self.hosts * count,
+            links=(*(self._moved(link, n) for n in range(count) for link in self.links), network),
+        )
+
+    def _moved(self, link: Link, machine: int) -> Link:
+        """A link as the machine of that number has it."""
+        sizes = {MemberKind.DEVICE: len(self.devices)}
+
+        def there(member: Member) -> Member:
+            assert member.number is not None  # links name each of their members
+            return Member(member.kind, member.number + machine * sizes.get(member.kind, len(self.hosts)))
+
+        wire = f"{link.wire} of machine {machine}" if link.wire else None
+        return replace(link, members=tuple(map(there, link.members)), wire=wire)
+
+    def check(self, member: Member, who: str) -> None:
+        """Check that the cluster has `member`; `who` says what names it.
+
+        Raises:
+            UsageError: the cluster has no such member; says how many of that kind it has.
+        """
+        numbers = self._numbers[member.kind]
+        if member.number is not None and member.number not in numbers:
+            there = f"{len(numbers)} {member.kind.value}s"
+            if member.kind is MemberKind.DISK and numbers:
+                there += f", of hosts {list(numbers)}"
+            raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there}")
+
+    @cached_property
+    def _numbers(self) -> dict[MemberKind, Sequence[int]]:
+        """The numbers of all members of every kind; a disk has the number of its host."""
+        hosts = range(len(self.hosts))
+        return {
+            MemberKind.DEVICE: range(len(self.devices)),
+            MemberKind.HOST: hosts,
+            MemberKind.DISK: [number for number in hosts if self.hosts[number].disk_bytes],
+        }
+
+    def route(self, source: Member, target: Member) -> Route:
+        """The fastest link that joins the two members; without one, by way of the hosts.
+
+        Raises:
+            UsageError: nothing joins them.
+        """
+        if (source, target) not in self._routes:
+            self._routes[source, target] = self._route(source, target)
+        return self._routes[source, target]
+
+    @cached_property
+    def _routes(self) -> dict[tuple[Member, Member], Route]:
+        """Those that were asked for."""
+        return {}
+
+    @cached_property
+    def _links_of(self) -> dict[Member, dict[int, Link]]:
+        """The links of every member, by their numbers."""
+        found = dict[Member, dict[int, Link]]()
+        for number, link in enumerate(self.links):
+            for member in link.members:
+                found.setdefault(member, {})[number] = link
+        return found
+
+    def _route(self, source: Member, target: Member) -> Route:
+        own, others = (self._links_of.get(member, {}) for member in (source, target))
+        direct = [(number, link) for number, link in own.items() if number in others]
+        if direct:
+            number, link = max(direct, key=lambda item: item[1].copy_rate)
+            wires = _wires(number, link, source, target)
+            return Route(link.copy_rate, link.latency_seconds, wires, (link.duplex,) * len(wires))
+        path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
+        if len(path) < 3:
+            raise UsageError(
+                f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
+            )
+        hops = [self.route(a, b) for a, b in pairwise(path)]
+        both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
+        for hop in hops:
+            both_ways |= {wire: hop.bytes_per_second * left for wire, left in zip(hop.wires, hop.slowed, strict=True)}
+        itself = {wire for wire in both_ways if opposite(wire) in both_ways}  # the way goes up and down a link
+        rate = min([*(hop.bytes_per_second for hop in hops), *(both_ways[wire] for wire in itself)])
+        slowed = (1.0 if wire in itself else min(1.0, own / rate) for wire, own in both_ways.items())
+        return Route(rate, sum(hop.latency_seconds for hop in hops), tuple(both_ways), tuple(slowed))
+
+    def _near(self, member: Member) -> Member:
+        """The host by which a member is reached: a device's own."""
+        assert member.number is not None
+        number = self.devices[member.number].host if member.kind is MemberKind.DEVICE else member.number
+        return Member.host(number)
+
+    def seconds(self, transfers: Iterable[tuple[Member, Member, int]]) -> float:
+        """Seconds until transfers from one member to another, of so many bytes, have all ended on wires that were free.
+
+        They begin at once, and take common wires in this order.
+        """
+        free: dict[str, float] = {}
+        for source, target, nbytes in transfers:
+            route = self.route(source, target)
+            begin = max((free.get(wire, 0.0) for wire in route.wires), default=0.0)
+            free |= dict.fromkeys(route.wires, begin + route.seconds(nbytes))
+        return max(free.values(), default=0.0)
+
+    def capacity(self, member: Member) -> int:
+        """Bytes that tensors may take of a device, or bytes of a host or of a disk.
+
+        Raises:
+            UsageError: the cluster has no such member.
+        """
+        self.check(member, "a place")
+        assert member.number is not None
+        if member.kind is MemberKind.DEVICE:
+            return self._budget(self.devices[member.number])
+        host = self.hosts[member.number]
+        return host.memory_bytes if member.kind is MemberKind.HOST else host.disk_bytes
+
+    def tier(self, device: int, member: Member) -> Tier:
+        """What `member` offers to a device; a host or disk without a number is the device's own.
+
+        Raises:
+            UsageError: the cluster has no such member, or nothing joins the two.
+        """
+        there = member if member.number is not None else Member(member.kind, self.devices[device].host)
+        route = self.route(Member.device(device), there)
+        return Tier(self.capacity(there), route.bytes_per_second, route.latency_seconds)
+
+    def __repr__(self) -> str:
+        """A line; its links would be hundreds."""
+        return f"<Cluster: {self}>"
+
+    def __str__(self) -> str:
+        sizes = Counter((device.kind.name, device.memory_bytes) for device in self.devices)
+        return f"{self.name}: " + ", ".join(f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items())
+
+
+_COUNT = re.compile(WHOLE)
+_MOST_CARDS = 16  # in one box; more of them are several machines
+_NETWORK_SECONDS = 1e-5  # until a message between machines begins to move
+
+
+def parse_emulated(text: str) -> Cluster:
+    """`emulated:4x256MiB` or `emulated:2x256MiB+2x128MiB`.
+
+    Raises:
+        UsageError: not of that form, no devices, or no memory.
+    """
+    groups = []
+    for part in text.removeprefix("emulated:").split("+"):
+        count, times, size = part.partition("x")
+        if not times or not _COUNT.fullmatch(count.strip()):
+            raise UsageError(
+                f"{shortened(repr(text))} is not an emulated cluster: write count x memory, such as emulated:4x256MiB "
+                "or emulated:2x256MiB+2x128MiB"
+            )
+        groups.append((int(count), parse_bytes(size)))
+    if sum(count for count, _ in groups) > MOST_DEVICES:
+        raise UsageError(f"{shortened(repr(text))} asks for more than {MOST_DEVICES} devices")
+    return Cluster.emulated(*groups)
+
+
+_EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10)  # about one laptop core
+
+
+def _short(nbytes: int) -> str:
+    """The shortest exact way to write a size: `256MiB`, `50GB`, `1000B`."""
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "GB": 10**9, "MB": 10**6, "B": 1}
+    return min((f"{nbytes // unit}{name}" for name, unit in units.items() if nbytes % unit == 0), key=len)
+
+
+def opposite(wire: str) -> str | None:
+    """The wire of the other direction, with which that one shares its link as `Link.duplex` says; None if it has none,
+    as the memory of a host.
+    """
+    name, _, way = wire.rpartition(":")
+    return f"{name}:{_OPPOSITE[way]}" if way in _OPPOSITE else None
+
+
+_OPPOSITE = {"up": "down", "down": "up", "out": "in", "in": "out"}
+
+
+def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:
+    """The wires a transfer occupies, by direction."""
+    name = link.wire or f"link{number}"
+    if len(link.members) == 2:
+        upward = link.members.index(source) == 0
+        return (f"{name}:{'up' if upward else 'down'}",)
+    return (f"{name}:{source}:out", f"{name}:{target}:in")

@@ -1,0 +1,179 @@
+"""Decisions about the memory of a stage: what is recomputed, what is moved away and where to, what is updated there.
+
+A decision is for a share of the microbatches, and says how far ahead of its use the memory comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.devices import MemberKind, Place
+from pipefit.schema.validation import check_types
+from pipefit.texts import layers_text
+
+StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
+
+
+class What(StrEnum):
+    """What a decision does to its subject."""
+
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Layers `start` to `stop - 1`, a part of a stage or all of it.
+
+    Raises:
+        UsageError: no layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_layers("a run holds", self.start, self.stop)
+
+    def __str__(self) -> str:
+        return layers_text(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensors:
+    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved.
+
+    Raises:
+        UsageError: no tensors.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    tensors: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.tensors:
+            raise UsageError("a decision about saved tensors names at least one, such as layer 5 and its number 3")
+
+    def __str__(self) -> str:
+        return "saved " + ", ".join(f"{layer}.{index}" for layer, index in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions.
+
+    Raises:
+        UsageError: no layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    start: int
+    stop: int
+    kind: StateKind
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_layers("a state is of", self.start, self.stop)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {layers_text(self.start, self.stop)}"
+
+
+def _check_layers(what: str, start: int, stop: int) -> None:
+    if not 0 <= start < stop:
+        raise UsageError(f"{what} at least one layer, not layers {start} to {stop - 1}")
+
+
+class Microbatches(NamedTuple):
+    """The microbatches that a decision is for: `taken` of every `every`, from number `first` on.
+
+    Microbatch m is one of them if (m - first) modulo `every` is less than `taken`. So a decision has the same meaning
+    for any number of microbatches, and for schedules without end.
+    """
+
+    taken: int = 1
+    every: int = 1
+    first: int = 0
+
+    def __contains__(self, microbatch: object) -> bool:
+        assert isinstance(microbatch, int)
+        return (microbatch - self.first) % self.every < self.taken
+
+
+ALL_MICROBATCHES = Microbatches()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done with a part of a stage's memory instead of keeping it.
+
+    A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward. Saved
+    tensors or a state can be offloaded to `place`. `ahead` is how many forwards and backwards of the device lie between
+    the start of the recomputation or reload and the backward that needs it; with 0 it comes directly before. `behind`
+    is how many lie between the start of an offload and its join, which frees the device's copy. Where a state is moved,
+    every piece of a forward or backward and the update of every run of layers count; of optimizer state, updates alone.
+
+    Layers can also be updated at `place`, a host: their optimizer state is never on the device, gradients go there, and
+    new parameters come back.
+
+    Raises:
+        UsageError: the subject cannot be recomputed, offloaded or updated, there is a place where none belongs, or a
+            state would be moved for some microbatches only.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    stage: int
+    subject: Run | SavedTensors | State
+    what: What
+    microbatches: Microbatches = ALL_MICROBATCHES
+    place: Place | None = None
+    ahead: int = 0
+    behind: int = 1
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
+            raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
+        if self.what is What.UPDATE and not (isinstance(self.subject, State) and self.subject.kind == "optimizer"):
+            raise UsageError(
+                f"{self}: what is updated at a place is an optimizer's state, which stays there: name it as "
+                "State(start, stop, kind='optimizer')"
+            )
+        if (self.place is None) != (self.what is What.RECOMPUTE):
+            raise UsageError(f"{self}: what is offloaded needs a place to go to, what is recomputed has none")
+        if self.what is What.UPDATE and [member.kind for member, _ in self.place or ()] != [MemberKind.HOST]:
+            raise UsageError(f"{self}: an update runs on one host, such as host or host1")
+        if self.ahead < 0 or self.behind < 0:
+            raise UsageError(
+                f"{self}: ahead and behind are numbers of actions, zero or more, not {self.ahead} and {self.behind}"
+            )
+        taken, every, _ = self.microbatches
+        if not 0 < taken <= every:
+            raise UsageError(f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}")
+        whole = isinstance(self.subject, State) and self.subject.kind != "versions"
+        if whole and self.microbatches != ALL_MICROBATCHES:
+            raise UsageError(f"{self}: this state is that of all microbatches: leave `microbatches` out")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that the subject names: of a run or a state, the first and the last."""
+        subject = self.subject
+        if isinstance(subject, SavedTensors):
+            return tuple(layer for layer, _ in subject.tensors)
+        return subject.start, subject.stop - 1
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f" {'on' if self.what is What.UPDATE else 'to'} {self.place}"
+        return f"stage {self.stage}: {self.what.value} {self.subject}{where}"

@@ -1,0 +1,459 @@
+"""Kinds of devices, devices, hosts, and the links between them: what clusters are made of.
+
+A link joins two members or many (`pipefit.schema.devices.Member`); any two of them talk at `lanes * bytes_per_second`,
+each way, of which copies reach the part `efficiency`. While both directions are busy, each reaches the part `duplex` of
+what it reaches alone. Two members share one wire for each direction; more than two meet in a switch, where every member
+has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.validation import LONGEST_SECONDS, check_dtype, check_types
+from pipefit.texts import shortened
+from pipefit.units import KIB, MIB, WHOLE, format_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# Where bytes can be: a device, a host or a disk of the cluster, alone or several of them with shares.
+#
+#     device3                  one device
+#     host                     the host of the device that moves something; host1 is host number 1
+#     device3*2+device4*1      striped over two peers: two parts of three on device 3, one on device 4
+#     device5                  of a message, its other end
+#
+# The text forms are what people write and read; inside pipefit a place is a tuple of members with
+# whole-number shares. What a place offers to a device - room, a rate and a latency - is the cluster's to say
+# (`pipefit.schema.cluster.Tier`).
+
+ALIGNMENT = 512  # bytes; CUDA's allocator begins every block at a multiple of it, and copies between such run fastest
+
+
+class MemberKind(StrEnum):
+    """What a member of a cluster is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Member(NamedTuple):
+    """A device, host or disk of a cluster, by its number there.
+
+    A host or disk without a number is that of the device that moves something. A disk has the number of its host.
+    """
+
+    kind: MemberKind
+    number: int | None
+
+    def __str__(self) -> str:
+        return self.kind.value if self.number is None else f"{self.kind.value}{self.number}"
+
+    def at(self, host: int) -> Member:
+        """This member with its number, for a device that sits in `host`."""
+        return self if self.number is not None else Member(self.kind, host)
+
+    @staticmethod
+    def device(number: int) -> Member:
+        """Device `number` of the cluster."""
+        return Member(MemberKind.DEVICE, number)
+
+    @staticmethod
+    def host(number: int | None = None) -> Member:
+        """Host `number`; without one, the host of the device that moves something."""
+        return Member(MemberKind.HOST, number)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """In files a member is its text."""
+        return _as_text(parse_member)
+
+
+class Share(NamedTuple):
+    """A member and how many parts of the whole it takes."""
+
+    member: Member
+    parts: int
+
+
+class Place(tuple[Share, ...]):
+    """Members of a cluster and the share of the bytes that each takes."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def __repr__(self) -> str:
+        return f"Place({self})"
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members that take a share."""
+        return tuple(member for member, _ in self)
+
+    def split(self, nbytes: int) -> tuple[tuple[Member, int], ...]:
+        """`nbytes` in proportion to the shares, in blocks of whole bytes that add up.
+
+        Every block begins at a multiple of `ALIGNMENT`, unless the smallest share is less than that.
+        """
+        whole, smallest = sum(parts for _, parts in self), min(parts for _, parts in self)
+        unit = ALIGNMENT if nbytes * smallest >= ALIGNMENT * whole else 1
+        found, taken, before = [], 0, 0
+        for member, parts in self:
+            taken += parts
+            end = nbytes if taken == whole else (nbytes * taken // whole + unit // 2) // unit * unit
+            found.append((member, end - before))
+            before = end
+        return tuple(found)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """In files a place is its text."""
+        return _as_text(parse_place)
+
+
+@lru_cache(maxsize=1 << 12)
+def _text(place: Place) -> str:
+    """The text form; kept, because a program's many copies have few places."""
+    return "+".join(str(m) if len(place) == 1 and parts == 1 else f"{m}*{parts}" for m, parts in place)
+
+
+_MEMBER = re.compile(rf"(device|host|disk)({WHOLE})?")
+_SHARE = re.compile(rf"([a-z]+[0-9]*)(?:\*({WHOLE}))?")
+
+
+def parse_member(text: str) -> Member:
+    """The member that `str(member)` wrote, such as `device3`.
+
+    Raises:
+        UsageError: not a member, or a device without a number.
+    """
+    match = _MEMBER.fullmatch(text)
+    if not match or (match[1] == "device" and not match[2]):
+        raise UsageError(f"{shortened(repr(text))} is no member of a cluster: write device3, host0 or disk0")
+    return Member(MemberKind(match[1]), int(match[2]) if match[2] else None)
+
+
+@lru_cache(maxsize=1 << 12)
+def parse_place(text: str) -> Place:
+    """The place that `str(place)` wrote.
+
+    Raises:
+        UsageError: not a place: an unknown member, a share of nothing, a member named twice.
+    """
+    shares = []
+    for word in text.split("+"):
+        match = _SHARE.fullmatch(word)
+        if not match or not _MEMBER.fullmatch(match[1]):
+            raise UsageError(
+                f"{shortened(repr(text))} is not a place: write host, device3 or, in shares, device3*2+device4*1"
+            )
+        shares.append(Share(parse_member(match[1]), int(match[2] or 1)))
+    place = Place(shares)
+    if min(parts for _, parts in place) < 1:
+        raise UsageError(f"place {text!r}: every share is one part or more")
+    if len(set(place.members)) != len(place):
+        raise UsageError(f"place {text!r} names a member twice: add its shares up")
+    for kind in (MemberKind.HOST, MemberKind.DISK):
+        numbers = [member.number for member in place.members if member.kind is kind]
+        if None in numbers and len(numbers) > 1:
+            raise UsageError(
+                f"place {text!r} names a {kind.value} with its number and one without, which may be the same: "
+                "give both a number"
+            )
+    return place
+
+
+def _as_text(parse: Any) -> Any:
+    """Pydantic's schema of a type that is written to files as its text."""
+    from pydantic_core import core_schema  # only where a file is read or written
+
+    text = core_schema.chain_schema([core_schema.str_schema(), core_schema.no_info_plain_validator_function(parse)])
+    return core_schema.json_or_python_schema(
+        json_schema=text,
+        python_schema=core_schema.no_info_plain_validator_function(
+            lambda item: parse(item) if isinstance(item, str) else item
+        ),
+        serialization=core_schema.plain_serializer_function_ser_schema(str),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Backend = Literal["emulated", "cpu", "cuda"]
+
+USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
+_NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
+_THREADS = 2  # that multiply matrices: one runs forwards, autograd has another for backwards
+_SLOWEST, _FASTEST = 1e-9, 1e60  # a second: between them, sums and ratios of times are finite, however many there are
+MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
+
+
+def _check_rates(what: str, *rates: float) -> None:
+    """Check that times can be reckoned with these rates, per second and as far as they are reached.
+
+    Raises:
+        UsageError: one is too low or too high; says of `what`.
+    """
+    for rate in rates:
+        if not _SLOWEST <= rate <= _FASTEST:
+            raise UsageError(
+                f"{what} is at {rate:g} a second, as far as it is reached, and times are reckoned with {_SLOWEST:g} to "
+                f"{_FASTEST:g}: write the figure of the data sheet"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What a process takes of a GPU besides its tensors, in bytes (docs/memory.md says where the figures come from).
+
+    `context_bytes` is the CUDA context with the kernels that are loaded, `communicator_bytes` one communicator of NCCL,
+    and `cublas_workspace_bytes` what cuBLAS has for each thread that computes, inside the caching allocator.
+
+    Raises:
+        UsageError: a negative figure.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    context_bytes: int = 512 * MIB
+    communicator_bytes: int = 100_000_000
+    cublas_workspace_bytes: int = 2 * 4096 * KIB + 8 * 16 * KIB
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if min(self.context_bytes, self.communicator_bytes, self.cublas_workspace_bytes) < 0:
+            raise UsageError("context, communicator and cublas_workspace take zero or more bytes of a device")
+
+    def of_process(self, *, alone: bool) -> int:
+        """What a worker takes besides its tensors, `alone` or between two others, without what fragmentation takes."""
+        communicators = 0 if alone else _NEIGHBOURS * self.communicator_bytes
+        return self.context_bytes + communicators + _THREADS * self.cublas_workspace_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """The peak figures of a kind of device, and how much of them kernels reach (`pipefit.timing`).
+
+    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
+    `flops_reached` is the part of the peak that large products reach, by dtype; `bandwidth_reached` the part that large
+    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small. `overheads` are
+    what a process takes of its memory besides tensors, if it is a GPU.
+
+    Raises:
+        UsageError: a figure that is not positive, no FLOP/s figure, one for no dtype of torch, a part above 1, or a
+            negative time.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    flops: dict[str, float]
+    memory_bandwidth: float
+    flops_reached: dict[str, float] = field(default_factory=dict)
+    bandwidth_reached: float = 0.8
+    operation_seconds: float = 5e-6
+    overheads: Overheads = Overheads()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for dtype in (*self.flops, *self.flops_reached):
+            check_dtype(dtype)
+        if not self.flops or not all(0 < rate < inf for rate in (self.memory_bandwidth, *self.flops.values())):
+            raise UsageError(
+                f"device kind {self.name!r} needs a memory_bandwidth and at least one FLOP/s figure, all of them "
+                "positive and finite"
+            )
+        if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
+            raise UsageError(
+                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak figures, above "
+                "0 and at most 1"
+            )
+        if not 0 <= self.operation_seconds < 1:
+            raise UsageError(
+                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not {self.operation_seconds:g}"
+            )
+        _check_rates(f"memory of device kind {self.name!r}", self.memory_bandwidth * self.bandwidth_reached)
+        parts = (USUAL_FLOPS_REACHED, *self.flops_reached.values())
+        reached = (rate * part for rate in self.flops.values() for part in parts)
+        _check_rates(f"arithmetic of device kind {self.name!r}", *reached)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All figures, in a form that can be the key of a dictionary."""
+        by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
+        return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+    def part_of_flops(self, dtype: str) -> float:
+        """The part of the peak that large products reach at `dtype`; a dtype without a figure reaches the usual one."""
+        return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
+
+    def estimates(self, dtype: str) -> str:
+        """What times are estimated by where none were measured, as a phrase."""
+        return (
+            f"{100 * self.part_of_flops(dtype):.0f} % of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
+            f"{100 * self.bandwidth_reached:.0f} % of {self.memory_bandwidth / 1e9:g} GB/s, "
+            f"{self.operation_seconds * 1e6:g} us an operation"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device: its kind, its memory in bytes, and the host it sits in.
+
+    `reserve_bytes` of its memory are left to what a process takes besides its tensors; None is what its kind says
+    (`Cluster.reserves`).
+
+    Raises:
+        UsageError: no memory, or a reserve that leaves none.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: DeviceKind
+    memory_bytes: int
+    host: int = 0
+    reserve_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.memory_bytes < 1:
+            raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
+        if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < self.memory_bytes:
+            raise UsageError(
+                f"a reserve is zero or more and less than the memory of its device, {format_bytes(self.memory_bytes)}, "
+                f"not {format_bytes(self.reserve_bytes)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
+
+    `memory_bandwidth` is the peak of its memory in bytes per second, by which updates on the CPU are estimated; None
+    where it is not known. `disk_folder` is where on the disk tensors are kept while a training runs; None is the
+    system's folder for temporary files.
+
+    Raises:
+        UsageError: no memory, a negative disk, or a bandwidth that is not positive.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    memory_bytes: int
+    disk_bytes: int = 0
+    memory_bandwidth: float | None = None
+    disk_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.memory_bytes < 1 or self.disk_bytes < 0:
+            raise UsageError(
+                "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
+                f"{self.memory_bytes} and {self.disk_bytes}"
+            )
+        if self.memory_bandwidth is not None and not 0 < self.memory_bandwidth < inf:
+            raise UsageError(
+                f"a host's memory_bandwidth must be positive and finite, not {self.memory_bandwidth:g}: leave it out "
+                "if unknown"
+            )
+        if self.memory_bandwidth is not None:
+            _check_rates("memory of a host", self.memory_bandwidth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between members of a cluster.
+
+    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it, and
+    `duplex` of that while copies go the other way: 1 if the directions do not hinder each other, 0.5 if they take
+    turns. Links with the same `wire` share it.
+
+    Raises:
+        UsageError: fewer than two members, one without a number, or an impossible figure.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    members: tuple[Member, ...]
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    lanes: int = 1
+    wire: str | None = None
+    efficiency: float = 1.0
+    duplex: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
+            raise UsageError(
+                "a link joins two or more different members, each with its number, such as device0 and host0, not "
+                f"{', '.join(map(str, self.members)) or 'none'}"
+            )
+        if not 0 < self.bytes_per_second < inf or not 0 <= self.latency_seconds < inf or self.lanes < 1:
+            raise UsageError(
+                f"{self._named}: bytes_per_second and lanes must be positive, and latency not negative, all of them "
+                f"finite, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
+            )
+        if not 0 < self.efficiency <= 1:
+            raise UsageError(
+                f"{self._named}: efficiency is the part of bytes_per_second that copies "
+                f"reach, above 0 and at most 1, not {self.efficiency:g}"
+            )
+        if not 0.5 <= self.duplex <= 1:
+            raise UsageError(
+                f"{self._named}: duplex is the part of its rate that each direction keeps while both are busy, from "
+                f"0.5, as if they took turns, to 1, not {self.duplex:g}"
+            )
+        _check_rates(self._named, self.copy_rate)
+        if self.latency_seconds >= LONGEST_SECONDS:
+            raise UsageError(
+                f"{self._named}: latency_seconds is less than {LONGEST_SECONDS:g}, not {self.latency_seconds:g}"
+            )
+
+    @property
+    def _named(self) -> str:
+        """The link by its members, of which the first few tell."""
+        return f"link {shortened('-'.join(map(str, self.members)))}"
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes per second, one way, that copies reach over all lanes together."""
+        return self.bytes_per_second * self.lanes * self.efficiency
+
+    @classmethod
+    def between(
+        cls,
+        *members: str,
+        bytes_per_second: float,
+        latency_seconds: float = 0.0,
+        lanes: int = 1,
+        wire: str | None = None,
+        efficiency: float = 1.0,
+        duplex: float = 1.0,
+    ) -> Link:
+        """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
+
+        Raises:
+            UsageError: a text names no member, or as the constructor says.
+        """
+        return cls(
+            members=tuple(map(parse_member, members)),
+            bytes_per_second=bytes_per_second,
+            latency_seconds=latency_seconds,
+            lanes=lanes,
+            wire=wire,
+            efficiency=efficiency,
+            duplex=duplex,
+        )

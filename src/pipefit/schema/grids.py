@@ -1,0 +1,244 @@
+"""Stages and the grids of devices that hold them.
+
+A stage is a run of layers. Its grid says which devices hold it, and how they share its work: as replicas, each of which
+computes a slice of every microbatch, or as shards, each of which holds a part of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from typing import Literal, NamedTuple, get_args
+
+from pipefit.errors import UsageError
+from pipefit.schema.layer_costs import Value
+from pipefit.schema.validation import check_types
+from pipefit.texts import counted, layers_text
+
+# ----------------------------------------------------------------------------------------------------
+# Rows: which samples of a microbatch a replica of a stage computes, and what of them it exchanges with its
+# neighbours.
+#
+# The replicas of a stage divide the samples of every microbatch, in order and equally. Where the stages next
+# to each other have different numbers of replicas, a message carries just the rows that both its ends have. A
+# value that does not depend on the samples, such as a table of positions, goes whole to every receiver, and
+# once: from the replica that has the receiver's first row.
+
+Rows = tuple[int, int]  # of a microbatch: the first, and the one behind the last
+
+
+class Division(NamedTuple):
+    """How the values between two stages are divided: `front` replicas send them to `behind` replicas.
+
+    `dimensions` has for every value the dimension of its samples, which is divided. It is None where the value has
+    none, and for all values where there are as many replicas on both sides: each then sends its partner all it has.
+    """
+
+    dimensions: tuple[int | None, ...]
+    front: int
+    behind: int
+
+    def carries_all(self, sender: int, receiver: int) -> bool:
+        """Whether the message between these replicas, towards the model's end or back, has values that go whole."""
+        return receiver * self.front // self.behind == sender
+
+    def carried(self, sender: int, receiver: int) -> list[tuple[int, int | None]]:
+        """The numbers of the values in the message between these replicas, each with its divided dimension."""
+        whole = self.carries_all(sender, receiver)
+        return [(n, k) for n, k in enumerate(self.dimensions) if k is not None or whole]
+
+
+def rows_of(replica: int, samples: int) -> Rows:
+    """The rows of a replica that has so many samples."""
+    return replica * samples, (replica + 1) * samples
+
+
+def common_rows(own: Rows, samples: int) -> Iterator[tuple[int, Rows]]:
+    """The replicas of another stage, of `samples` rows each, that have some of the `own` rows; and which these are."""
+    first, end = own
+    for replica in range(first // samples, -(-end // samples)):
+        start, stop = rows_of(replica, samples)
+        yield replica, (max(first, start), min(end, stop))
+
+
+def dimensions(
+    one: Sequence[Value], other: Sequence[Value], samples: tuple[int, int], *, gathers: bool = False
+) -> tuple[int | None, ...]:
+    """The dimension of the samples of every value, which is known in two sizes, for so many samples each.
+
+    Raises:
+        UsageError: a value depends on the number of samples, but not in one dimension that is this number; its rows lie
+            apart in memory; or a sender `gathers` what several receivers have of a gradient without samples.
+    """
+    found = tuple(_dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True)))
+    for number, (dimension, value) in enumerate(zip(found, one, strict=True)):
+        if gathers and dimension is None and value.has_gradient:
+            raise UsageError(f"value {number} has a gradient but no samples, and several replicas would send one back")
+    return found
+
+
+def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) -> int | None:
+    differing = [k for k, sizes in enumerate(zip_longest(one.shape, other.shape)) if sizes[0] != sizes[1]]
+    if not differing:
+        return None
+    known = zip((one, other), samples, strict=True)
+    shapes = " and ".join(f"{'x'.join(map(str, value.shape))} for {counted(count, 'sample')}" for value, count in known)
+    alike = len(one.shape) == len(other.shape) and len(differing) == 1
+    if not alike or (one.shape[differing[0]], other.shape[differing[0]]) != samples:
+        raise UsageError(f"value {number} has no dimension of the samples that could be divided: it is {shapes}")
+    if prod(one.shape[: differing[0]]) > 1:
+        raise UsageError(f"value {number} has its samples along dimension {differing[0]}, not the first ({shapes})")
+    return differing[0]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)  # each divides what the one before does, and more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The devices of a stage and how they share its work: `data` replicas of `tensor` shards each.
+
+    Device `devices[d * tensor + t]` holds shard t of replica d, which computes slice d of every microbatch. `shard`
+    says what is divided between the replicas instead of held by each: nothing, the optimizer state (ZeRO 1), the
+    gradients too (2), or the parameters too (3). By `sequences`, shards also divide what is between attention and MLP,
+    along the positions of sequences. In so many `buckets`, runs of layers of about equal bytes, gradients
+    are summed over the replicas, each as soon as it has been computed.
+
+    Raises:
+        UsageError: the degrees do not multiply to the number of devices, a device is named twice, there is no bucket,
+            or replicas or shards would share something and there is only one.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    devices: tuple[int, ...]
+    data: int = 1
+    tensor: int = 1
+    shard: Sharding = "none"
+    buckets: int = 1
+    sequences: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.data < 1 or self.tensor < 1:
+            raise UsageError(f"a grid has 1 replica or more of 1 shard or more, not {self.data} of {self.tensor}")
+        if self.data * self.tensor != len(self.devices):
+            raise UsageError(
+                f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each has "
+                f"{counted(self.data * self.tensor, 'device')}, not {len(self.devices)}"
+            )
+        if self.sequences and self.tensor == 1:
+            raise UsageError(
+                "a stage of 1 shard has all positions of its sequences, so that sequences=True means nothing: leave it "
+                "out, or give the stage several shards (tensor)"
+            )
+        if self.buckets < 1:
+            raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
+        if self.data == 1 and (self.shard != "none" or self.buckets > 1):
+            asked = f"shard={self.shard!r}" if self.shard != "none" else f"buckets={self.buckets}"
+            raise UsageError(
+                f"a stage of 1 replica sums no gradients and divides nothing between replicas, so that {asked} means "
+                "nothing: leave it out, or give the stage several replicas (data)"
+            )
+        if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
+            raise UsageError(
+                f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
+            )
+
+    @property
+    def sharing(self) -> str:
+        """How its devices share the work, in words; empty for a single device."""
+        degrees = ((self.data, "replica"), (self.tensor, "shard"))
+        told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
+        told += " with sequence parallelism" if self.sequences else ""
+        told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
+        return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether replicas keep the gradients of a part of the stage alone."""
+        return self.shard in ("gradients", "parameters")
+
+    def replica_of(self, device: int) -> int:
+        """The number of the replica that a device of the grid belongs to."""
+        return self.devices.index(device) // self.tensor
+
+    def shard_of(self, device: int) -> int:
+        """The number of the shard that a device of the grid holds."""
+        return self.devices.index(device) % self.tensor
+
+    def group_of(self, device: int) -> tuple[int, ...]:
+        """The devices that hold the shards of the same replica, in the order of their shards."""
+        first = self.replica_of(device) * self.tensor
+        return self.devices[first : first + self.tensor]
+
+    def holding(self, shard: int) -> tuple[int, ...]:
+        """The devices that hold a shard, one in each replica."""
+        return self.devices[shard :: self.tensor]
+
+    @staticmethod
+    def of(device: int) -> Grid:
+        """The grid of a single device."""
+        return Grid(devices=(device,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A contiguous run of layers, `start` to `stop - 1`, and the grid of devices that holds it.
+
+    Raises:
+        UsageError: no layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    start: int
+    stop: int
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.start < self.stop:
+            raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of the grid."""
+        return self.grid.devices
+
+    @property
+    def device(self) -> int:
+        """The device of a stage on a single device.
+
+        Raises:
+            UsageError: the stage is on several.
+        """
+        if len(self.devices) != 1:
+            raise UsageError(
+                f"the stage of {layers_text(self.start, self.stop)} is on devices {list(self.devices)}: this is for "
+                "plans with one device for each stage, as --data 1 --tensor 1 makes them"
+            )
+        return self.devices[0]
+
+
+def dividing(size: int, data: int, batch: int | None, microbatches: int = 1) -> str:
+    """What so many replicas could divide instead of microbatches of `size` samples, in words.
+
+    `batch` is that of a step, if it was asked for: then microbatches divide it; another batch is one of at least so
+    many `microbatches`.
+    """
+    if batch is None:
+        sizes = [size - size % data, size + -size % data]
+    else:
+        every = [number for number in range(data, batch + 1, data) if batch % number == 0]
+        sizes = [*[number for number in every if number < size][-1:], *[n for n in every if n > size][:1]]
+    if sizes := [number for number in sizes if number]:
+        return f"microbatches of {' or '.join(map(str, sizes))} samples"
+    whole = data * microbatches
+    batches = [number for number in ((batch or 0) // whole * whole, -(-(batch or 0) // whole) * whole) if number]
+    return f"a batch of {' or '.join(map(str, batches))} samples"

@@ -1,0 +1,338 @@
+"""Saves and loads every document as versioned JSON: `save(plan, "plan.json")`, `load("plan.json", Plan)`.
+
+A document is one object: its kind, its version, and the fields of the dataclass.
+
+    {"pipefit": "plan", "version": 2, "profile": {...}, "cluster": {...}, ...}
+
+Loading checks everything: a file that loads is a valid document, and one that does not is refused in one sentence
+that says where, and takes at most ten times the size of the file and 64 MiB more. Nothing in a file names code. Saving
+replaces the file as a whole or leaves it alone. Both cost one pass over the text; a thousand layers take milliseconds.
+Clusters may also be TOML, a name, or emulated: `load_cluster`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from pipefit.errors import FileError, UsageError
+from pipefit.schema import file_access
+from pipefit.schema.answers import ANSWERS
+from pipefit.schema.cluster import Cluster, parse_emulated
+from pipefit.schema.file_access import obstacle, replace_file
+from pipefit.schema.json_text import JsonText, Refusal, adapter
+from pipefit.schema.plan import Plan
+from pipefit.schema.post_mortem import PostMortem
+from pipefit.schema.presets import is_preset
+from pipefit.schema.profile import ModelProfile
+from pipefit.schema.program import Program, parse_program
+from pipefit.schema.trace import Trace
+from pipefit.schema.validation import instance, parsed, sentence
+from pipefit.texts import kind_of, printable, shortened
+from pipefit.units import parse_rate
+
+__all__ = [
+    "Document",
+    "check_target",
+    "dumps",
+    "is_cluster",
+    "load",
+    "load_cluster",
+    "save",
+    "save_text",
+    "schema",
+]
+
+Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
+Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
+
+LARGEST_BYTES = 512 << 20
+LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
+MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
+_OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # what a process has open, and may be writing to
+_WORD = re.compile(r"\S+")
+_MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
+_HEADER = frozenset({"pipefit", "version"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramText:
+    """A program in a file: the lines of its text form."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    placement: tuple[tuple[int, ...], ...]
+    microbatches: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of document: its type, the type that is written, and which command makes one."""
+
+    document: Any  # a dataclass
+    stored: Any  # a dataclass; pydantic reads and writes it
+    maker: str
+    version: int = 2
+
+
+_KINDS = {
+    "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
+    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
+    "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
+    "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
+    "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
+    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out"),
+}
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(document: Document, path: str | os.PathLike[str]) -> None:
+    """Writes `document` to `path` as JSON; an existing file is replaced at once, or, on any failure, stays as it is.
+
+    Raises:
+        FileError: the file cannot be written, or a number in the document is not finite.
+    """
+    save_text(dumps(document), path)
+
+
+def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
+    """Writes any text, or bytes of another tool's, to `path`, as a whole or not at all.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    _check_place(path)
+    try:
+        replace_file(path, text.encode() if isinstance(text, str) else text)
+    except OSError as error:
+        raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
+
+
+def dumps(document: Document) -> str:
+    """The JSON text of `document`, as `save` writes it.
+
+    Raises:
+        FileError: a number in the document is not finite, or a text cannot be written as UTF-8.
+    """
+    name = name_of_kind(type(document))
+    stored = _program_text(document) if isinstance(document, Program) else document
+    kind = _KINDS[name]
+    body = adapter(kind.stored).dump_python(stored, mode="python", warnings="none")
+    indent = None if name in ("trace", "post-mortem") else 1  # a trace is large, and read by programs
+    try:
+        text = json.dumps({"pipefit": name, "version": kind.version, **body}, indent=indent, allow_nan=False)
+    except ValueError:
+        raise FileError(f"this {name} cannot be written: it holds a number that is not finite") from None
+    return f"{text}\n"
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Check that a file can be written to `path`, before work is spent on what goes into it.
+
+    Raises:
+        FileError: its folder does not exist or cannot be written to, or `path` is a folder or a device.
+    """
+    if reason := obstacle(_check_place(path).parent):
+        raise FileError(
+            f"{_named(path)} cannot be written: nothing can be made in its folder ({reason}); choose another"
+        )
+
+
+def _check_place(path: str | os.PathLike[str]) -> Path:
+    """The file that is meant, if it may be one.
+
+    Raises:
+        FileError: its folder does not exist, or `path` is a folder or a device.
+    """
+    source, target = _named(path), Path(os.path.realpath(path))
+    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(_OPEN):  # which may lead to a file, redirected
+        raise FileError(f"{source} cannot be written: a result goes to a file of its own; name one such as result.json")
+    try:
+        taken = target.exists() and not target.is_file()
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise FileError(f"{source} cannot be written: {_reason(error)}") from None
+    if taken:
+        kind = "a folder" if target.is_dir() else "no file that can be replaced"
+        raise FileError(f"{source} cannot be written: it is {kind}; name a file such as result.json")
+    if not target.parent.is_dir():
+        raise FileError(f"{source} cannot be written: its folder is missing; create {_named(target.parent)}")
+    return target
+
+
+def _program_text(program: Program) -> ProgramText:
+    lines = tuple(str(program).splitlines())
+    if _words(lines) > MOST_ACTIONS:
+        raise FileError(f"this program has more than the {MOST_ACTIONS} actions that a file can have: save its plan")
+    return ProgramText(placement=program.placement, microbatches=program.microbatches, lines=lines)
+
+
+def _words(lines: Iterable[str]) -> int:
+    """How many actions there are at most; counts no further than is allowed."""
+    words = (word for line in lines for word in _WORD.finditer(line))
+    return sum(1 for _ in islice(words, MOST_ACTIONS + 1))
+
+
+# ---------------------------------------------------------------- loading
+
+
+@overload
+def load(path: str | os.PathLike[str]) -> Document: ...
+@overload
+def load(path: str | os.PathLike[str], type_: type[Loaded]) -> Loaded: ...
+def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
+    """The document in `path`; of type `type_`, or of whatever kind the file says.
+
+    Raises:
+        FileError: missing, too large, not JSON, of another version or kind, or not valid: what, and where.
+    """
+    source = _named(path)
+    expected = None if type_ is None else name_of_kind(type_)
+    content = file_access.content(path, source, LARGEST_BYTES, "documents have")
+    _text(content, source)  # and thrown away: the pieces that are read are bytes
+    text = JsonText(content)
+    name = _check_header(text, source, expected)
+    stored: Any = parsed(_KINDS[name].stored, text, source, ignored=_HEADER)
+    return _program(stored, source) if isinstance(stored, ProgramText) else stored
+
+
+def is_cluster(text: str) -> bool:
+    """Whether a text means a cluster by its form: a preset, emulated devices, several machines, or a file in TOML."""
+    known = is_preset(text) or text.startswith("emulated:") or _MACHINES.fullmatch(text)
+    return bool(known) or Path(text).suffix.lower() == ".toml"
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """The cluster that a person means: a preset's name, `emulated:4x256MiB`, or a .toml or .json file.
+
+    `16xdgx-a100@25GB/s` is sixteen of one, between which every device sends and receives 25 GB/s.
+
+    Raises:
+        UsageError: no preset of that name, or not an emulated cluster.
+        FileError: the file cannot be used.
+    """
+    instance("name_or_path", name_or_path, str, "such as 4x-titan-rtx, emulated:2x64MiB or cluster.toml")
+    if name_or_path.startswith("emulated:"):
+        return parse_emulated(name_or_path)
+    if several := _MACHINES.fullmatch(name_or_path):
+        return load_cluster(several[2]).machines(int(several[1]), parse_rate(several[3]))
+    suffix = Path(name_or_path).suffix.lower()
+    if suffix == ".toml":
+        source = _named(name_or_path)
+        what = "a cluster in TOML, which JSON may exceed, has"
+        text = _text(file_access.content(name_or_path, source, LARGEST_TOML_BYTES, what), source)
+        return Cluster.parse(text, source)
+    if suffix == ".json" or os.sep in name_or_path:
+        return load(name_or_path, Cluster)
+    return Cluster.preset(name_or_path)
+
+
+def _text(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
+
+
+def _check_header(text: JsonText, source: str, expected: str | None) -> str:
+    """The kind of a document, when kind and version are what they must be."""
+    try:
+        header = text.header(*_HEADER)
+    except Refusal as refusal:
+        raise FileError(sentence(refusal, source)) from None
+    name, version = header.get("pipefit"), header.get("version")
+    if not isinstance(name, str) or name not in _KINDS:
+        said = (
+            f"it says it is a {shortened(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
+        )
+        raise FileError(f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}")
+    if expected is not None and name != expected:
+        raise FileError(f"{source} is a {name}; a {expected} is expected: {_KINDS[expected].maker}")
+    supported = _KINDS[name].version
+    if type(version) is not int or version != supported:
+        said = f"of version {version}" if type(version) is int else "without a version number"
+        raise FileError(
+            f"{source} is a {name} {said}; this pipefit reads version {supported}: "
+            f"{'use a newer pipefit' if type(version) is int and version > supported else _KINDS[name].maker}"
+        )
+    return name
+
+
+def _program(stored: ProgramText, source: str) -> Program:
+    """The program behind its text form."""
+    if _words(stored.lines) > MOST_ACTIONS:
+        raise FileError(f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have")
+    try:
+        text = "\n".join(stored.lines)
+        return parse_program(text, placement=stored.placement, microbatches=stored.microbatches)
+    except UsageError as error:
+        raise FileError(f"{source} is not valid: {error}") from None
+
+
+# ---------------------------------------------------------------- names and schemas
+
+
+def name_of_kind(type_: type) -> str:
+    """What a kind of document is called in files and messages: `plan`, of `Plan`.
+
+    Raises:
+        UsageError: it is no kind of document.
+    """
+    for name, kind in _KINDS.items():
+        if kind.document is type_:
+            return name
+    known = ", ".join(kind.document.__name__ for kind in _KINDS.values())
+    what = f"a {type_.__name__}" if isinstance(type_, type) else kind_of(type_)
+    raise UsageError(f"{what} is not a document; documents are {known}")
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    """A path for a message.
+
+    Raises:
+        UsageError: it is none.
+    """
+    file_access.path_of(path)
+    return printable(os.fspath(path)) or "''"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of the documents of that kind, such as `plan`."""
+    kind = _KINDS[name]
+    body: dict[str, Any] = adapter(kind.stored).json_schema()
+    header = {"pipefit": {"const": name}, "version": {"const": kind.version}}
+    body["properties"] = header | body["properties"]
+    body["required"] = [*header, *body["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": f"pipefit {name}"}
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Every JSON Schema by name: of documents, and of answers that are none, such as `answer-fit`."""
+    documents = {name: schema(name) for name in _KINDS}
+    of_answers = {name: adapter(answer).json_schema() for name, answer in ANSWERS.items()}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return documents | {f"answer-{name}": {"$schema": draft, **found} for name, found in of_answers.items()}
+
+
+def write_schemas(folder: Path) -> None:
+    """Writes every schema to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, found in schemas().items():
+        (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_schemas(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/schemas"))

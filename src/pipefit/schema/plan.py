@@ -1,0 +1,473 @@
+"""A plan: which layers go on which devices, what is recomputed or moved away, and what a step should cost.
+
+A plan contains the profile, the cluster and the training that it was made for, so that it can be simulated, explained,
+certified and run from one file. You may also write one: `Plan(profile=..., cluster=..., training=..., stages=...)`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from math import lcm
+from typing import Literal
+
+from pipefit.errors import UsageError
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, What
+from pipefit.schema.grids import Division, Stage, dimensions, dividing
+from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.schema.trace import AllocatorPeaks
+from pipefit.schema.training import Training
+from pipefit.schema.validation import check_types
+from pipefit.tables import Shown
+from pipefit.texts import counted, layers_text
+from pipefit.units import format_bytes, format_seconds
+
+# ----------------------------------------------------------------------------------------------------
+# Where a plan comes from: its planner, what was minimised, and how close to the lowest possible value it is.
+
+_LARGEST = 1e30  # of any unit
+
+
+class Objective(StrEnum):
+    """What a planner minimises, as a phrase; `unit` is the unit of its value."""
+
+    PEAK = "peak of the fullest device, in bytes"
+    PEAK_SHARE = "peak of the fullest device, as a part of its budget"
+    ESTIMATED_PEAK = "estimated peak of the fullest device, in bytes"
+    PARAMETERS = "parameter bytes of the heaviest stage"
+    BLOCKS = "blocks of the longest stage"
+    SECONDS = "seconds of the slowest stage, for one microbatch"
+    STEP = "time of a step, in seconds"
+    ESTIMATED_STEP = "estimated time of a step, in seconds"
+
+    @property
+    def unit(self) -> Literal["bytes", "share", "blocks", "seconds"]:
+        """The unit of the value."""
+        if self is Objective.PEAK_SHARE:
+            return "share"
+        if self is Objective.BLOCKS:
+            return "blocks"
+        return "seconds" if self in (Objective.SECONDS, Objective.STEP, Objective.ESTIMATED_STEP) else "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Which planner made a plan, and how good it is proven to be.
+
+    `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
+    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages,
+    splits or plans it compared. `remarks` are sentences about what it tried.
+
+    Raises:
+        UsageError: a number is negative, or too large to be a size or a time.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    planner: str
+    options: dict[str, str | int | float | bool]
+    objective: Objective
+    value: float
+    bound: float | None
+    evaluated: int
+    seconds: float
+    remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, measure in (("value", self.value), ("bound", self.bound), ("seconds", self.seconds)):
+            if measure is not None and not 0 <= measure < _LARGEST:
+                raise UsageError(f"{name} must be a number from 0 to {_LARGEST:g}: it is a size, a share or a time")
+
+    def __str__(self) -> str:
+        took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
+        return " ".join((f"Planned by the {self.planner} planner{took}. {self._optimality}", *self.remarks))
+
+    @property
+    def proves_lowest_peak(self) -> bool:
+        """Whether it is proven that no other split has a lower peak."""
+        return self.bound == self.value and self.objective in _PEAKS
+
+    @property
+    def _optimality(self) -> str:
+        what = self.objective.partition(",")[0]
+        if self.bound is None or self.bound == 0 < self.value:
+            return f"The {what} is {self._value}; this planner does not tell how far that is from the lowest possible."
+        if self.proves_lowest_peak:
+            return f"Proven optimal: no split brings the {what} below {self._value}."
+        if self.bound == self.value:
+            return f"It minimises only the {what}: {self._value} is the lowest possible."
+        gap = 100 * (self.value / self.bound - 1)
+        return f"The {what} is {self._value}, at most {gap:.1f} % above the lowest possible."
+
+    @property
+    def _value(self) -> str:
+        """The value in the unit of its objective."""
+        match self.objective.unit:
+            case "share":
+                return f"{100 * self.value:.1f} % of its budget"
+            case "bytes":
+                return format_bytes(round(self.value))
+            case "seconds":
+                return format_seconds(self.value)
+            case "blocks":
+                return f"{self.value:g}"
+
+
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # the objectives that are true peaks, not estimates or stand-ins
+
+
+# ----------------------------------------------------------------------------------------------------
+# Other answers to the question of a plan that are worth knowing, with their prices: seconds a step, and
+# bytes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that is better in one respect, by `what` it is the best: `leanest`, `fewest devices` or `fastest`.
+
+    `peak_bytes` is that of its fullest device. `asked_by` are the options of `pipefit plan` that ask for it, beside
+    those that the plan itself was asked with.
+
+    Raises:
+        UsageError: no stage, device or microbatch, or a negative peak or time.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    what: str
+    schedule: str
+    stages: int
+    devices: int
+    microbatches: int
+    peak_bytes: int
+    step_seconds: float
+    asked_by: str
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if min(self.stages, self.devices, self.microbatches) < 1 or min(self.peak_bytes, self.step_seconds) < 0:
+            raise UsageError(
+                f"an alternative has a stage, a device, a microbatch and a peak and a time of zero or more, not {self}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What recomputing and moving tensors does for each stage of a plan: bytes that it frees, and seconds that it
+# adds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """One technique on one stage, by what the plan would be without it.
+
+    `what` is `recompute`, or what is moved and where to; `layers` are those that are recomputed or from which something
+    is moved. Without it the device's peak would be higher by `freed_bytes` and a step shorter by `added_seconds`, both
+    of which may be negative: a technique may be of no use beside the others.
+
+    Raises:
+        UsageError: no such stage, or no layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    stage: int
+    what: str
+    layers: int
+    freed_bytes: int
+    added_seconds: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.stage < 0 or self.layers < 1:
+            raise UsageError(
+                f"a compaction is of a stage and one layer or more, not of stage {self.stage} and "
+                f"{counted(self.layers, 'layer')}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is predicted for a plan: peaks, step time, and what the processes of GPUs take, beside what devices
+# have.
+
+TIGHT = 0.95  # of a GPU: what is not counted, such as cuDNN's workspaces, may take the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is predicted for a plan: the peak of every device in bytes, and seconds per step.
+
+    Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
+    `utilisation` is the share of a step in which each device computes; empty where it is not known. `compactions` say
+    what recomputing and moving does for each stage. `processes` are what a dry run found that the process of each
+    device takes of a GPU, None for devices without tensors; empty where there was none.
+
+    Raises:
+        UsageError: a negative peak or time, or not as many figures as peaks.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    peak_bytes: tuple[int, ...]
+    step_seconds: float
+    utilisation: tuple[float, ...] = ()
+    compactions: tuple[Compaction, ...] = ()
+    processes: tuple[AllocatorPeaks | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, told in (("processes", self.processes), ("utilisation", self.utilisation)):
+            if told and len(told) != len(self.peak_bytes):
+                raise UsageError(
+                    f"a prediction of {counted(len(self.peak_bytes), 'peak')} tells the {name} of as many devices, or "
+                    f"of none, not of {len(told)}"
+                )
+        for name, figures in (
+            ("peak_bytes", self.peak_bytes),
+            ("step_seconds", (self.step_seconds,)),
+            ("utilisation", self.utilisation),
+        ):
+            if wrong := [figure for figure in figures if not figure >= 0]:
+                raise UsageError(f"{name} of a prediction are zero or more, not {wrong[0]}")
+
+    def is_tight(self, cluster: Cluster, device: int) -> bool:
+        """Whether little is left of a GPU: for its process, or for tensors where that is not known."""
+        process = self.processes[device] if self.processes else None
+        if process is None:
+            return is_tight(cluster, device, self.peak_bytes[device])
+        return cluster.backend == "cuda" and process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+
+
+def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
+    """Whether so high a peak leaves little of a GPU's budget."""
+    return cluster.backend == "cuda" and peak_bytes >= TIGHT * cluster.budgets[device]
+
+
+def fullness(part: float, *, tight: bool) -> str:
+    """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`.
+
+    Where tensors leave much of the budget, and the process of a GPU little of the GPU, it says so: `84.9 %, process
+    tight`.
+    """
+    why = " tight" if part >= TIGHT else ", process tight"
+    return f"{100 * part:.1f} %" + (" over" if part > 1 else why if tight else "")
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Shown):
+    """Stages in pipeline order over the devices of a cluster, and decisions about their memory.
+
+    A device may hold several stages; two stages share either all of their devices or none.
+
+    Raises:
+        UsageError: stages, decisions or a prediction that do not match the profile and the cluster, another precision
+            than the profile's, or a microbatch size that was not profiled.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    profile: ModelProfile
+    cluster: Cluster
+    training: Training
+    stages: tuple[Stage, ...]
+    decisions: tuple[Decision, ...] = ()
+    prediction: Prediction | None = None
+    provenance: Provenance | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        edges = [0, *(stage.stop for stage in self.stages)]
+        if [stage.start for stage in self.stages] != edges[:-1] or edges[-1] != len(self.profile.layers):
+            raise UsageError(
+                f"the stages must hold layers 0 to {len(self.profile.layers) - 1} once each and in order, "
+                f"not {', '.join(f'{s.start}-{s.stop - 1}' for s in self.stages) or 'none'}"
+            )
+        self._check_devices()
+        for decision in self.decisions:
+            _check_decision(decision, self.stages, self.cluster)
+        if self.prediction is not None and len(self.prediction.peak_bytes) != len(self.cluster.devices):
+            raise UsageError(
+                f"the prediction names {counted(len(self.prediction.peak_bytes), 'peak')}, but cluster "
+                f"{self.cluster.name!r} has {counted(len(self.cluster.devices), 'device')}"
+            )
+        if self.training.precision != self.profile.assumptions.precision:
+            raise UsageError(
+                f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled in "
+                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}, "
+                f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
+            )
+        self.profile.at(self.training.microbatch_size)
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        """Check that replicas can divide a microbatch, and that the profile knows what a slice costs."""
+        size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
+        every, asked = lcm(*(stage.grid.data for stage in self.stages)), self.training
+        for number, stage in enumerate(self.stages):
+            data = stage.grid.data
+            if size % data:
+                raise UsageError(
+                    f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
+                    f"equally: use {dividing(size, every, asked.batch_size, asked.microbatches)}, or another number of "
+                    "replicas"
+                )
+            if size // data not in known:
+                raise UsageError(
+                    f"the {data} replicas of stage {number} compute slices of {counted(size // data, 'sample')}, and "
+                    f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it at all "
+                    f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
+                )
+            self.measured(number)  # refuses ranks that the profile does not know
+
+    def _check_devices(self) -> None:
+        """Check that every device exists, and that two stages share all of their devices or none."""
+        grids = dict.fromkeys(stage.devices for stage in self.stages)
+        used = [device for devices in grids for device in devices]
+        device, times = Counter(used).most_common(1)[0]
+        if times > 1:
+            shares = [list(devices) for devices in grids if device in devices]
+            raise UsageError(
+                f"device {device} is in the grids {', '.join(map(str, shares))}: two stages share either all of their "
+                "devices or none"
+            )
+        for number, stage in enumerate(self.stages):
+            if max(stage.devices) >= len(self.cluster.devices):
+                raise UsageError(
+                    f"stage {number} is on device {max(stage.devices)}; cluster {self.cluster.name!r} has "
+                    f"{counted(len(self.cluster.devices), 'device')}"
+                )
+
+    @property
+    def measurement(self) -> Measurement:
+        """The layer costs at this plan's microbatch size."""
+        return self.profile.at(self.training.microbatch_size)
+
+    def measured(self, stage: int) -> Measurement:
+        """The layer costs on a device of a stage.
+
+        They are for a slice of a microbatch, where replicas divide it, and of layers that tensor-parallel ranks divide.
+        """
+        grid = self.stages[stage].grid
+        size = self.training.microbatch_size // grid.data
+        return self.profile.at(size, grid.tensor, sequences=grid.sequences)
+
+    def division(self, stage: int) -> Division:
+        """How the values between the stage before and `stage` are divided.
+
+        Raises:
+            UsageError: they cannot be; names the boundary, and says what would work.
+        """
+        front, behind = (self.stages[number].grid.data for number in (stage - 1, stage))
+        one, other = self.measured(stage - 1), self.measured(stage)
+        sizes, layer = (one.microbatch_size, other.microbatch_size), self.stages[stage].start
+        sent, received = (measurement.costs[layer].inputs for measurement in (one, other))
+        if front == behind:
+            return Division((None,) * len(sent), front, behind)
+        try:
+            found = dimensions(sent, received, sizes, gathers=front < behind)
+        except UsageError as error:
+            raise UsageError(
+                f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among {behind} of "
+                f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another layer"
+            ) from error
+        return Division(found, front, behind)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a stage has several replicas, which divide every microbatch."""
+        return any(stage.grid.data > 1 for stage in self.stages)
+
+    @property
+    def asks_for_replicas(self) -> bool:
+        """Whether its planner was asked for replicas, or for what they are to divide."""
+        asked = self.provenance.options if self.provenance else {}
+        return "data" in asked or asked.get("shard", "none") != "none"
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether its programs say which rows of a microbatch are sent: where a stage is on several devices."""
+        return any(len(stage.devices) > 1 for stage in self.stages)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The devices in use, host by host, as launchers start workers: worker w runs the w-th.
+
+        Those of a host are in the order of ranks, and within a rank as its grid names them.
+        """
+        devices = (device for stages in self.ranks for device in self.stages[stages[0]].devices)
+        return tuple(sorted(devices, key=lambda device: self.cluster.devices[device].host))
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages that a device holds."""
+        return tuple(number for number, stage in enumerate(self.stages) if device in stage.devices)
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every stage."""
+        return tuple(stage.devices for stage in self.stages)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank. A rank is one grid of devices; ranks are in the order of their first stages."""
+        grids: dict[tuple[int, ...], list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            grids.setdefault(stage.devices, []).append(number)
+        return tuple(map(tuple, grids.values()))
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that have a copy of each shared parameter."""
+        return tuple(
+            tuple(n for n, s in enumerate(self.stages) if any(s.start <= user < s.stop for user in shared.users))
+            for shared in self.measurement.shared
+        )
+
+    @property
+    def summed(self) -> dict[int, tuple[int, ...]]:
+        """The stages that add up the gradients of a shared parameter, by its number. A frozen one has no gradients."""
+        shared = zip(self.measurement.shared, self.holders, strict=True)
+        return {n: stages for n, (one, stages) in enumerate(shared) if one.gradient_bytes and len(stages) > 1}
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The first layer of every stage but the first."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return tuple(stage.stop - stage.start for stage in self.stages)
+
+    def decisions_of(self, stage: int, what: What) -> tuple[Decision, ...]:
+        """The decisions of one kind about one stage."""
+        return tuple(d for d in self.decisions if d.stage == stage and d.what is what)
+
+    @property
+    def headline(self) -> str:
+        """Of what, in how many stages, on what: a line."""
+        return f"{self.profile.model}: {self.profile.parts} in {counted(len(self.stages), 'stage')} on {self.cluster}"
+
+    def __repr__(self) -> str:
+        """A line: a plan of everything that is in it would be thousands."""
+        return f"<Plan: {self.headline}>"
+
+
+def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
+    """Check that the decision is about layers and places that exist.
+
+    Raises:
+        UsageError: no such stage, layers outside it, or a place that the cluster does not have.
+    """
+    if not 0 <= decision.stage < len(stages):
+        raise UsageError(f"{decision}: the plan has {counted(len(stages), 'stage')}")
+    stage = stages[decision.stage]
+    if any(not stage.start <= layer < stage.stop for layer in decision.layers):
+        raise UsageError(f"{decision}: the stage holds {layers_text(stage.start, stage.stop)}")
+    for member in () if decision.place is None else decision.place.members:
+        cluster.check(member.at(cluster.devices[stage.devices[0]].host), str(decision))

@@ -1,0 +1,620 @@
+"""The program: for every device, the ordered list of all it does in one step. Simulator, dry run and runtime follow it.
+
+    device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 0STEP
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1STEP
+
+`pipefit.schema.actions` explains the words. A program may be the body of an endless schedule, and then join actions
+that the body before it has started: these are `carried_in`. Those that it leaves to the next body to join are
+`carried_out`. Microbatches are then counted from the first one of this body, and earlier ones have negative numbers.
+The program that fills the pipeline carries nothing in, the one that drains it nothing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.actions import (
+    BACKGROUND,
+    COLLECTIVE,
+    MESSAGES,
+    SENDS,
+    SPLIT_BACKWARD,
+    STATES,
+    Action,
+    Actions,
+    Kind,
+    Message,
+    Placement,
+    Subject,
+    collective,
+    message_of,
+    message_partner,
+    parse_action,
+)
+from pipefit.schema.devices import Member, Place, Share
+from pipefit.tables import Shown
+from pipefit.texts import counted
+
+# ----------------------------------------------------------------------------------------------------
+# The check that a program ends under NCCL's rules for messages, and that every receive gets its own message.
+#
+# NCCL ignores tags. The operations of two devices on one communicator are paired first in, first out: the
+# next one that either device has started is paired with the next one of the other. Two paired sends never
+# complete, nor does anything after them; a send that is paired with the receive of another message delivers
+# the wrong data. Therefore each direction of a boundary between two devices is a `Channel` with a
+# communicator of its own, and the rules are:
+#
+#     start of a message      takes the next place in the queue of its channel; it is complete when the other end has
+#                             started the operation at the same place
+#     start of a collective   is complete when all its members have started it; collectives of the same members share a
+#                             communicator, on which all of them must start the same ones in the same order
+#     join                    holds the device until the start is complete: on the CPU it blocks the process, on a GPU
+#                             it blocks every later computation and message of that device
+#
+# Every `Program` is checked when it is made, and the transport chooses its process groups by the same
+# `channel`. So no program that would hang can be launched. Tests on gloo, which by itself pairs messages by
+# tags, use NCCL's order too.
+#
+# The check is one pass: a device advances until a join holds it, and the start that completes an operation
+# releases the devices that wait for it. Linear in the number of actions, about half a microsecond for each.
+# (PyTorch issue 132852 on tags, pull request 186173 on a communicator for each direction.)
+
+_ORDERED = MESSAGES | COLLECTIVE
+
+
+class Channel(NamedTuple):
+    """All messages from stage `sender` to stage `receiver` between two of their devices: first in, first out."""
+
+    sender: int
+    receiver: int
+    source: int
+    target: int
+
+
+ChannelOf = Callable[[int, Action, Placement], Hashable | None]
+
+
+def channel(device: int, action: Action, placement: Placement) -> Channel | None:
+    """The channel of a send or receive on `device`; None between two stages of it, which need no communicator."""
+    message = message_of(device, action, placement)
+    sender = action.stage if action.kind in SENDS else action.neighbour
+    source, target = message.source, message.target
+    return None if source == target else Channel(sender, message.receiver, source, target)
+
+
+def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
+    """All channels that these actions use, in the order in which every worker makes their communicators."""
+    found = {
+        channel(device, action, placement)
+        for device, own in enumerate(actions)
+        for action in own
+        if action.kind in MESSAGES and not action.wait
+    }
+    return tuple(sorted(name for name in found if name is not None))
+
+
+def check_order(
+    actions: Actions, placement: Placement, *, carried_in: Actions = (), channel_of: ChannelOf = channel
+) -> None:
+    """Follow the actions of all devices by these rules to their end.
+
+    Args:
+        actions: of every device; every start has its join, and every message both ends.
+        placement: the devices of every stage.
+        carried_in: for every device, if any: the starts of the body before that it joins.
+        channel_of: the communicator of a message; another function checks another arrangement.
+
+    Raises:
+        UsageError: the program would hang, or a receive would get the data of another message; says which devices
+            wait at which actions, and what to change.
+    """
+    _Follower(actions, placement, carried_in, channel_of).to_the_end()
+
+
+# -------------------------------------------------------------------- queues
+
+
+_Participant = tuple[int, int]  # a device and one of its stages, in a collective or at an end of a queue
+
+
+class _End(NamedTuple):
+    """One end of a queue: a stage's sends in one direction, its receives, or its part in a collective."""
+
+    queue: _Queue
+    member: _Participant  # distinguishes the ends of the queue
+    operation: Hashable  # the same at all ends that may be paired
+    sends: bool | None  # None in a collective
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The operations of one communicator, in their order."""
+
+    size: int  # how many ends an operation has
+    first: list[Action] = field(default_factory=list)  # by place, the first start
+    ends: list[_End] = field(default_factory=list)  # by place, the end of that start
+    started: list[int] = field(default_factory=list)  # by place, how many ends have started
+    places: dict[_Participant, int] = field(default_factory=dict)  # by member, the place of its next start
+    done: int = 0  # number of complete places
+    waiting: list[int] = field(default_factory=list)  # devices that wait for this queue
+
+    def start(self, end: _End, action: Action) -> int:
+        """The place that this start takes."""
+        place = self.places.get(end.member, 0)
+        self.places[end.member] = place + 1
+        if place == len(self.first):
+            self.first.append(action)
+            self.ends.append(end)
+            self.started.append(0)
+        else:
+            _check_same(self.ends[place], self.first[place], end, action)
+        self.started[place] += 1
+        self.done += self.started[place] == self.size
+        return place
+
+
+def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> None:
+    """Check that two starts at one place belong to the same operation.
+
+    Raises:
+        UsageError: they do not: they would hang, or mix their data.
+    """
+    if one_end.operation == other_end.operation and _content(one) == _content(other):
+        return
+    if one_end.sends is None:
+        raise UsageError(_mixed(one, other))
+    ends = [f"{action} of device {end.member[0]}" for end, action in ((one_end, one), (other_end, other))]
+    raise UsageError(_clash(*ends) if one_end.sends is other_end.sends else _misdelivered(*ends, sends=one_end.sends))
+
+
+def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
+    """What distinguishes the operations of one queue."""
+    return action.microbatch, action.part
+
+
+def _clash(one: str, other: str) -> str:
+    return (
+        f"the program would hang: {one} and {other} meet on one communicator, on which neither completes; give each "
+        "direction one of its own"
+    )
+
+
+def _misdelivered(one: str, other: str, *, sends: bool) -> str:
+    send, receive = (one, other) if sends else (other, one)
+    return (
+        f"{receive} would get what {send} sends: messages of one direction arrive in the order of the sends, whatever "
+        "microbatch a receive names; start the receives in the order of the sends"
+    )
+
+
+def _mixed(first: Action, second: Action) -> str:
+    return (
+        f"{second} would be added to {first}: sums over the same stages happen in the order in which each stage starts "
+        f"them; start them in the same order on stages {first.stage} and {second.stage}"
+    )
+
+
+# -------------------------------------------------------------------- devices
+
+
+class _Follower:
+    """Follows all devices of a program to their ends, or until each waits for another."""
+
+    def __init__(self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf) -> None:
+        self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
+        self._members = _members(actions, placement)
+        self._queues: dict[Hashable, _Queue] = {}
+        self._ends: dict[tuple[object, ...], _End] = {}
+        self._held: dict[int, tuple[Action, _Queue]] = {}  # device -> the join at which it waits
+        self._free = list(range(len(actions)))
+
+    def to_the_end(self) -> None:
+        """Let every device advance as far as it can.
+
+        Raises:
+            UsageError: some device does not reach its end.
+        """
+        open_starts = self._carried_in() if self._carried else [{} for _ in self._free]
+        devices = [self._device(device, starts) for device, starts in enumerate(open_starts)]
+        while self._free:
+            next(devices[self._free.pop()], None)
+        if self._held:
+            raise UsageError(self._hangs())
+
+    def _carried_in(self) -> list[_Starts]:
+        """What the body before has started: complete if all ends have started it, else at its place in its queue."""
+        starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
+        here = {self._operation(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
+        found: list[_Starts] = []
+        for device, actions in enumerate(self._carried):
+            found.append({})
+            for action in actions:
+                if action.kind in _ORDERED:
+                    end = self._end(device, action)
+                    waits = self._operation(device, action) in here
+                    found[device][action[:-1]] = end.queue, end.queue.start(end, action) if waits else -1
+        return found
+
+    def _operation(self, device: int, action: Action) -> Hashable:
+        """What is the same at all starts of one operation."""
+        return self._end(device, action).operation, _content(action)
+
+    def _device(self, device: int, open_starts: _Starts) -> Iterator[None]:
+        """Follow one device through its actions; yields when a join holds it."""
+        ends = self._ends
+        for action in self._actions[device]:
+            if action.kind not in _ORDERED:
+                continue
+            if action.wait:
+                queue, place = open_starts.pop(action[:-1])
+                while queue.done <= place:
+                    queue.waiting.append(device)
+                    self._held[device] = action, queue
+                    yield
+                    del self._held[device]
+            else:
+                key = device, action.kind, action.stage, action.subject, action.place, action.layers
+                end = ends.get(key) or self._end(device, action)
+                queue = end.queue
+                done = queue.done
+                open_starts[action[:-1]] = queue, queue.start(end, action)
+                if queue.done > done and queue.waiting:
+                    self._free += queue.waiting
+                    queue.waiting.clear()
+
+    def _end(self, device: int, action: Action) -> _End:
+        """The end of a queue at which `action` starts. Messages inside a device have a queue for each microbatch."""
+        member = device, action.stage
+        if action.kind in COLLECTIVE:
+            operation: Hashable = collective(action)
+            members = self._members[operation]
+            queue = self._queue(("sum", tuple(_counted(members, one) for one in members)), len(members))
+            end = _End(queue, _counted(members, member), operation, None)
+        else:
+            message = message_of(device, action, self._placement)
+            operation, sends = message._replace(microbatch=None, part=None), action.kind in SENDS
+            name = self._channel_of(device, action, self._placement)
+            if name is None:
+                return _End(self._queue(message, 2), member, operation, sends)
+            end = _End(self._queue(name, 2), (device, -1), operation, sends)
+        return self._ends.setdefault(
+            (device, action.kind, action.stage, action.subject, action.place, action.layers), end
+        )
+
+    def _queue(self, name: Hashable, size: int) -> _Queue:
+        return self._queues.setdefault(name, _Queue(size))
+
+    # ---------------------------------------------------------------- a program that would hang
+
+    def _hangs(self) -> str:
+        """The devices that wait for each other, found by going from one that waits to the one it waits for."""
+        way: dict[int, tuple[int, Action]] = {}  # device -> the other device, and its start that is missing
+        device = min(self._held)
+        while device in self._held and device not in way:
+            way[device] = self._needed(device)
+            device = way[device][0]
+        passed = list(way)
+        circle = passed[passed.index(device) :] if device in way else passed[-1:]
+        stand = "; ".join(
+            f"device {one} stands at {self._held[one][0]} until device {other} starts {start}"
+            for one in circle
+            for other, start in (way[one],)
+        )
+        return f"the program would hang: {stand}. {self._remedy([way[one] for one in circle])}"
+
+    def _needed(self, device: int) -> tuple[int, Action]:
+        """The other device for which `device` waits, and its missing start."""
+        _, queue = self._held[device]
+        end, first = queue.ends[queue.done], queue.first[queue.done]
+        if end.sends is None:
+            members = self._members[end.operation]
+            missing = (one for one in members if queue.places.get(_counted(members, one), 0) <= queue.done)
+            other, stage = next(missing)
+            return other, first._replace(stage=stage)
+        message = message_of(end.member[0], first, self._placement)
+        return message.target if end.sends else message.source, message_partner(first)
+
+    def _remedy(self, needed: list[tuple[int, Action]]) -> str:
+        other, start = needed[-1]
+        if other not in self._held:
+            return f"Device {other} ends without it: start {start} there, or nowhere"
+        orders = (f"start {start} before {self._held[other][0]}" for other, start in needed)
+        return f"To end, {', or '.join(orders)}"
+
+
+_Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # the open starts of a device: their queues and places
+
+
+def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
+    """Whose starts are counted: a device's, on the communicator of these devices; or a stage's, where a device takes
+    part with several.
+    """
+    return member if len({device for device, _ in members}) < len(members) else (member[0], -1)
+
+
+def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
+    """The members of every collective: those that start it; an agreement has one on every device."""
+    found: dict[Hashable, dict[_Participant, None]] = {}
+    for device, own in enumerate(actions):
+        for action in own:
+            if action.kind in COLLECTIVE:
+                found.setdefault(collective(action), {})[device, action.stage] = None
+    agreed = found.get(collective(Action(Kind.AGREE, 0)))
+    if agreed is not None:
+        known = {device for device, _ in agreed}
+        for stage, devices in enumerate(placement):
+            missing = [device for device in devices if device not in known]
+            agreed.update(dict.fromkeys((device, stage) for device in missing))
+            known.update(missing)
+    return {key: tuple(sorted(members)) for key, members in found.items()}
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncheckedProgram(Shown):
+    """What every device does in one step, or some of them. `placement[stage]` are the devices that hold the stage."""
+
+    placement: Placement
+    microbatches: int
+    actions: Actions  # per device of the cluster, empty for unused devices
+    bundles: tuple[tuple[Subject, ...], ...] = ()
+    carried_in: Actions = ()  # per device, where there are any: starts of the body before that this one joins
+    carried_out: Actions = ()  # starts of this one that the next body joins
+
+    @property
+    def endless(self) -> bool:
+        """Whether this is a part of an endless schedule: microbatches may be in flight before and after it."""
+        return bool(self.carried_in or self.carried_out)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.placement)
+
+    def moved(self, action: Action) -> tuple[Subject, ...]:
+        """The subjects that an OFFLOAD or RELOAD moves.
+
+        Raises:
+            UsageError: it names none, or a bundle that the program does not have.
+        """
+        subject = action.subject
+        if isinstance(subject, Subject):
+            return (subject,)
+        if subject is None or subject.number >= len(self.bundles):
+            raise UsageError(
+                f"{action} moves nothing that is known: name a tensor, or one of {counted(len(self.bundles), 'bundle')}"
+            )
+        return self.bundles[subject.number]
+
+    def __repr__(self) -> str:
+        """A line: all actions would be thousands."""
+        actions = sum(map(len, self.actions))
+        return (
+            f"<{type(self).__name__}: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
+            f"{counted(self.microbatches, 'microbatch')}>"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions)]
+        lines += [f"bundle {number}: {' '.join(map(str, bundle))}" for number, bundle in enumerate(self.bundles)]
+        for name, carried in (("carried in", self.carried_in), ("carried out", self.carried_out)):
+            lines += [f"{name} {device}: {' '.join(map(str, starts))}" for device, starts in enumerate(carried)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Program(UncheckedProgram):
+    """A program of all devices, that can be carried out.
+
+    Raises:
+        UsageError: a stage without a device, an action on the wrong one, starts carried over on other devices than
+            there are, a WAIT before its start, a start or a message without its partner, or an order of messages in
+            which devices would wait for each other without end (`message_order`).
+    """
+
+    def __post_init__(self) -> None:
+        if () in self.placement:
+            raise UsageError(f"stage {self.placement.index(())} is on no device: a program places every stage")
+        for carried in (self.carried_in, self.carried_out):
+            if len(carried) not in (0, len(self.actions)):
+                raise UsageError(
+                    f"starts are carried over on {counted(len(carried), 'device')}, and the program has "
+                    f"{len(self.actions)}: it needs a line for each, or none"
+                )
+        for device, actions in enumerate(self.actions):
+            _check_device(device, actions, self)
+        _check_messages(self)
+        check_order(self.actions, self.placement, carried_in=self.carried_in)
+
+
+# -------------------------------------------------------------------- text
+
+
+def parse_program(text: str, *, placement: Placement, microbatches: int) -> Program:
+    """The program that `str(program)` wrote: a line of actions for each device, then bundles and carried starts.
+
+    A message that names the only device at its other end is the same as one that names none.
+    """
+    found: dict[str, list[tuple[str, ...]]] = {"device": [], "bundle": [], "carried in": [], "carried out": []}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        head, colon, tail = line.partition(":")
+        name = head.rstrip("0123456789 ")
+        if not colon or name not in found:
+            name, tail = "device", line
+        found[name].append(tuple(tail.split()))
+
+    def actions(name: str) -> Actions:
+        return tuple(tuple(_normal(parse_action(word), placement) for word in words) for words in found[name])
+
+    return Program(
+        placement=placement,
+        microbatches=microbatches,
+        actions=actions("device"),
+        bundles=tuple(tuple(map(_subject, words)) for words in found["bundle"]),
+        carried_in=actions("carried in"),
+        carried_out=actions("carried out"),
+    )
+
+
+def _subject(word: str) -> Subject:
+    layer, dot, what = word.partition(".")
+    if not (dot and layer.isdigit() and (what.isdigit() or what in STATES)):
+        raise UsageError(
+            f"{word!r} is no saved tensor and no state: a bundle lists them as layer and number, such as 5.3, or as "
+            f"layer and one of {', '.join(STATES)}"
+        )
+    return Subject(int(layer), int(what) if what.isdigit() else what)
+
+
+def _normal(action: Action, placement: Placement) -> Action:
+    """A message without the name of its other end, if only one is possible."""
+    if action.kind in MESSAGES and action.place is not None and 0 <= action.neighbour < len(placement):
+        there = placement[action.neighbour]
+        if len(there) == 1 and action.place == Place([Share(Member.device(there[0]), 1)]):
+            return action._replace(place=None)
+    return action
+
+
+# -------------------------------------------------------------------- checks
+
+
+_Which = tuple[int | None, tuple[int, int] | None]  # of the messages between two stages: its microbatch and rows
+_Start = tuple[object, ...]  # an action without the last field, which is whether it is a WAIT
+
+
+def _check_device(device: int, actions: Iterable[Action], program: Program) -> None:
+    """Check that actions are of the device's stages, and that each start is joined once, here or in the next body."""
+    stages = {stage for stage, devices in enumerate(program.placement) if device in devices}
+    open_starts = _carried_starts(program.carried_in, device)
+    for action in actions:
+        kind = action.kind
+        if action.stage not in stages:
+            raise UsageError(f"device {device} has action {action}, but stage {action.stage} is not on it")
+        if action.wait:
+            if open_starts.pop(action[:-1], None) is None:
+                raise UsageError(f"device {device}: {action} joins nothing: {action.start} did not start before it")
+        elif kind in BACKGROUND or action.in_background:
+            if action[:-1] in open_starts:
+                raise UsageError(f"device {device}: {action} starts twice before it is joined")
+            open_starts[action[:-1]] = action
+        elif kind in SPLIT_BACKWARD:
+            _check_split(device, action, open_starts)
+    left = _carried_starts(program.carried_out, device)
+    never = sorted((str(start), start) for key, start in open_starts.items() if key not in left)
+    if never:
+        _, first = never[0]
+        if first.kind is Kind.INPUT_GRADIENTS:
+            raise UsageError(f"device {device}: {first} is half a backward: add {_other_half(first)} behind it")
+        raise UsageError(f"device {device}: {first} is never joined: add its WAIT")
+
+
+def _carried_starts(carried: Actions, device: int) -> dict[_Start, Action]:
+    """What a device carries in or out, if anything."""
+    return {start[:-1]: start for start in carried[device]} if carried else {}
+
+
+def _other_half(action: Action) -> Action:
+    return action._replace(kind=Kind.WEIGHT_GRADIENTS)
+
+
+def _check_split(device: int, action: Action, open_starts: dict[_Start, Action]) -> None:
+    """Check that a split backward has both parts: first the gradients of the inputs, then those of the weights."""
+    first = action._replace(kind=Kind.INPUT_GRADIENTS)
+    if action.kind is Kind.INPUT_GRADIENTS:
+        if first[:-1] in open_starts:
+            raise UsageError(f"device {device}: {action} comes twice")
+        open_starts[first[:-1]] = first
+    elif open_starts.pop(first[:-1], None) is None:
+        raise UsageError(f"device {device}: {action} has no gradients to start from: {first} must come before it")
+
+
+def _check_messages(program: Program) -> None:
+    """Check that every send has its receive.
+
+    In a body that repeats, the partner may be in the body before or after: numbers are compared modulo the microbatches
+    of a body. Of other parts of an endless schedule, what is carried in or out may have its partner elsewhere.
+    """
+    repeats = program.endless and _repeats(program)
+    placement, streams = program.placement, dict[Message, dict[_Which, tuple[int, Action]]]()
+    elsewhere = set() if repeats else _carried(program)
+    for device, actions in enumerate(program.actions):
+        ends: dict[tuple[object, ...], tuple[dict[_Which, tuple[int, Action]], int]] = {}
+        for action in actions:
+            kind, stage, microbatch, _, _, place, part, wait = action
+            if wait or kind not in MESSAGES:
+                continue
+            if (kind, stage, place) not in ends:
+                message = message_of(device, action, placement)._replace(microbatch=None, part=None)
+                ends[kind, stage, place] = streams.setdefault(message, {}), 1 if kind in SENDS else -1
+            stream, sign = ends[kind, stage, place]
+            which = microbatch % program.microbatches if repeats and microbatch is not None else microbatch, part
+            stream[which] = stream[which][0] + sign if which in stream else sign, action
+    for message, stream in streams.items():
+        for (microbatch, part), (count, action) in stream.items():
+            if count and message._replace(microbatch=microbatch, part=part) not in elsewhere:
+                raise UsageError(f"{action} has no partner: {_partner(action, message, placement)} is missing")
+
+
+def _partner(action: Action, message: Message, placement: Placement) -> Action:
+    """The other end of a message, as it is written on its device."""
+    partner = message_partner(action)
+    if len(placement[action.stage]) == 1:
+        return partner
+    here = message.source if action.kind in SENDS else message.target
+    return partner._replace(place=Place([Share(Member.device(here), 1)]))
+
+
+def _repeats(program: Program) -> bool:
+    """Whether the program can follow itself: what it carries out is what it carries in, one body later."""
+    return tuple(map(set, program.carried_in)) == tuple(
+        {shifted(start, -program.microbatches) for start in starts} for starts in program.carried_out
+    )
+
+
+def _carried(program: Program) -> set[Message]:
+    """The messages of which an end started in the program before, or is joined in the one behind."""
+    return {
+        message_of(device, action, program.placement)
+        for starts in (program.carried_in, program.carried_out)
+        for device, actions in enumerate(starts)
+        for action in actions
+        if action.kind in MESSAGES
+    }
+
+
+# -------------------------------------------------------------------- one program after the other
+
+
+def shifted(action: Action, by: int) -> Action:
+    """The action with its microbatch counted from one that comes `by` earlier."""
+    if not by or action.microbatch is None:
+        return action
+    return Action(action.kind, action.stage, action.microbatch + by, *action[3:])
+
+
+def in_a_row(programs: Iterable[UncheckedProgram], device: int) -> tuple[Action, ...]:
+    """The actions of a device in these parts of an endless schedule, one after the other."""
+    found, entered = list[Action](), 0
+    for program in programs:
+        found += (shifted(action, entered) for action in program.actions[device])
+        entered += program.microbatches
+    return tuple(found)
+
+
+def joined(programs: Sequence[Program]) -> Program:
+    """These parts of an endless schedule, one after the other, as one program."""
+    entered = sum(program.microbatches for program in programs)
+    left = entered - programs[-1].microbatches
+    return Program(
+        placement=programs[0].placement,
+        microbatches=entered,
+        actions=tuple(in_a_row(programs, device) for device in range(len(programs[0].actions))),
+        bundles=programs[0].bundles,
+        carried_in=programs[0].carried_in,
+        carried_out=tuple(tuple(shifted(start, left) for start in starts) for starts in programs[-1].carried_out),
+    )

@@ -1,0 +1,283 @@
+"""Outside data to checked types: what is wrong becomes one sentence that names it and its place.
+
+Types are the frozen dataclasses themselves. Values are taken strictly: `"3"` is not 3 and `true` is not 1. Documents
+are read in pieces (`pipefit.schema.json_text`), so that a hostile file costs no more memory than a valid one of its
+size and the first mistake ends the reading. What people construct in Python is checked where it is born:
+`check_types(self)` in a dataclass's `__post_init__` costs about a microsecond and imports nothing; `whole` and `number`
+check arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from math import isfinite
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from pipefit.errors import FileError, UsageError
+from pipefit.schema.json_text import JsonText, Refusal
+from pipefit.texts import printable, shortened, unknown
+
+# ----------------------------------------------------------------------------------------------------
+# Names of torch's dtypes, for those who read them in documents and do without torch.
+
+_FLOATS = "float64 float32 float16 bfloat16 complex128 complex64 complex32"
+_SMALL_FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+_INTEGERS = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
+_SMALL_INTEGERS = "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"
+_OTHERS = "qint8 qint32 quint8 quint2x4 quint4x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
+DTYPES = frozenset(" ".join((_FLOATS, _SMALL_FLOATS, _INTEGERS, _SMALL_INTEGERS, _OTHERS)).split())
+_USUAL = ("float32", "bfloat16", "float16", "float64", "int64")
+
+
+def check_dtype(name: str) -> None:
+    """Check that torch has a dtype of that name.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if name not in DTYPES:
+        raise UsageError(unknown(f"{shortened(repr(name))} is no dtype of torch", name, _USUAL))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
+
+
+def check_types(instance: Any) -> None:
+    """Check that every field of a dataclass is of its annotated type.
+
+    An int is taken as a float; a bool is taken as neither.
+
+    Raises:
+        UsageError: one is not; names the field, its type and the value.
+    """
+    for name, fits, meant in _annotated(cast("Any", type(instance))):
+        if not fits(value := getattr(instance, name)):
+            raise UsageError(f"{type(instance).__name__}.{name} must be {meant}, not {_repeated(value)}")
+
+
+def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
+    """Check that arguments, by their names, are of the types that a TypedDict has for them; others are let pass.
+
+    Raises:
+        UsageError: one is not; names it, its type and the value.
+    """
+    for name, fits, meant in _annotated(kind):
+        if name in given and not fits(given[name]):
+            raise UsageError(f"{name} must be {meant}, not {_repeated(given[name])}")
+
+
+def check_names(function: str, given: Mapping[str, object], kind: Any, elsewhere: Mapping[str, str]) -> None:
+    """Check that a TypedDict has all arguments that a function is given, by their names.
+
+    Raises:
+        UsageError: one is unknown; says where it belongs if `elsewhere` does, or else which there are.
+    """
+    known = [name for name, *_ in _annotated(kind)]
+    for name in given:
+        if name in elsewhere:
+            raise UsageError(f"{function} has no argument {name!r}: {elsewhere[name]}")
+        if name not in known:
+            raise UsageError(unknown(f"{function} has no argument {name!r}", name, known))
+
+
+def whole(name: str, value: int, least: int, most: int | None = None) -> int:
+    """`value`, a whole number from `least` to `most`, or of any size above `least` without `most`.
+
+    Raises:
+        UsageError: it is something else; names the argument.
+    """
+    if type(value) is not int or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} must be a whole number {span}, not {_repeated(value)}")
+    return value
+
+
+def instance(name: str, value: object, kind: Any, hint: str = "") -> Any:
+    """`value`, a `kind`; `hint` says where one comes from.
+
+    Raises:
+        UsageError: it is something else; names the argument.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        from_where = f": {hint}" if hint else ""
+        raise UsageError(f"{name} must be {article} {kind.__name__}, not {_repeated(value)}{from_where}")
+    return value
+
+
+def seed_number(seed: int) -> int:
+    """`seed`, one that torch's generators take, so far from their largest that the number of a step can be added.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    return whole("seed", seed, -(1 << 63), (1 << 63) - 1)
+
+
+def number(name: str, value: float, *, below: float) -> float:
+    """`value`, a number above 0 and below `below`.
+
+    Raises:
+        UsageError: it is something else; names the argument.
+    """
+    if not _is_float(value) or not 0 < value < below:
+        raise UsageError(f"{name} must be a number above 0 and below {below:g}, not {_repeated(value)}")
+    return value
+
+
+def validated(kind: type[T], data: object, source: str) -> T:
+    """`data`, as a TOML file gave it, as a `kind`.
+
+    Raises:
+        FileError: naming `source`, the first thing that is wrong, and where it is.
+    """
+    try:
+        text = json.dumps(data, allow_nan=False, default=str)
+    except ValueError:
+        where = _path_text(_not_finite(data) or ())
+        raise FileError(f"{source} is not valid: {where}: a number must be finite") from None
+    except RecursionError:
+        raise FileError(f"{source} is not valid: it is nested too deeply") from None
+    return parsed(kind, JsonText(text.encode()), source)
+
+
+def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str] = frozenset()) -> T:
+    """The one object that `text` holds, as a `kind`; top-level keys in `ignored` are skipped.
+
+    Raises:
+        FileError: naming `source`, the first thing that is wrong, and where it is.
+    """
+    try:
+        return text.read(kind, ignored)
+    except Refusal as refusal:
+        raise FileError(sentence(refusal, source)) from None
+
+
+def sentence(refusal: Refusal, source: str) -> str:
+    """A refusal as an error says it: what is wrong with `source`, and where."""
+    if refusal.damage:
+        return f"{source} {refusal.what}"
+    where = _path_text(refusal.path)
+    more = " (and more)" if refusal.more else ""
+    return f"{source} is not valid: {f'{where}: ' if where else ''}{refusal.what}{more}"
+
+
+def _not_finite(data: object) -> tuple[str | int, ...] | None:
+    """Where in lists and dictionaries the first number is that is not finite."""
+    if isinstance(data, float):
+        return None if isfinite(data) else ()
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = ((key, path) for key, value in inner if (path := _not_finite(value)) is not None)
+    return next(((key, *path) for key, path in found), None)
+
+
+def _path_text(path: Sequence[str | int]) -> str:
+    """`stages[1].start` of `("stages", 1, "start")`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
+    return text.removeprefix(".")
+
+
+# ---------------------------------------------------------------- annotations to checks
+
+_Fits = Callable[[Any], bool]
+
+
+@cache
+def _annotated(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
+    """For every annotation of a class its name, whether a value fits it, and what belongs there, in words."""
+    hints = get_type_hints(kind).items()
+    return tuple((name, _fits(hint), _meant(hint)) for name, hint in hints if get_origin(hint) is not ClassVar)
+
+
+def _fits(hint: Any) -> _Fits:
+    """Whether a value is of the annotated type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return lambda value: type(value) is str and value in parts
+    if origin in (Union, UnionType):
+        choices = tuple(map(_fits, parts))
+        return lambda value: any(fits(value) for fits in choices)
+    if origin is tuple:
+        return _fits_tuple(parts)
+    if origin is Callable:
+        return callable
+    if origin is dict:
+        key, entry = map(_fits, parts)
+        return lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(entry, value.values()))
+    if hint is int:
+        return lambda value: type(value) is int
+    if hint is float:
+        return _is_float
+    return lambda value: isinstance(value, hint)
+
+
+def _fits_tuple(parts: tuple[Any, ...]) -> _Fits:
+    if parts[-1] is Ellipsis:
+        each, quick = _fits(parts[0]), _quick(parts[0])
+        return lambda value: isinstance(value, tuple) and (quick(value) or all(map(each, value)))
+    of = tuple(map(_fits, parts))
+    return lambda value: (
+        isinstance(value, tuple)
+        and len(value) == len(of)
+        and all(fits(part) for fits, part in zip(of, value, strict=True))
+    )
+
+
+def _quick(hint: Any) -> _Fits:
+    """Whether all elements of a tuple are plainly of the annotated type: whole numbers, or as many of them in each.
+
+    False means that it cannot be seen so quickly. Files may have millions of elements, for which this takes a tenth of
+    the time of a call for each.
+    """
+    parts = get_args(hint)
+    if hint is int:
+        return lambda values: set(map(type, values)) == {int}
+    if get_origin(hint) is tuple and set(parts) == {int}:
+        return lambda values: (
+            set(map(type, values)) == {tuple}
+            and set(map(len, values)) == {len(parts)}
+            and set(map(type, chain.from_iterable(values))) == {int}
+        )
+    return lambda _: False
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float | int) and value is not True and value is not False
+
+
+def _meant(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (Union, UnionType):
+        return " or ".join(map(_meant, parts))
+    if origin is tuple:
+        return f"a tuple of {_plural(parts)}"
+    if origin is Callable:
+        return "a function"
+    if origin is dict:
+        return f"a dictionary of {getattr(parts[1], '__name__', parts[1])} by {parts[0].__name__}"
+    if hint is type(None):
+        return "None"
+    name = getattr(hint, "__name__", str(hint))
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"
+
+
+def _plural(parts: tuple[Any, ...]) -> str:
+    kinds = parts[:-1] if parts[-1] is Ellipsis else parts
+    return ", ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+
+
+def _repeated(value: Any) -> str:
+    """A refused value for a message: itself where it is short, and its type where that says more."""
+    shown = shortened(repr(value))
+    return shown if value is None or isinstance(value, bool | str) else f"{shown} ({type(value).__name__})"

@@ -1,0 +1,558 @@
+"""A plan's peaks and seconds, put together of what each of its devices does, which is remembered for other plans.
+
+What a device does in a step, what it holds at its peak and how long it computes follow from its own stages, from where
+the stages next to them are, and from what is decided about its own. So of two plans that differ in a stage only that
+stage's devices are lowered and read again. What devices do to each other is left to the clock and to arenas, which are
+put together for every plan. Nothing checks that sends and receives meet, as they do in whatever is lowered. Replicas
+that do the same with other rows and neighbours hold the same bytes, so that the ledger of one of them tells for all;
+those that do it at the same times are lowered and timed once (`simulate.equal_devices`).
+
+Costs: what changed, at some ten microseconds for an action; and one and a half for every action of the plan; replicas
+that do the same at the same times count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.lowering import distinct_steps, rank_programs
+from pipefit.lowering.asynchronous import period
+from pipefit.memory.arenas import Arena, arenas_for, lent_bytes, missing_bytes, moved_bytes
+from pipefit.memory.stage import Costs, StageCost
+from pipefit.memory.storages import StageStorages, message_sizes
+from pipefit.schema.actions import COLLECTIVE, FORWARDS, MESSAGES, Action, Kind, Message
+from pipefit.schema.devices import Member
+from pipefit.schema.grids import Grid
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import UncheckedProgram, in_a_row, shifted
+from pipefit.simulate.clock import Times
+from pipefit.simulate.equal_devices import Alike, alike
+from pipefit.simulate.ledger import Effects, Reading, at_rest, highest, reading
+from pipefit.simulate.timed_program import STARTS, Collected, DeviceReader, Own, TimedDevice, TimedProgram
+
+# ----------------------------------------------------------------------------------------------------
+# A long step, told by a short one: once the pipeline is full, a device does the same for every microbatch,
+# one turn after the other.
+#
+#     head | turn | turn | tail                  lowered and read
+#     head | turn | turn | turn ... turn | tail  what that says of more microbatches
+#
+# A turn begins with the forward of a microbatch. The end of a step knows that it is one, as it starts no
+# receive for the next step, so the turns that were left out come before it. That turns are alike is seen and
+# not assumed: the two before the tail have to be the same but for the numbers of microbatches and transfers,
+# and so have their effects on memory, which leave as much as they find. Where they are not, nothing is left
+# out.
+#
+# Costs: a few microseconds for an action of the two turns, and a tenth of one for each that is left out.
+
+Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
+
+_ALIKE, _TAIL = 2, 2  # turns that have to be alike, and those behind them
+
+
+def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
+    """The plan with as few microbatches in a step as show the turns of a rank in so many steps; None if it has no more,
+    or does not do the same for each.
+
+    With n stages behind it, a rank goes backward for the first time behind its forward n, or 2n under eager 1F1B, and
+    then in every turn. Under PipeDream it frees its first weights as microbatch n goes backward
+    (`memory.weight_versions`), behind forward 2n.
+    """
+    how, behind = plan.training, len(plan.stages) - 1 - rank
+    filling = {"1f1b": behind + 1, "eager-1f1b": 2 * behind + 1, "pipedream": 2 * behind + 1}
+    few = filling.get(how.schedule, how.microbatches) + _ALIKE + _TAIL
+    if few >= how.microbatches or (how.endless and steps > 1) or period(plan) > 1:
+        return None
+    if len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients:  # each microbatch has its sums
+        return None
+    return replace(plan, training=replace(how, batch_size=few * how.microbatch_size, microbatches=few))
+
+
+class Turns(NamedTuple):
+    """The turn at positions `start` to `stop - 1` of a short step, of which a long one has so many `more`."""
+
+    start: int
+    stop: int
+    more: int
+
+    @staticmethod
+    def of(actions: Sequence[Action], more: int) -> Turns | None:
+        """The last turn before the tail of these actions; None unless it is like the one before."""
+        begins, before = list[int](), None
+        for position, action in enumerate(actions):
+            if action.kind in FORWARDS and action.microbatch != before:
+                begins.append(position)
+                before = action.microbatch
+        if len(begins) < _ALIKE + _TAIL:
+            return None
+        first, start, stop = begins[-_ALIKE - _TAIL : -_TAIL + 1]
+        turn = [shifted(action, 1) for action in actions[first:start]]
+        return Turns(start, stop, more) if turn == list(actions[start:stop]) else None
+
+    @property
+    def length(self) -> int:
+        """How many actions a turn has."""
+        return self.stop - self.start
+
+    def passes(self, short: Passes) -> Passes:
+        """The positions of passes in the long step."""
+        head = [one for one in short if one[0] < self.stop]
+        turn = [one for one in head if one[0] >= self.start]
+        again = [self._later(one, by) for by in range(1, self.more + 1) for one in turn]
+        return (*head, *again, *(self._later(one, self.more) for one in short[len(head) :]))
+
+    def _later(self, one: tuple[int, int | None], by: int) -> tuple[int, int | None]:
+        position, microbatch = one
+        return position + by * self.length, None if microbatch is None else microbatch + by
+
+    def tell(self, effects: Effects) -> bool:
+        """Whether the effects on memory of the short step have the peak of the long one: those of turns are the same,
+        and leave as much as they find.
+        """
+        first = self.start - self.length
+        one, other = (
+            [(position - begin, found) for position, found in effects if begin <= position < begin + self.length]
+            for begin in (first, self.start)
+        )
+        return one == other and not sum(found.after_bytes for _, found in one)
+
+    def timed(self, short: TimedDevice) -> TimedDevice | None:
+        """What the clock is told of the long step; None where turns differ to it, or join what began before them."""
+        codes, seconds, transfers, started = short
+        first, start, stop = self.start - self.length, self.start, self.stop
+        begun = [sum(code in STARTS for code in codes[:position]) for position in (first, start, stop)]
+        each, turn, tail = begun[2] - begun[1], started[begun[1] : begun[2]], started[begun[2] :]
+        alike = (
+            codes[first:start] == codes[start:stop]
+            and seconds[first:start] == seconds[start:stop]
+            and _later_numbers(transfers[first:start], each) == transfers[start:stop]
+            and all(number < 0 or number >= begun[0] for number in transfers[start:])
+            and not any(isinstance(one, Collected) for one in turn)
+            and [_later(one, 1) for one in started[begun[0] : begun[1]]] == turn
+        )
+        if not alike:
+            return None
+        more, again = range(1, self.more + 1), transfers[start:stop]
+        return TimedDevice(
+            codes[:stop] + codes[start:stop] * self.more + codes[stop:],
+            seconds[:stop] + seconds[start:stop] * self.more + seconds[stop:],
+            [
+                *transfers[:stop],
+                *(number for by in more for number in _later_numbers(again, by * each)),
+                *_later_numbers(transfers[stop:], self.more * each),
+            ],
+            [
+                *started[: begun[2]],
+                *(_later(one, by) for by in more for one in turn),
+                *(_later(one, self.more) for one in tail),
+            ],
+        )
+
+
+def _later_numbers(numbers: Sequence[int], by: int) -> list[int]:
+    return [number + by if number >= 0 else number for number in numbers]
+
+
+def _later(begun: Message | Collected | Own, by: int) -> Message | Collected | Own:
+    """The transfer of a turn, so many turns later."""
+    if not isinstance(begun, Message) or begun.microbatch is None:
+        return begun
+    return begun._replace(microbatch=begun.microbatch + by)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a device of a rank does, lowered once, and what it holds, read once.
+#
+# Where every stage has a device of its own, that is the same whichever device it is (`as_alone`), which says
+# how long its actions take and where its messages go: whoever asks reads that of the actions. Of a step of
+# many microbatches only as many are lowered and read as tell of the others (`simulate.assembled`).
+
+
+class Held(NamedTuple):
+    """The peak of a device, without what it lends, and the actions that use memory elsewhere."""
+
+    peak_bytes: int
+    placed: tuple[Action, ...]
+
+
+def is_alone(plan: Plan) -> bool:
+    """Whether every stage has a device of its own."""
+    devices = {device for stage in plan.stages for device in stage.devices}
+    return all(len(stage.devices) == 1 for stage in plan.stages) and len(devices) == len(plan.stages)
+
+
+def as_alone(plan: Plan) -> Plan:
+    """The plan of stages with a device of their own, as if stage s were on device s."""
+    return replace(plan, stages=tuple(replace(stage, grid=Grid.of(n)) for n, stage in enumerate(plan.stages)))
+
+
+class Lowered:
+    """The actions of a device of a rank in so many steps; its layers are those of `stages`.
+
+    Raises:
+        UsageError: a decision cannot be carried out.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: int, steps: int, stages: Mapping[int, StageCost]) -> None:
+        self._plan, self._rank, self._device, self._steps, self._stages = plan, rank, device, steps, stages
+        short = shortened(plan, rank, steps)
+        if short is not None:
+            self.programs = self._programs(short)
+            more = plan.training.microbatches - short.training.microbatches
+            self._turns = Turns.of(self.programs[-1].actions[device], more)
+        if short is None or self._turns is None:
+            self._lower_all()
+
+    def _lower_all(self) -> None:
+        """Lower all microbatches."""
+        self.programs, self._turns = self._programs(self._plan), None
+
+    def _programs(self, plan: Plan) -> tuple[UncheckedProgram, ...]:
+        return rank_programs(plan, self._rank, self._steps, [self._device])
+
+    @property
+    def counts(self) -> list[int]:
+        """How many actions each program has."""
+        more = 0 if self._turns is None else self._turns.more * self._turns.length
+        return [len(program.actions[self._device]) + more for program in self.programs]
+
+    def timed(self, reader: DeviceReader) -> TimedDevice:
+        """What the clock is told of a step that repeats, or of all steps of an endless schedule."""
+        last = self.programs[-1]
+        every = [self.programs[min(step, len(self.programs) - 1)] for step in range(self._steps)]
+        found = reader.read(in_a_row(every, self._device) if last.endless else last.actions[self._device])
+        if self._turns is None:
+            return found
+        if (whole := self._turns.timed(found)) is not None:
+            return whole
+        self._lower_all()
+        return self.timed(reader)
+
+    def passes(self, kinds: frozenset[Kind]) -> Passes:
+        """The positions of passes of these kinds in the last step, and their microbatches."""
+        actions = enumerate(self.programs[-1].actions[self._device])
+        found = tuple((n, a.microbatch) for n, a in actions if a.kind in kinds and not a.wait)
+        return found if self._turns is None else self._turns.passes(found)
+
+    @cached_property
+    def held(self) -> Held:
+        """What the device holds.
+
+        Raises:
+            UsageError: an action uses what does not exist then.
+        """
+        read = self._reading()
+        if self._turns is not None and not all(map(self._turns.tell, read.effects)):
+            self._lower_all()
+            read = self._reading()
+        changes = ((n, position, one) for n, effects in enumerate(read.effects) for position, one in effects)
+        placed = read.placed
+        if self.programs[-1].endless:
+            placed = [a for program in self.programs for a in program.actions[self._device] if a.place is not None]
+        rest = at_rest((stage.rest for stage in self._stages.values()), 0, read.away)
+        return Held(highest(rest, changes), tuple(placed))
+
+    def _reading(self) -> Reading:
+        distinct = distinct_steps(self._plan)
+        return reading(self._device, self._stages, self.programs, steps=self._steps, distinct=distinct)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+class _Memory(NamedTuple):
+    """What one device holds: its peak without what it lends, and what is lent to it."""
+
+    peak_bytes: int
+    arenas: tuple[Arena, ...]
+
+
+class _Unread:
+    """What a device holds, read when it is first asked for: a plan that is too slow need not fit. Until then it keeps
+    the device's actions, and no longer, because of thousands of plans that would be many.
+    """
+
+    def __init__(self, read: Callable[[], _Memory]) -> None:
+        self._read: Callable[[], _Memory] | None = read
+        self._found = _Memory(0, ())
+
+    def __call__(self) -> _Memory:
+        if self._read is not None:
+            self._found, self._read = self._read(), None
+        return self._found
+
+
+class Part(NamedTuple):
+    """What one device does: to the clock, its forwards and backwards in the last step, and what it holds.
+
+    Asking for that raises `UsageError` where an action uses what does not exist then.
+    """
+
+    timed: TimedDevice
+    counts: tuple[int, ...]  # its actions in every step
+    forwards: Passes
+    backwards: Passes
+    memory: Callable[[], _Memory]
+
+
+class _Read(NamedTuple):
+    """What the devices of a rank do, and the actions in their programs."""
+
+    parts: dict[int, Part]
+    actions: int
+
+
+class Parts:
+    """What devices do, for plans of one profile, cluster and training, whose `costs` they share.
+
+    Only so many `steps` are simulated; all that differ unless given. What others have read (`shared`) is not read
+    again, but its actions count as if it were.
+    """
+
+    def __init__(self, costs: Costs, steps: int | None = None, shared: Parts | None = None) -> None:
+        self._costs, self._steps = costs, steps
+        self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
+        self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
+        self._known: dict[Hashable, dict[int, Part]] = {}
+        self._alike: dict[Hashable, Alike | None] = {} if shared is None else shared._alike
+        self.actions = 0  # in the programs of all devices that were asked for, once each
+
+    @property
+    def actions_of_all(self) -> int:
+        """The actions in the programs that were read, for whomever."""
+        return sum(read.actions for read in self._read_by_all.values())
+
+    def apart(self) -> Parts:
+        """The same, for somebody else who counts what they ask for."""
+        return Parts(self._costs, self._steps, self)
+
+    def steps(self, plan: Plan) -> int:
+        """How many steps of a plan are simulated."""
+        return distinct_steps(plan) if self._steps is None else self._steps
+
+    def alike(self, plan: Plan) -> Alike | None:
+        """The devices of a plan that stand for all; None where each stands for itself."""
+        key = (
+            tuple(stage.grid for stage in plan.stages),
+            tuple(plan.summed.values()),
+            plan.training.microbatch_size,
+            frozenset(decision.what for decision in plan.decisions),
+        )
+        if key not in self._alike:
+            self._alike[key] = alike(plan)
+        return self._alike[key]
+
+    def of_rank(self, plan: Plan, rank: int, standing: Alike | None = None) -> dict[int, Part]:
+        """What the devices of a rank do, or those of them that stand for the others.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        stages, steps = plan.ranks[rank], self.steps(plan)
+        decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
+        own = tuple(plan.stages[stage] for stage in stages)
+        summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
+        there = plan.stages[stages[0]].devices
+        stands = there if standing is None else tuple(standing.devices[device] for device in there)
+        key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps, stands
+        if key not in self._known:
+            if key not in self._read_by_all:
+                self._read_by_all[key] = self._read(replace(plan, decisions=decisions), rank, steps, stands)
+            self._known[key], actions = self._read_by_all[key]
+            self.actions += actions
+        return self._known[key]
+
+    def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
+        """What the devices do that stand for each of the rank's; the actions of all of these count."""
+        if is_alone(plan):
+            with suppress(UsageError):  # which would speak of another device
+                return self._read_alone(plan, rank, steps)
+        return self._read_all(plan, rank, steps, stands)
+
+    def _read_alone(self, plan: Plan, rank: int, steps: int) -> _Read:
+        """What a rank of one device does, which has been lowered if another device did the same.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        place, device = plan.stages[rank], plan.stages[rank].devices[0]
+        stages = {rank: self._costs_of(plan, rank, device)}
+        summed = tuple((number, members) for number, members in plan.summed.items() if rank in members)
+        key = rank, len(plan.stages), place.start, place.stop, plan.decisions, summed, steps
+        if key not in self._lowered:
+            self._lowered[key] = Lowered(as_alone(plan), rank, rank, steps, stages)
+        lowered = self._lowered[key]
+
+        def held() -> Held:
+            try:
+                return lowered.held
+            except UsageError:  # which speaks of another device
+                return Lowered(plan, rank, device, steps, stages).held
+
+        part = self._part(plan, device, lowered, steps, stages, held)
+        return _Read({device: part}, sum(lowered.counts))
+
+    def _read_all(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
+        """The same of any rank.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        told = dict[Hashable, Held]()  # what ledgers of the rank's devices have told
+
+        def read(device: int) -> tuple[Part, int]:
+            stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
+            lowered = Lowered(plan, rank, device, steps, stages)
+
+            def held() -> Held:
+                key = _alike(lowered.programs, device, stages)
+                if key not in told:
+                    told[key] = lowered.held
+                return told[key]
+
+            return self._part(plan, device, lowered, steps, stages, held), sum(lowered.counts)
+
+        found = {device: read(device) for device in dict.fromkeys(stands)}
+        return _Read({device: part for device, (part, _) in found.items()}, sum(found[device][1] for device in stands))
+
+    def _part(
+        self,
+        plan: Plan,
+        device: int,
+        lowered: Lowered,
+        steps: int,
+        stages: Mapping[int, StageCost],
+        held: Callable[[], Held],
+    ) -> Part:
+        """What a device does, whose actions have been lowered, perhaps as those of another one."""
+        program = replace(lowered.programs[-1], placement=plan.placement)
+        nbytes = moved_bytes(program, {number: stage.rest for number, stage in stages.items()})
+
+        def memory() -> _Memory:
+            peak_bytes, placed = held()
+            return _Memory(peak_bytes, tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)))
+
+        timed = lowered.timed(DeviceReader(device, program, plan.cluster, stages, nbytes))
+        counts = lowered.counts
+        return Part(
+            timed=timed,
+            counts=tuple(counts[min(step, len(counts) - 1)] for step in range(steps)),
+            forwards=lowered.passes(FORWARDS),
+            backwards=lowered.passes(frozenset({Kind.BACKWARD})),
+            memory=_Unread(memory),
+        )
+
+    def _costs_of(self, plan: Plan, number: int, device: int) -> StageCost:
+        """The costs of a stage on one of its devices."""
+        return self._costs.of_device(plan, number, device, plan.stages[number].devices)
+
+    def storages(self, plan: Plan) -> list[StageStorages]:
+        """The storages of every stage."""
+        return [self._costs_of(plan, n, stage.devices[0]).storages for n, stage in enumerate(plan.stages)]
+
+
+def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[int, StageCost]) -> Hashable:
+    """Equal for devices whose ledgers tell the same: their stages cost the same, and they do the same with rows as far
+    from their first one, and with neighbours in the same order. What is lent to a device is its own.
+    """
+    peers, first = dict[object, int](), min((a.part[0] for a in programs[0].actions[device] if a.part), default=0)
+    found = list[object]()
+    for program in programs:
+        for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
+            if place is not None and kind not in MESSAGES and kind not in COLLECTIVE:
+                return device
+            peer = -1 if place is None else peers.setdefault(place, len(peers))
+            rows = None if part is None else (part[0] - first, part[1] - first)
+            found.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
+    return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(found)
+
+
+def assembled(plan: Plan) -> Assembled:
+    """A plan by itself."""
+    return Assembled(plan, Parts(Costs.of(plan)))
+
+
+class Assembled:
+    """A plan of which only what is new is lowered and read.
+
+    Raises:
+        UsageError: a decision cannot be carried out; some of them as the peaks are asked for.
+    """
+
+    def __init__(self, plan: Plan, parts: Parts) -> None:
+        self.plan, self._parts, self._endless = plan, parts, plan.training.endless
+        self._steps, self._alike = parts.steps(plan), parts.alike(plan)
+        of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
+        self._read = dict(chain.from_iterable(found.items() for found in of_ranks))  # of those that stand for others
+        stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
+        self._stands = stands
+        self._devices = {device: self._read[one] for device, one in stands.items()}
+
+    @property
+    def actions(self) -> int:
+        """The actions in the programs of all steps."""
+        return sum(sum(part.counts) for part in self._devices.values())
+
+    @cached_property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory that devices and hosts lend to devices."""
+        return tuple(chain(*(self._devices[device].memory().arenas for device in sorted(self._devices))))
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes allocated on every device."""
+        devices = range(len(self.plan.cluster.devices))
+        own = [self._devices[device].memory().peak_bytes if device in self._devices else 0 for device in devices]
+        return tuple(own[device] + lent_bytes(self.arenas, Member.device(device)) for device in devices)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device and every host has the memory."""
+        full = any(peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True))
+        return not full and not any(missing_bytes(self.plan, self.arenas).values())
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Seconds of every step."""
+        return self.times.step_seconds
+
+    @cached_property
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the last step in which every device computes."""
+        found = self.times.utilisation
+        return tuple(found[self._stands.get(device, device)] for device in range(len(found)))
+
+    @cached_property
+    def times(self) -> Times:
+        """When everything begins and ends."""
+        devices = range(len(self.plan.cluster.devices))
+        idle, none = TimedDevice([], [], [], []), (0,) * self._steps
+        timed = [self._read[device].timed if device in self._read else idle for device in devices]
+        sizes = message_sizes(self.plan, self.plan.placement, self._parts.storages(self.plan))
+        counts = [self._read[device].counts if device in self._read else none for device in devices]
+        program = TimedProgram(timed, self.plan.cluster, sizes, self._alike)
+        return Times(program, counts, endless=self._endless)
+
+    def forwards_ended(self, device: int) -> dict[int | None, float]:
+        """When the forward of every microbatch of the last step ended on a device."""
+        after = self.times.clock.after[self._stands[device]]
+        return {microbatch: after[at] for at, microbatch in self._in_last_step(device, self._devices[device].forwards)}
+
+    def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
+        """When the backward of every microbatch of the last step began and ended on a device."""
+        after, found = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
+        for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
+            begin, _ = found.get(microbatch, (after[at], 0.0))
+            found[microbatch] = begin, after[at + 1]
+        return found
+
+    def _in_last_step(self, device: int, passes: Passes) -> Iterator[tuple[int, int | None]]:
+        """Where passes of the last step are among the actions of all steps."""
+        before = self.times.starts(self._stands[device])[-2]
+        return ((before + position, microbatch) for position, microbatch in passes)

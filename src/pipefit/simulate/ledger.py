@@ -1,0 +1,445 @@
+"""The memory ledger of one device: what every action of a program allocates and frees, to the byte.
+
+It applies `pipefit.memory.microbatch` to one action after the other. In between it keeps the residency of every
+microbatch, which layers have gradients, which stages have optimizer state, and under an endless schedule the versions
+of weights. It refuses an action that uses what does not exist.
+No clock is needed: what is allocated and freed depends on the order of the program alone. Costs: half a microsecond per
+action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from pipefit.errors import UsageError
+from pipefit.memory.model_state import Gathered, StageRest
+from pipefit.memory.stage import StageCost
+from pipefit.memory.states import Away, StageStates, state_moves
+from pipefit.memory.storages import Effect, Residency, effect, freeing_versions
+from pipefit.memory.weight_versions import StageVersions
+from pipefit.schema.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
+from pipefit.schema.program import UncheckedProgram
+from pipefit.texts import layers_text
+
+# ----------------------------------------------------------------------------------------------------
+# Bytes by category while a device runs its program: at the peak of every action, and between actions.
+
+Levels = tuple[int, int, int, int, int, int, int, int, int]  # bytes by category, in the order of CATEGORIES
+
+Change = tuple[int, int, Effect]  # an effect, after its training step and its position in the program
+
+Row = tuple[float, int, str, Levels]  # an action's peak: seconds, step, text, bytes
+
+NOTHING_AWAY = Away(0, 0)
+
+
+def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: Away = NOTHING_AWAY) -> Levels:
+    """What a device holds before the first step.
+
+    Parameters and buffers, optimizer state that exists before the first update, without what is `away` of these; the
+    memory in which the losses are summed, and the arenas that it lends.
+    """
+    rests = list(stages)
+    parameters = sum(rest.parameter_bytes for rest in rests) - away.parameters
+    early = sum(rest.early_state_bytes for rest in rests) - away.optimizer
+    return parameters, 0, early, 0, 0, sum(rest.loss_bytes for rest in rests), lent_bytes, 0, 0
+
+
+def highest(rest: Levels, changes: Iterable[Change]) -> int:
+    """The peak: the most bytes of all categories together."""
+    level = top = sum(rest)
+    for _, _, (peak_bytes, after_bytes, _, _) in changes:
+        top = max(top, level + peak_bytes)
+        level += after_bytes
+    return top
+
+
+def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
+    """The bytes by category at the peak of every action."""
+    parameters, gradients, optimizer, activations, versions, boundary, lent, *_ = rest
+    found = []
+    for _, _, (_, _, peak, after) in changes:
+        found.append(
+            (
+                parameters + peak[5],
+                gradients + peak[0],
+                optimizer + peak[1],
+                activations + peak[2],
+                versions + peak[3],
+                boundary + peak[4],
+                lent,
+                peak[6],
+                peak[7],
+            )
+        )
+        gradients += after[0]
+        optimizer += after[1]
+        activations += after[2]
+        versions += after[3]
+        boundary += after[4]
+        parameters += after[5]
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+
+_OF_VERSIONS = FORWARDS | {Kind.RECOMPUTE, Kind.BACKWARD}  # what goes through weights
+_NONE: frozenset[Kind] = frozenset()
+
+Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
+
+
+class Ledger:
+    """Follows the program of one device, step after step; under an endless schedule one program after the other."""
+
+    def __init__(self, device: int, stages: Mapping[int, StageCost], program: UncheckedProgram) -> None:
+        self._device, self._stages, self._program = device, stages, program
+        kept = stages.items() if program.endless else ()
+        self._versions = {number: StageVersions(stage.start, stage.rest.versions_bytes) for number, stage in kept}
+        self._flights: dict[tuple[int, int | None], Residency] = {}
+        self._born: set[int] = set()  # layers with gradients
+        self._complete: set[int] = set()  # stages all of whose layers have gradients
+        self._stepped: set[int] = set()  # layers with optimizer state
+        moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
+        self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
+        self._gathered = {number: Gathered(stage.share) for number, stage in stages.items()}
+        self._incomplete = self._lacking()
+        self._moving = bool(moves.homes)
+        self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
+
+    def read(self, actions: tuple[Action, ...]) -> Effects:
+        """The effects of one step.
+
+        Raises:
+            UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
+        """
+        flights, stages, effects = self._flights, self._stages, Effects()
+        complete, counted = self._complete, _OF_VERSIONS if self._versions else _NONE
+        self.placed = placed = []
+        for position, action in enumerate(actions):
+            kind, stage, microbatch, layers, subject, place, part, wait = action
+            if place is not None and wait is (kind is Kind.RELOAD):
+                placed.append(action)
+            flight = stage, microbatch
+            residency = flights.get(flight)
+            usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in self._incomplete
+            if residency is not None and usual and kind not in counted:  # its effect is remembered
+                answer = residency.known.get((kind, layers, subject, place, part, wait, False))
+                if answer is not None:
+                    flights[flight], effect = answer
+                    if effect is not None:
+                        effects.append((position, effect))
+                    continue
+            effect = self._effect(action, stages[stage])
+            if effect is not None:
+                effects.append((position, effect))
+        over = [key for key, residency in flights.items() if stages[key[0]].flights.is_over(residency)]
+        for key in over:
+            del flights[key]
+        if self._program.endless:
+            self._next_step()
+        return effects
+
+    def read_again(self, actions: tuple[Action, ...], before: Effects) -> Effects:
+        """The effects of a step like the one before, which had these: updates find the optimizer's state there.
+
+        Whatever else is left of a step is an effect on the next one, so that this has to be read.
+        """
+        if self._flights or self._born or self._program.endless or self._moving:
+            return self.read(actions)
+        return [
+            (position, self._later_update(actions[position]) if actions[position].kind is Kind.STEP else effect)
+            for position, effect in before
+        ]
+
+    def _later_update(self, action: Action) -> Effect:
+        """The effect of an update that is not the first one."""
+        stage = self._stages[action.stage]
+        return stage.rest.update(*(action.layers or (stage.start, stage.stop)), first=False)
+
+    @property
+    def away(self) -> Away:
+        """What exists before the first step, but not on the device."""
+        found = [states.away for states in self._states.values()]
+        return Away(sum(away.parameters for away in found), sum(away.optimizer for away in found))
+
+    def contents(self, stage: int) -> tuple[list[Residency], frozenset[int], frozenset[int]]:
+        """What a stage holds after the actions that were read: the residency of every microbatch, the layers that have
+        gradients, and those that have optimizer state.
+        """
+        layers = self._stages[stage].layers
+        flights = [residency for (number, _), residency in self._flights.items() if number == stage]
+        return flights, layers & self._born, layers & self._stepped
+
+    def gathered(self, stage: int) -> frozenset[int]:
+        """The layers of a stage whose divided parameters are gathered, or on their way, after the actions read."""
+        return self._gathered[stage].layers
+
+    @property
+    def state(self) -> object:
+        """Equal after two steps of an endless schedule if what follows them is equal."""
+        versions = tuple(versions.state for versions in self._versions.values())
+        states = tuple(states.state for states in self._states.values())
+        return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions, states
+
+    def _next_step(self) -> None:
+        """Count microbatches from the first one of the next step."""
+        count = self._program.microbatches
+        self._flights = {(stage, (m or 0) - count): residency for (stage, m), residency in self._flights.items()}
+        for versions in self._versions.values():
+            versions.shift(count)
+
+    def _lacking(self) -> set[int]:
+        """The stages of which something that a forward or a backward may need is not there."""
+        return {n for n, states in self._states.items() if not states.complete or self._gathered[n]}
+
+    def _effect(self, action: Action, stage: StageCost) -> Effect | None:
+        """The effect of an action."""
+        if action.kind is Kind.STEP or action.moves_state:
+            found = self._of_state(action, stage)
+            self._incomplete = self._lacking()
+            return found
+        if action.kind is Kind.STASH:
+            return self._stash(action, stage)
+        if action.kind in (Kind.UNSHARD, Kind.RESHARD):
+            return self._gather(action, stage)
+        if action.kind in COLLECTIVE:
+            return self._collect(action, stage)
+        return self._of_microbatch(action, stage)
+
+    def _of_microbatch(self, action: Action, stage: StageCost) -> Effect | None:
+        """The effect of an action on a microbatch."""
+        last, earlier = self._program.microbatches - 1, action.microbatch is not None and action.microbatch < 0
+        if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
+            self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
+        key = action.stage, action.microbatch
+        residency = self._flights.get(key, stage.flights.start)
+        try:
+            if action.stage in self._incomplete and action.kind in COMPUTE:
+                versions, layers = self._versions.get(action.stage), action.layers or (stage.start, stage.stop)
+                newest = versions is None or versions.goes_through_newest(action.microbatch)
+                self._states[action.stage].conditions.check_here(action, layers, newest=newest)
+                self._gathered[action.stage].check(action, range(*layers))
+            moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
+            if moved and moved[0].what == "versions":
+                return self._move_versions(action, stage, moved)
+            is_first = action.kind is Kind.BACKWARD and self._bears_gradients(action, stage)
+            self._flights[key], effect = stage.flights.apply(residency, action, moved, is_first=is_first)
+        except UsageError as error:
+            self._refuse(str(error))
+        if self._versions and action.kind in _OF_VERSIONS:
+            self._check_weights(action, action.microbatch, stage)
+        if action.kind is Kind.BACKWARD:
+            self._born.update(range(*(action.layers or (stage.start, stage.stop))))
+            if self._born >= stage.layers:
+                self._complete.add(action.stage)
+        return self._with_versions(action, stage, effect) if self._versions else effect
+
+    def _with_versions(self, action: Action, stage: StageCost, found: Effect | None) -> Effect | None:
+        """The effect of an action on a microbatch, with the weights that it frees at the end of a backward."""
+        first = stage.start if action.layers is None else action.layers[0]
+        if action.microbatch is None:
+            return found
+        try:
+            if action.kind in FORWARDS and first == stage.start:
+                self._versions[action.stage].forward(action.microbatch)
+            elif action.kind is Kind.BACKWARD and found is not None:
+                freed = self._versions[action.stage].backward(action.microbatch, first)
+                return freeing_versions(found, freed) if freed else found
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
+        return found
+
+    def _check_weights(self, action: Action, microbatch: int, stage: StageCost) -> None:
+        """Refuse a pass whose weights are away."""
+        try:
+            layers = range(*(action.layers or (stage.start, stage.stop)))
+            self._versions[action.stage].check_present(microbatch, layers)
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
+
+    def _move_versions(self, action: Action, stage: StageCost, moved: tuple[Subject, ...]) -> Effect | None:
+        """Weights of a microbatch in flight leave the device, or come back.
+
+        Raises:
+            UsageError: they are none that could; names the action.
+        """
+        versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
+        if versions is None or microbatch is None or place is None:
+            raise UsageError(f"{action} names no place, or moves versions of weights in a program that has none")
+        layers, nbytes = [subject.layer for subject in moved], sum(map(stage.storages.nbytes, moved))
+        try:
+            match action.kind, action.wait:
+                case Kind.OFFLOAD, False:
+                    versions.leave(microbatch, layers, place)
+                case Kind.OFFLOAD, True:
+                    versions.left(microbatch, layers)
+                    return effect(versions=-nbytes)
+                case Kind.RELOAD, False:
+                    versions.come_back(microbatch, layers, place)
+                    return effect(versions=nbytes)
+                case _:
+                    versions.are_back(microbatch, layers)
+        except UsageError as error:
+            raise UsageError(f"{action} {error}") from error
+        return None
+
+    def _stash(self, action: Action, stage: StageCost) -> Effect | None:
+        """A copy of the weights, or forwards that begin to use it."""
+        versions = self._versions.get(action.stage)
+        if versions is None:
+            self._refuse(f"{action} keeps weights for later steps, but this program ends with its step")
+        self._check_here(action, action.layers or (stage.start, stage.stop))
+        try:
+            return effect(versions=-versions.adopt() if action.wait else versions.stash(action.layers))
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
+
+    def _check_here(self, action: Action, layers: tuple[int, int]) -> None:
+        """Refuse an action if what it needs of the state of its stage is away."""
+        try:
+            self._states[action.stage].conditions.check_here(action, layers)
+        except UsageError as error:
+            self._refuse(str(error))
+
+    def _is_later(self, action: Action, stage: StageCost) -> bool:
+        """Whether all layers of this backward have gradients already."""
+        layers = action.layers
+        return self._born >= stage.layers if layers is None else self._born.issuperset(range(*layers))
+
+    def _bears_gradients(self, action: Action, stage: StageCost) -> bool | frozenset[int]:
+        """Whether this backward is the step's first for its layers; or, where only owners keep gradients, for which."""
+        if self._is_later(action, stage):
+            return False
+        layers = range(*(action.layers or (stage.start, stage.stop)))
+        if not self._born.isdisjoint(layers):
+            if stage.divides_gradients:
+                return frozenset(layers) - self._born
+            self._refuse(
+                f"{action} is the first backward of the step for some of its layers only: cut all backwards alike"
+            )
+        return True
+
+    def _collect(self, action: Action, stage: StageCost) -> Effect | None:
+        """A collective. Where only owners keep gradients, those of others are freed when their sum is joined."""
+        layers = range(*(action.layers or (stage.start, stage.stop)))
+        summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
+        if not action.wait and not self._born.issuperset(summed):
+            self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
+        try:
+            for number, states in self._states.items():
+                states.conditions.check_here(action, (self._stages[number].start, self._stages[number].stop))
+        except UsageError as error:
+            self._refuse(str(error))
+        if not (action.wait and action.kind is Kind.REDUCE and stage.divides_gradients):
+            return None
+        others = [layer for layer in layers if not stage.keeps_gradients(layer)]
+        self._born.difference_update(others)
+        self._complete.discard(action.stage)
+        return effect(gradients=-sum(stage.rest.whole_bytes_of("gradients", n, n + 1) for n in others))
+
+    def _gather(self, action: Action, stage: StageCost) -> Effect | None:
+        """Parameters come from their owners, or are freed where others own them."""
+        try:
+            first, end = action.layers or (stage.start, stage.stop)
+            self._states[action.stage].conditions.check_here(action, (first, end))
+            changed = self._gathered[action.stage].carry_out(action, range(first, end))
+        except UsageError as error:
+            self._refuse(str(error))
+        nbytes = sum(map(stage.rest.unsharded_bytes, changed))
+        sign = -1 if action.kind is Kind.RESHARD else 1
+        return effect(parameters=sign * nbytes) if nbytes else None
+
+    def _of_state(self, action: Action, stage: StageCost) -> Effect | None:
+        """An update, or a copy of state."""
+        try:
+            if action.kind is Kind.STEP:
+                return self._update(action, stage)
+            return self._states[action.stage].move(action, born=self._born, stepped=self._stepped)
+        except UsageError as error:
+            self._refuse(str(error))
+
+    def _update(self, action: Action, stage: StageCost) -> Effect | None:
+        """An update of a stage or of a run of its layers, here or at a place.
+
+        Raises:
+            UsageError: it is not for this schedule, or what it needs does not exist.
+        """
+        if action.microbatch is not None and not self._program.endless:
+            raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
+        start, stop = layers = action.layers or (stage.start, stage.stop)
+        if not stage.start <= start < stop <= stage.stop:
+            raise UsageError(f"{action} is outside its stage, which holds {layers_text(stage.start, stage.stop)}")
+        if action.stage in self._versions:
+            try:
+                self._versions[action.stage].check_update(start, stop)
+            except UsageError as error:
+                raise UsageError(f"{action} {error}: a STASH must come before it") from error
+        if action.place is not None:
+            self._update_elsewhere(action, layers, stage)
+            return None
+        self._states[action.stage].conditions.update(action, layers)
+        self._use_gradients(action, layers, stage)
+        return stage.rest.update(start, stop, first=self._is_first_update(action, layers))
+
+    def _update_elsewhere(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
+        """An update at a place begins there, or has ended; nothing changes here."""
+        self._states[action.stage].conditions.update_elsewhere(action, layers)
+        if not action.wait:
+            self._use_gradients(action, layers, stage)
+
+    def _use_gradients(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
+        """An update uses the gradients of these layers up."""
+        if not self._born.issuperset(n for n in range(*layers) if stage.keeps_gradients(n)):
+            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+        self._born.difference_update(range(*layers))
+        self._complete.discard(action.stage)
+
+    def _is_first_update(self, action: Action, layers: tuple[int, int]) -> bool:
+        """Whether this update creates the optimizer state of these layers."""
+        before = self._stepped.intersection(range(*layers))
+        if 0 < len(before) < layers[1] - layers[0]:
+            raise UsageError(f"{action} is the first update for some of its layers only: cut all updates alike")
+        self._stepped.update(range(*layers))
+        return not before
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UsageError(f"device {self._device}: {reason}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a device's ledger tells of the first steps of its program.
+
+
+class Reading(NamedTuple):
+    """The effects of the steps that differ, the actions of the last that name a place, and what is away before the
+    first step.
+    """
+
+    effects: list[Effects]
+    placed: list[Action]
+    away: Away
+
+
+def reading(
+    device: int, stages: Mapping[int, StageCost], programs: Sequence[UncheckedProgram], *, steps: int, distinct: int
+) -> Reading:
+    """The reading of a device with these stages for `steps` steps, of which no more than `distinct` differ.
+
+    The last of the programs repeats.
+
+    Raises:
+        UsageError: an action uses what does not exist then.
+    """
+    endless = programs[-1].endless
+    ledger = Ledger(device, stages, programs[-1])
+    found, away = list[Effects](), ledger.away
+    before: object = None
+    for step in range(min(steps, distinct)):
+        before = ledger.state if endless else None
+        actions = programs[min(step, len(programs) - 1)].actions[device]
+        found.append(ledger.read_again(actions, found[-1]) if found else ledger.read(actions))
+    settled = not endless or steps < distinct
+    assert settled or before == ledger.state, "the last step that differs leaves what it found"
+    return Reading(found, ledger.placed, away)

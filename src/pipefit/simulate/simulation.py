@@ -1,0 +1,430 @@
+"""A plan's program, simulated: the peaks, the seconds of every step, and the trace that has both.
+
+Planners may ask for one figure alone thousands of times; people ask for the trace. Peaks are exact where the profile
+is. Costs: one microsecond per action for the peaks, two to three with the seconds, six for a trace.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from pipefit.errors import PipefitWarning, UsageError
+from pipefit.lowering import distinct_steps, step_programs
+from pipefit.lowering.local_batches import check_slices
+from pipefit.memory.arenas import Arena, arenas, lent_bytes, moved_bytes, shortage
+from pipefit.memory.model_state import LayerState, StageRest
+from pipefit.memory.passes import Working
+from pipefit.memory.stage import Costs, StageCost
+from pipefit.memory.storages import message_sizes
+from pipefit.schema.actions import Action
+from pipefit.schema.decisions import State, What
+from pipefit.schema.devices import Member
+from pipefit.schema.plan import Plan
+from pipefit.schema.program import Program, joined
+from pipefit.schema.trace import MOST_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.schema.validation import instance, whole
+from pipefit.simulate.clock import Clock, Times
+from pipefit.simulate.ledger import Change, Effects, Ledger, Levels, Reading, Row, at_rest, highest, peaks, reading
+from pipefit.simulate.timed_program import COMPUTE, COPY, JOIN, NOTHING, DeviceReader, TimedProgram
+from pipefit.texts import counted
+
+
+def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = None) -> Trace:
+    """What devices do in the first `steps` training steps of `plan`, by `program` or those that `lower` makes of it.
+
+    Without `steps`, as many are simulated as differ (`pipefit.lowering.distinct_steps`): two, because optimizer state
+    is created in the first; under an endless schedule so many that the last is one of a full pipeline. Times are
+    seconds; the time of a memory sample is the start of its action. Memory that a device lends to others is allocated
+    before the first step. Warns (`PipefitWarning`) of operations in the profile whose kernels could not be measured:
+    the peaks are without what these take; and of a host, disk or lender with too little room for what is moved there.
+
+    Raises:
+        UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
+    """
+    instance("plan", plan, Plan, "pipefit.load reads one")
+    if program is not None:
+        instance("program", program, Program, "pipefit.lower makes one of a plan")
+    if gap := plan.profile.kernels.gap:
+        warnings.warn(gap, PipefitWarning, stacklevel=2)
+    simulation = Simulation(plan, program=program, steps=steps)
+    if short := shortage(plan, simulation.arenas):
+        warnings.warn(f"this plan cannot be trained: {short}", PipefitWarning, stacklevel=2)
+    return simulation.trace()
+
+
+class Simulation:
+    """One program with its clock and its ledgers; each part is computed when it is first asked for.
+
+    `costs` may be shared by all plans of the same profile and training: `Costs.of(plan)`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        program: Program | None = None,
+        steps: int | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self.plan = plan
+        if program is not None and program.endless:
+            raise UsageError(
+                "the program is a part of an endless schedule, which nothing has begun: simulate its plan, which "
+                "begins with the programs of the first steps"
+            )
+        self._distinct = distinct_steps(plan) if program is None else 2
+        self.steps = self._distinct if steps is None else steps
+        self._programs = step_programs(plan) if program is None else (program,)  # the last one repeats
+        self.program = self._programs[-1]
+        _check(plan, self._programs[0], self.steps)
+        costs = costs or Costs.of(plan)
+        self._stages = [
+            {device: costs.of_device(plan, number, device, there) for device in there}
+            for number, there in enumerate(self.program.placement)
+        ]
+        self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
+        self._moved_bytes = [moved_bytes(self.program, self._rests_of(device)) for device in self._devices]
+
+    @property
+    def actions(self) -> int:
+        """The actions in the programs of all steps that differ."""
+        return sum(len(own) for program in self._programs for own in program.actions)
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
+        return self._times.step_seconds
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the last step in which every device computes."""
+        return self._times.utilisation
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes allocated on every device."""
+        return tuple(self._peak(device) for device in self._devices)
+
+    def trace(self) -> Trace:
+        """Events and memory samples of every device."""
+        return Trace(
+            source="simulated",
+            steps=self.steps,
+            devices=tuple(self._device_trace(device) for device in self._devices),
+            step_seconds=self.step_seconds,
+            estimated=self.plan.measurement.estimated,
+        )
+
+    # ---------------------------------------------------------------- ledger and clock
+
+    @cached_property
+    def effects(self) -> list[list[Effects]]:
+        """The memory effects of every device: those of every step that differs, the last for any later one."""
+        return [reading.effects for reading in self._readings]
+
+    @cached_property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory that devices and hosts lend to devices."""
+        hosts = [device.host for device in self.plan.cluster.devices]
+        return arenas([self._placed(device) for device in self._devices], self._moved_bytes, hosts)
+
+    def _placed(self, device: int) -> list[Action]:
+        """The actions of a device that name a place, in all steps that differ, however many are simulated."""
+        placed = self._readings[device].placed  # the ledger comes first: it refuses what moves nothing that is known
+        if not self.program.endless:
+            return placed
+        return [action for program in self._programs for action in program.actions[device] if action.place is not None]
+
+    @property
+    def clock(self) -> Clock:
+        """When every action and transfer begins and ends."""
+        return self._times.clock
+
+    @cached_property
+    def _times(self) -> Times:
+        counts = [[len(self._of_step(n).actions[device]) for n in range(self.steps)] for device in self._devices]
+        return Times(self._timed_program, counts, endless=self.program.endless)
+
+    @cached_property
+    def _timed_program(self) -> TimedProgram:
+        assert self.effects, (
+            "the ledger comes first: it refuses actions to which the timed program could give no seconds"
+        )
+        # The steps of an endless schedule overlap, so that they are one program to the clock
+        whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
+        cluster, placement = self.plan.cluster, self.program.placement
+        readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes[n]) for n in self._devices)
+        timed = [reader.read(actions) for reader, actions in zip(readers, whole.actions, strict=True)]
+        return TimedProgram(timed, cluster, message_sizes(self.plan, placement, self._storages))
+
+    def _of_device(self, device: int) -> dict[int, StageCost]:
+        """The costs of the stages of a device."""
+        return {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
+
+    def _rests_of(self, device: int) -> dict[int, StageRest]:
+        """What a device has of its stages, whatever is in flight."""
+        return {number: stage.rest for number, stage in self._of_device(device).items()}
+
+    def _of_step(self, step: int) -> Program:
+        """The program of a step."""
+        return self._programs[min(step, len(self._programs) - 1)]
+
+    @property
+    def _devices(self) -> range:
+        return range(len(self.program.actions))
+
+    @cached_property
+    def _readings(self) -> list[Reading]:
+        """What the ledger of every device tells."""
+        how = {"steps": self.steps, "distinct": self._distinct}
+        return [reading(device, self._of_device(device), self._programs, **how) for device in self._devices]
+
+    # ---------------------------------------------------------------- memory
+
+    def _changes(self, device: int, steps: int) -> Iterator[Change]:
+        """The effects of a device's first `steps` steps."""
+        last = len(self.effects[device]) - 1
+        for step in range(steps):
+            for position, effect in self.effects[device][min(step, last)]:
+                yield step, position, effect
+
+    def _at_rest(self, device: int) -> Levels:
+        lent = lent_bytes(self.arenas, Member.device(device))
+        rests = (of_devices[device].rest for of_devices in self._stages if device in of_devices)
+        return at_rest(rests, lent, self._readings[device].away)
+
+    def _peak(self, device: int) -> int:
+        changes = self._changes(device, min(self.steps, self._distinct))  # later ones repeat the last
+        return highest(self._at_rest(device), changes)
+
+    def _rows(self, device: int, names: list[list[str]]) -> list[Row]:
+        """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
+        changes, starts = list(self._changes(device, self.steps)), self._times.starts(device)
+        before = [0.0, *self.clock.after[device]]
+        rest = self._at_rest(device)
+        if not starts[-1] and any(rest):  # a device that only lends memory
+            return [(0.0, 0, "lends", rest)]
+        return [
+            (before[starts[step] + position], step, names[step][position], levels)
+            for (step, position, _), levels in zip(changes, peaks(rest, changes), strict=True)
+        ]
+
+    # ---------------------------------------------------------------- the trace
+
+    def _device_trace(self, device: int) -> DeviceTrace:
+        known = [list(map(str, program.actions[device])) for program in self._programs]
+        names = [known[min(step, len(known) - 1)] for step in range(self.steps)]
+        return DeviceTrace(
+            device=device,
+            budget_bytes=self.plan.cluster.devices[device].memory_bytes,
+            events=tuple(
+                Event(step=step, action=names[step][position], stream=stream, start_seconds=start, end_seconds=end)
+                for start, end, step, position, stream in sorted(self._busy(device))
+            ),
+            memory=tuple(
+                MemorySample(step=step, action=name, seconds=seconds, bytes=levels)
+                for seconds, step, name, levels in self._rows(device, names)
+            ),
+        )
+
+    def _busy(self, device: int) -> Iterator[tuple[float, float, int, int, Stream]]:
+        """Start, end, step, position and stream of everything on a device that takes time."""
+        codes, _, transfers = self._timed_program.devices[device]
+        clock, transfers_per_turn = self.clock, len(self._timed_program.parts)
+        before, starts = [0.0, *clock.after[device]], self._times.starts(device)
+        for step in range(self.steps):
+            for number in range(starts[step], starts[step + 1]):
+                turn, place = divmod(number, len(codes))  # the clock may have run the same actions several times
+                code, position = codes[place], number - starts[step]
+                if code in (NOTHING, JOIN):
+                    continue
+                if code == COMPUTE:
+                    start, end, stream = before[number], before[number + 1], Stream.COMPUTE
+                else:
+                    transfer = turn * transfers_per_turn + transfers[place]
+                    start, end = clock.begins[transfer], clock.ends[transfer]
+                    stream = Stream.COPY if code == COPY else Stream.COMMUNICATION
+                if end > start:
+                    yield start, end, step, position, stream
+
+
+def _check(plan: Plan, program: Program, steps: int) -> None:
+    """Refuse a program of another plan."""
+    whole("steps", steps, 1, MOST_STEPS)
+    for what, of_plan, of_program in (
+        ("stage", len(plan.stages), program.stages),
+        ("microbatch", plan.training.microbatches, program.microbatches),
+        ("device", len(plan.cluster.devices), len(program.actions)),
+    ):
+        if of_plan != of_program:
+            raise UsageError(
+                f"the program is for {counted(of_program, what)}, the plan has {of_plan}: lower the plan again"
+            )
+    for number, (there, stage) in enumerate(zip(program.placement, plan.stages, strict=True)):
+        if len(there) != len(stage.devices):
+            raise UsageError(
+                f"stage {number} is on devices {list(there)} in the program, and on {list(stage.devices)} in the plan: "
+                "lower the plan again"
+            )
+    check_slices(plan, None)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Why a device is full: what every layer has in its memory as the action begins at which it is fullest.
+#
+#     for row in contents(plan, device=0).layers: ...
+#
+# Costs: the time of one simulation, and that of one more walk through the programs of the devices that are
+# asked for.
+
+
+class LayerContents(NamedTuple):
+    """Bytes of one layer. A state that a decision moves counts as none: it comes and goes.
+
+    `parameter_bytes` are with buffers and constants, `copy_bytes` those of half-precision copies of weights.
+    `activation_bytes` are of what the layer has made and a backward still needs, in so many `microbatches`. Layer None
+    has what came from the stage before, or from the data.
+    """
+
+    layer: int | None
+    parameter_bytes: int
+    copy_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    microbatches: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        state = self.parameter_bytes + self.copy_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_bytes
+
+
+class TensorContents(NamedTuple):
+    """An activation of a layer, of so many bytes in each of its `microbatches`.
+
+    `operation` is autograd's that keeps it first, with its shape; both are empty where nothing does: what is handed on.
+    Layer None has what came from the stage before, or from the data.
+    """
+
+    layer: int | None
+    operation: str
+    shape: tuple[int, ...]
+    nbytes: int
+    microbatches: int
+
+
+class Contents(NamedTuple):
+    """What is on a device as an action begins, by layers and by activations, and the bytes at the action's peak."""
+
+    peak: MemorySample
+    layers: tuple[LayerContents, ...]
+    tensors: tuple[TensorContents, ...]
+
+
+def contents(plan: Plan, device: int) -> Contents | None:
+    """What fills a device at its peak; None for a device without a stage."""
+    return contents_at(plan, device, simulate(plan).devices[device].peak)
+
+
+def contents_at(plan: Plan, device: int, moment: MemorySample | None) -> Contents | None:
+    """What fills a device as an action of a step begins, by the plan's account; None for a device without a stage.
+
+    Steps behind those that differ are alike, so that of a moment in one of them the last that differs is told.
+    """
+    programs = step_programs(plan)
+    if moment is None or moment.action not in map(str, programs[-1].actions[device]):  # of an evaluation, for example
+        return None
+    return _contents(plan, device, moment, programs, Costs.of(plan))
+
+
+def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
+    """The same for every device; `trace` is that of the plan's simulation."""
+    programs, costs = step_programs(plan), Costs.of(plan)
+    return [_contents(plan, device, one.peak, programs, costs) for device, one in enumerate(trace.devices)]
+
+
+def _contents(
+    plan: Plan, device: int, moment: MemorySample | None, programs: Sequence[Program], costs: Costs
+) -> Contents | None:
+    body = programs[-1]
+    stages = {
+        number: costs.of_device(plan, number, device, stage.devices)
+        for number, stage in enumerate(plan.stages)
+        if device in stage.devices
+    }
+    if moment is None or not stages:
+        return None
+    ledger = Ledger(device, stages, body)  # the first steps may not move everything yet
+    last = min(moment.step, len(programs) + 1)
+    for step in range(last + 1):
+        actions = programs[min(step, len(programs) - 1)].actions[device]
+        here = list(map(str, actions)).index(moment.action) if step == last else len(actions)
+        ledger.read(actions[:here])
+    rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
+    tensors = (one for number, cost in stages.items() for one in _tensors(ledger, number, cost))
+    return Contents(moment, tuple(rows), tuple(tensors))
+
+
+def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
+    """The states of layers that decisions move."""
+    found = set()
+    for decision in plan.decisions:
+        if decision.stage == stage and isinstance(decision.subject, State):
+            kinds = ("gradients", "optimizer") if decision.what is What.UPDATE else (decision.subject.kind,)
+            found |= {(kind, layer) for kind in kinds for layer in decision.layers}
+    return found
+
+
+def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, int]]) -> list[LayerContents]:
+    """The layers of a stage, after what came from elsewhere."""
+    flights, born, stepped = ledger.contents(number)
+    gathered, rest = ledger.gathered(number), cost.rest
+    saved, counts = Counter[int](), Counter[int]()
+    for residency in flights:
+        found = Working(cost.storages, residency).activations()
+        saved.update(found)
+        counts.update(found.keys())
+    elsewhere = [LayerContents(None, 0, 0, 0, 0, saved[-1], counts[-1])] if saved[-1] else []
+    return elsewhere + [
+        LayerContents(
+            layer,
+            (0 if ("parameters", layer) in moving else sum(map(rest.static_bytes, positions)) - rest.copies_here(layer))
+            + (rest.unsharded_bytes(layer) - copies if layer in gathered else 0),
+            copies,
+            _state(cost, "gradients", layer, moving) if layer in born else 0,
+            _state(cost, "optimizer" if layer in stepped else "early optimizer", layer, moving),
+            sum(saved[one] for one in positions),
+            max(counts[one] for one in positions),
+        )
+        for layer in range(cost.start, cost.stop)
+        for positions in [_positions(cost, layer)]
+        for copies in [rest.storages.copy_bytes(layer) if layer in gathered else rest.copies_here(layer)]
+    ]
+
+
+def _tensors(ledger: Ledger, number: int, cost: StageCost) -> Iterator[TensorContents]:
+    """The activations of a stage, each kind of instance once."""
+    found = Counter[tuple[int, int, int]]()
+    for residency in ledger.contents(number)[0]:
+        found.update(Working(cost.storages, residency).kept())
+    for (maker, storage, nbytes), count in found.items():
+        layer = None if maker < 0 else min(cost.start + maker, cost.stop - 1)
+        tensor = cost.storages.saved_as.get(storage)
+        operation = "copies of buffers" if storage < 0 else tensor.operation if tensor else ""
+        yield TensorContents(layer, operation, tensor.shape if tensor else (), nbytes, count)
+
+
+def _positions(cost: StageCost, layer: int) -> range:
+    """The position of a layer; the loss counts with the last one."""
+    first = layer - cost.start
+    return range(first, cost.storages.count if layer == cost.stop - 1 else first + 1)
+
+
+def _state(cost: StageCost, kind: LayerState, layer: int, moving: set[tuple[str, int]]) -> int:
+    return 0 if (kind.removeprefix("early "), layer) in moving else cost.rest.bytes_of(kind, layer, layer + 1)

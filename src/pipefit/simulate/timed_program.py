@@ -1,0 +1,320 @@
+"""A program prepared for the clock: what every device does (`simulate.timed_program`), and the transfers between them.
+
+A wire is a number, that of one direction of a link. A transfer has one part for each member of its place, with seconds
+and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
+they were issued, as the runtime queues them (`pipefit.runtime.offload.cuda`); messages have no stream and wait for
+their wires alone. What a host updates for a device is a third stream, and the memory of the host is the wire on which
+the updates of several devices wait for each other.
+
+A device that is a CPU core carries itself what it sends or copies, and makes itself the updates at a place: as it
+begins to, it computes nothing for as long as that takes. And gloo sends every tensor of a collective for itself, each
+with delays of its own; NCCL sends them as one.
+
+Of transfers that become ready at once, the one of the lower number goes first: collectives come behind all others.
+Where devices stand for others (`simulate.equal_devices`), so do transfers and wires.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.memory.stage import StageCost
+from pipefit.memory.states import unchanged
+from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Kind, Message, collective, message_of
+from pipefit.schema.cluster import Cluster, opposite
+from pipefit.schema.devices import Member, Place
+from pipefit.schema.program import UncheckedProgram
+from pipefit.simulate.equal_devices import Alike
+from pipefit.timing import Exchange, brought_by_owners, sum_for_all, sum_for_owners
+
+# ----------------------------------------------------------------------------------------------------
+# What one device does, prepared for the clock: for every action a code, its seconds, and the transfer it
+# starts or joins.
+#
+# Transfers that only this device knows, copies and updates at a place, have their seconds and wires here.
+# Messages and collectives have other ends, and are found by what they are (`simulate.timed_program`).
+
+NOTHING, COMPUTE, POST, RECEIVE, COPY, JOIN = range(6)  # a receive is posted like what the device gives
+STARTS = frozenset({POST, RECEIVE, COPY})  # a transfer
+STREAMS = 3  # of every device: copies outward, copies inward, updates at a place
+
+# Seconds, the names of wires, and the part of its rate that is left while the other direction of each wire is busy
+NamedPart = tuple[float, tuple[str, ...], tuple[float, ...]]
+NamedParts = tuple[NamedPart, ...]
+
+
+class Own(NamedTuple):
+    """A transfer of this device alone: its parts, and its stream; -1 where it copies nothing."""
+
+    parts: NamedParts
+    stream: int
+
+
+class Collected(NamedTuple):
+    """An end of a collective: what it is, the how manieth of it this is, the bytes that every member has, and in how
+    many messages these go: NCCL sends them as one, gloo every tensor for itself.
+
+    Where the `replicas` of a stage own `shares` of them, it `reduces` to the owners, or brings theirs to all.
+    """
+
+    what: Hashable
+    turn: int
+    nbytes: int
+    messages: int
+    replicas: tuple[int, ...]
+    shares: tuple[int, ...] | None
+    reduces: bool
+
+
+class TimedDevice(NamedTuple):
+    """The actions of one device: a code, seconds and the number of a transfer for each, -1 where it has none."""
+
+    codes: list[int]
+    seconds: list[float]
+    transfers: list[int]
+    started: list[Message | Collected | Own]  # the transfers
+
+
+class DeviceReader:
+    """Reads what one device does."""
+
+    def __init__(
+        self,
+        device: int,
+        program: UncheckedProgram,
+        cluster: Cluster,
+        stages: Mapping[int, StageCost],
+        moved_bytes: Callable[[Action], int],
+    ) -> None:
+        self._device, self._program, self._cluster, self._stages = device, program, cluster, stages
+        self._moved_bytes = moved_bytes
+        self._turns: Counter[tuple[Hashable, int]] = Counter()  # how often a stage started a collective
+        self._copies: dict[tuple[bool, int, Place | None], Own] = {}
+
+    def read(self, actions: tuple[Action, ...]) -> TimedDevice:
+        """What these actions are to the clock; collectives are counted from the first of them."""
+        self._turns.clear()
+        codes, seconds, transfers, starts = timed = TimedDevice([], [], [], [])
+        open_starts: dict[tuple[object, ...], int] = {}
+        copying_nothing = unchanged(self._program, actions)
+        for position, action in enumerate(actions):
+            kind, code, duration, transfer = action.kind, NOTHING, 0.0, -1
+            if kind is Kind.STASH and action.wait:
+                pass
+            elif action.wait:
+                code, transfer = JOIN, open_starts.pop(action[:-1])
+            elif begun := self._begun(action, copies=position not in copying_nothing):
+                copied = isinstance(begun, Own) and begun.stream >= 0
+                code, transfer = COPY if copied else RECEIVE if kind in RECEIVES else POST, len(starts)
+                open_starts[action[:-1]] = transfer
+                starts.append(begun)
+            elif kind not in (Kind.LOAD, Kind.RESHARD):
+                code, duration = COMPUTE, self._stages[action.stage].seconds(action)
+            codes.append(code)
+            seconds.append(duration)
+            transfers.append(transfer)
+        return timed
+
+    def _begun(self, action: Action, *, copies: bool) -> Message | Collected | Own | None:
+        """The transfer that an action begins, if it does; parameters that `copies` says are unchanged are not moved."""
+        kind = action.kind
+        if kind in MESSAGES:
+            return message_of(self._device, action, self._program.placement)
+        if kind in COLLECTIVE:
+            return self.collected(action)
+        if kind in COPIES:
+            return self._copy(action) if copies else Own((), -1)
+        return self._update(action) if kind is Kind.STEP and action.place is not None else None
+
+    def collected(self, action: Action) -> Collected:
+        """The end of a collective that an action begins; asked for in the order in which the device begins them."""
+        what = collective(action)
+        turn = self._turns[what, action.stage]
+        self._turns[what, action.stage] += 1
+        named = action.place.members if action.place is not None else ()  # those that hold the same shard
+        replicas = tuple(member.number or 0 for member in named) or self._program.placement[action.stage]
+        stage = self._stages[action.stage]
+        shares = stage.owned_bytes(action, len(replicas))
+        return Collected(
+            what,
+            turn,
+            stage.collective_bytes(action),
+            stage.collective_tensors(action) if self._cluster.backend == "cpu" else 1,
+            replicas,
+            None if shares is None else tuple(shares),
+            action.kind is Kind.REDUCE,
+        )
+
+    def _copy(self, action: Action) -> Own:
+        key = action.kind is Kind.OFFLOAD, self._moved_bytes(action), action.place
+        if key not in self._copies:
+            self._copies[key] = Own(tuple(self._parts(*key)), STREAMS * self._device + (not key[0]))
+        return self._copies[key]
+
+    def _parts(self, outward: bool, nbytes: int, place: Place | None) -> Iterator[NamedPart]:
+        assert place is not None, "the ledger refuses copies without a place"
+        here = Member.device(self._device)
+        for member, share in place.split(nbytes):
+            self._cluster.check(member, f"place {str(place)!r}")
+            there = member if member.number is not None else Member(member.kind, self._host)
+            if there == here:
+                raise UsageError(f"device {self._device} cannot move a tensor to {str(place)!r}: name other members")
+            route = self._cluster.route(*((here, there) if outward else (there, here)))
+            yield route.seconds(share), route.wires, route.slowed
+
+    def _update(self, action: Action) -> Own:
+        """An update that a host makes for this device, on the wire that is the host's memory."""
+        assert action.place is not None, "only updates at a place run in the background"
+        number = action.place.members[0].number
+        number = self._host if number is None else number
+        seconds = self._stages[action.stage].host_update_seconds(action, self._cluster.hosts[number])
+        return Own(((seconds, (f"memory of host {number}",), (1.0,)),), STREAMS * self._device + 2)
+
+    @property
+    def _host(self) -> int:
+        return self._cluster.devices[self._device].host
+
+
+# ----------------------------------------------------------------------------------------------------
+
+# Seconds, wires, and the part of its rate that is left while the other direction of each wire is busy
+Part = tuple[float, tuple[int, ...], tuple[float, ...]]
+Parts = tuple[Part, ...]
+
+
+class TimedActions(NamedTuple):
+    """The actions of one device: a code, seconds and the number of a transfer for each, -1 where it has none."""
+
+    codes: list[int]
+    seconds: list[float]
+    transfers: list[int]
+
+
+class TimedProgram:
+    """The actions of all devices, or of those that stand for all as `alike` says, and the transfers between them."""
+
+    def __init__(
+        self,
+        devices: Sequence[TimedDevice],
+        cluster: Cluster,
+        message_bytes: Callable[[Message], int],
+        alike: Alike | None = None,
+    ) -> None:
+        self._message_bytes, self._alike = message_bytes, alike
+        self._wires: dict[str, int] = {}
+        self._numbers: dict[Hashable, int] = {}  # of messages and collectives
+        self._members = _members(devices)
+        self._cluster, self._on_cores = cluster, cluster.backend == "cpu"
+        self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
+        self._own_parts: dict[NamedParts, Parts] = {}
+        self.parts: list[Parts] = []
+        # The stream of every transfer: of a copy STREAMS * device outward and one more inward, of an update at a place
+        # two more, -1 of all others
+        self.streams: list[int] = []
+        self.ends: list[int] = []  # how many devices must start it before it is ready
+        numbers = [[self._number(begun) for begun in device.started] for device in devices]
+        self.devices = [self._numbered(device, own) for device, own in zip(devices, numbers, strict=True)]
+
+    @property
+    def opposite(self) -> list[int]:
+        """For every wire that transfers use, the other direction of its link; -1 if that slows nothing."""
+        if all(one == 1.0 for part in chain.from_iterable(self.parts) for one in part[2]):
+            return [-1] * len(self._wires)
+        stands = self._alike.wires if self._alike is not None else {}
+        others = (opposite(name) for name in self._wires)
+        return [self._wires.get(stands.get(name, name), -1) if name is not None else -1 for name in others]
+
+    def _numbered(self, device: TimedDevice, numbers: list[int]) -> TimedActions:
+        """The actions of one device, with the numbers that transfers have in the program."""
+        for own, begun in enumerate(device.started):
+            if isinstance(begun, Collected):
+                numbers[own] = self._collective(begun)
+        numbers.append(-1)  # that of no transfer
+        transfers = [numbers[own] for own in device.transfers]
+        seconds = [*map(self._taken, device.codes, device.seconds, transfers)] if self._on_cores else device.seconds
+        return TimedActions(device.codes, seconds, transfers)
+
+    def _taken(self, code: int, seconds: float, transfer: int) -> float:
+        """The seconds that an action takes a core, which does itself what it begins."""
+        return max((part[0] for part in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
+
+    def _number(self, begun: Message | Collected | Own) -> int:
+        """The number of what a device begins, -1 where that is an end of a collective."""
+        if isinstance(begun, Message):
+            begun = self._alike.message(begun) if self._alike is not None else begun
+            number = self._numbers.get(begun)
+            if number is None:
+                number = self._numbers[begun] = self._message(begun)
+            return number
+        if isinstance(begun, Collected):
+            return -1
+        parts = self._own_parts.get(begun.parts)
+        if parts is None:
+            parts = self._own_parts[begun.parts] = tuple(self._on_wires(*part) for part in begun.parts)
+        return self._add(parts, ends=1, stream=begun.stream)
+
+    def _collective(self, begun: Collected) -> int:
+        """The number of a collective of which this is an end."""
+        key = begun.what, begun.turn
+        if key not in self._numbers:
+            self._numbers[key] = self._exchange(begun)
+        return self._numbers[key]
+
+    def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
+        """The number of a new transfer."""
+        self.parts.append(parts)
+        self.streams.append(stream)
+        self.ends.append(ends)
+        return len(self.parts) - 1
+
+    def _message(self, message: Message) -> int:
+        """The number of a new message; it has no parts between stages of one device."""
+        forward, receiver, _, part, source, target = message
+        key = forward, receiver, part, source, target
+        parts = self._message_parts.get(key)
+        if parts is None:
+            nbytes = self._message_bytes(message)
+            parts = () if source == target else (self._part(Member.device(source), Member.device(target), nbytes),)
+            self._message_parts[key] = parts
+        return self._add(parts, ends=2)
+
+    def _exchange(self, begun: Collected) -> int:
+        """The number of a new collective, of which every wire is a part, with the delay of all messages."""
+        begin = self._members[begun.what]
+        members = begin if self._alike is None else self._alike.those_of(begin)
+        exchange = exchange_of(self._cluster, members, begun)
+        delay, slowed = exchange.delay_seconds, exchange.slowed
+        parts = (self._on_wires(delay + s, (wire,), (slowed[wire],)) for wire, s in exchange.wire_seconds.items())
+        return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
+
+    def _part(self, source: Member, target: Member, nbytes: int) -> Part:
+        route = self._cluster.route(source, target)
+        return self._on_wires(route.seconds(nbytes), route.wires, route.slowed)
+
+    def _on_wires(self, seconds: float, names: Sequence[str], slowed: tuple[float, ...]) -> Part:
+        if self._alike is not None:
+            names = [self._alike.wires[name] for name in names]
+        return seconds, tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names), slowed
+
+
+def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
+    """What a collective is: a sum for all, sums for owners, or what owners bring to all."""
+    if begun.shares is None:
+        found = sum_for_all(cluster, members, begun.nbytes)
+    else:
+        found = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
+    return found._replace(delay_seconds=found.delay_seconds * begun.messages)
+
+
+def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:
+    """The devices that take part in every collective, one for each stage of each that does."""
+    found: dict[Hashable, list[int]] = {}
+    for number, device in enumerate(devices):
+        for begun in device.started:
+            if isinstance(begun, Collected) and not begun.turn:
+                found.setdefault(begun.what, []).append(number)
+    return found

@@ -1,0 +1,30 @@
+"""Tensor parallelism of any captured stage: its operations are rewritten for ranks that share the weights.
+
+Layers stay ordinary modules over plain tensors, with explicit collectives. Which values are divided is found from
+shapes and operators alone; an operator that no rule knows is replicated, which is right and saves nothing. (Shoeybi et
+al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019; forms of values
+after Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
+"""
+
+from pipefit.schema.profile import Shares
+from pipefit.tensor_parallel.collectives import Alone, Collectives, Loan, ProcessGroupCollectives
+from pipefit.tensor_parallel.forms import Shard, assembled, assembled_state
+from pipefit.tensor_parallel.lockstep import LockstepCollectives, in_lockstep
+from pipefit.tensor_parallel.search import Prices
+from pipefit.tensor_parallel.stage import (
+    RankLoss,
+    RankStage,
+    ShardedChain,
+    ShardedStage,
+    shard_chain,
+    shard_stage,
+    shard_traced,
+    trace_chain,
+)
+from pipefit.tensor_parallel.writing import Collective
+
+__all__ = [
+    "Alone", "Collective", "Collectives", "Loan", "LockstepCollectives", "Prices", "ProcessGroupCollectives",
+    "RankLoss", "RankStage", "Shard", "ShardedChain", "ShardedStage", "Shares", "assembled", "assembled_state",
+    "in_lockstep", "shard_chain", "shard_stage", "shard_traced", "trace_chain",
+]  # fmt: skip

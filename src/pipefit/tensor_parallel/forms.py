@@ -1,0 +1,216 @@
+"""In which form the ranks of a tensor-parallel group hold a value: whole, or each a part of one dimension.
+
+A value has one of three forms. R, replicated: every rank has all of it, and all of its gradient. C, replicated, with a
+partial gradient: every rank has all of it, but the gradients that the ranks compute have to be summed. `Split`: every
+rank has a part of one dimension, and of the gradient too. Partial sums of values have no form: the operation that makes
+them ends with their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import UsageError
+
+R: Final = "R"
+C: Final = "C"
+
+
+class Split(NamedTuple):
+    """Dimension `dim` is divided: it is `repeats` times a row of blocks, and every rank has its share of each block.
+
+    `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection; without them
+    a row is one block. A `padded` dimension is shared although the ranks do not divide it: the last parts end in zeros.
+    """
+
+    dim: int
+    repeats: int = 1
+    blocks: tuple[int, ...] = ()
+    padded: bool = False
+
+    @staticmethod
+    def of(dim: int, blocks: Sequence[int]) -> Split:
+        """The split of a dimension that is a row of these blocks; equal ones are repeats."""
+        sizes = tuple(size for size in blocks if size)
+        return Split(dim, len(sizes)) if len(set(sizes)) <= 1 else Split(dim, 1, sizes)
+
+    def at(self, dim: int) -> Split:
+        """The same split of another dimension."""
+        return self._replace(dim=dim)
+
+
+Form = Split | Literal["R", "C"]
+
+
+def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
+    """Whether so many ranks can share a value of this shape in this form."""
+    if not 0 <= form.dim < len(shape) or shape[form.dim] % form.repeats:
+        return False
+    row = shape[form.dim] // form.repeats
+    if form.padded:
+        return form.repeats == 1 and not form.blocks and row >= ranks
+    return row > 0 and sum(form.blocks or (row,)) == row and all(b % ranks == 0 for b in form.blocks or (row,))
+
+
+def local_shape(shape: Sequence[int], form: Form, ranks: int) -> list[int]:
+    """The shape of what one rank has."""
+    return [
+        math.ceil(size / ranks) if isinstance(form, Split) and dim == form.dim else size
+        for dim, size in enumerate(shape)
+    ]
+
+
+def ranges(size: int, form: Split, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of what a rank has of a dimension of `size`, in order; without the padding."""
+    if form.padded:
+        share = math.ceil(size / ranks)
+        yield min(rank * share, size), min((rank + 1) * share, size)
+        return
+    start = 0
+    for _ in range(form.repeats):
+        for block in form.blocks or (size // form.repeats,):
+            share = block // ranks
+            yield start + rank * share, start + (rank + 1) * share
+            start += block
+
+
+def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
+    """A rank's part of `whole`, contiguous, in memory of its own."""
+    dim, size = form.dim, whole.shape[form.dim]
+    if form.padded:
+        (start, stop), share = next(ranges(size, form, rank, ranks)), math.ceil(size / ranks)
+        zeros = whole.new_zeros([share - (stop - start) if d == dim else n for d, n in enumerate(whole.shape)])
+        return torch.cat([whole.narrow(dim, start, stop - start), zeros], dim).contiguous()
+    row = size // form.repeats
+    rows, one = _rows(whole, dim, form.repeats), form._replace(repeats=1)
+    parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in ranges(row, one, rank, ranks)]
+    return torch.cat(parts, dim + 1).contiguous().flatten(dim, dim + 1)
+
+
+def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
+    """The parts of all ranks along a new first dimension."""
+    made = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
+    for rank, part in enumerate(made):
+        part.copy_(take(whole, form, rank, ranks))
+    return made
+
+
+def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
+    """The whole, of `size` along the divided dimension, of the parts of all ranks in order."""
+    dim = form.dim
+    if form.padded:
+        return torch.cat(list(parts), dim).narrow(dim, 0, size).contiguous()
+    row = size // form.repeats
+    shares = [block // len(parts) for block in form.blocks or (row,)]
+    divided = [torch.split(_rows(part, dim, form.repeats), shares, dim + 1) for part in parts]
+    blocks = [part[number] for number in range(len(shares)) for part in divided]
+    return torch.cat(blocks, dim + 1).contiguous().flatten(dim, dim + 1)
+
+
+def _rows(tensor: Tensor, dim: int, count: int) -> Tensor:
+    """A view of `tensor` with `dim` as two dimensions: so many rows, and what is in a row."""
+    return tensor.reshape([*tensor.shape[:dim], count, tensor.shape[dim] // count, *tensor.shape[dim + 1 :]])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which part of a parameter or buffer a rank has, and the way there and back, exact to the bit.
+#
+# A `Shard` is plain data: ranges of one dimension of the whole tensor, in the order in which the rank has
+# them. Gradients and what an optimizer keeps for a parameter are shared as the parameter is, so the same
+# functions serve them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one rank has of the tensor `name`: of dimension `dim` the `ranges`, then `padding` zeros.
+
+    A replicated tensor has no `dim` and no ranges: the rank has all of it.
+    """
+
+    name: str
+    dim: int | None
+    ranges: tuple[tuple[int, int], ...]
+    global_shape: tuple[int, ...]
+    padding: int = 0
+
+    @staticmethod
+    def of(name: str, shape: Sequence[int], form: Form, rank: int, ranks: int) -> Shard:
+        """What `rank` of `ranks` has of a tensor of this shape in this form."""
+        if not isinstance(form, Split):
+            return Shard(name=name, dim=None, ranges=(), global_shape=tuple(shape))
+        mine = tuple(ranges(shape[form.dim], form, rank, ranks))
+        kept = sum(stop - start for start, stop in mine)
+        missing = local_shape(shape, form, ranks)[form.dim] - kept
+        return Shard(name=name, dim=form.dim, ranges=mine, global_shape=tuple(shape), padding=missing)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what the rank has."""
+        mine = sum(stop - start for start, stop in self.ranges) + self.padding
+        return tuple(mine if dim == self.dim else size for dim, size in enumerate(self.global_shape))
+
+    def local(self, whole: Tensor) -> Tensor:
+        """The rank's part of `whole`, in memory of its own."""
+        if self.dim is None:
+            return whole.detach().clone()
+        parts = [whole.detach().narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if self.padding:
+            parts.append(whole.new_zeros([self.padding if d == self.dim else n for d, n in enumerate(whole.shape)]))
+        return torch.cat(parts, self.dim).contiguous()
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Writes the rank's part to its place in `whole`."""
+        if self.dim is None:
+            whole.copy_(part)
+            return
+        place = 0
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, place, stop - start))
+            place += stop - start
+
+    def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The rank's part of what an optimizer keeps for the whole tensor; counts and the like stay as they are.
+
+        Raises:
+            UsageError: it keeps a tensor of another shape, of which nobody knows the part.
+        """
+        return {key: self._part(key, item, self.global_shape, self.local) for key, item in state.items()}
+
+    def _part(self, key: str, item: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
+        """`item`, changed if it is a tensor of `shape`."""
+        if not isinstance(item, Tensor) or tuple(item.shape) != shape:
+            if isinstance(item, Tensor) and item.numel() > 1 and self.dim is not None:
+                raise UsageError(
+                    f"the optimizer keeps {key} of {self.name} in the shape {tuple(item.shape)}, and the parameter has "
+                    f"{shape}: ranks that share the parameter cannot share that; take an optimizer that keeps tensors "
+                    "of the parameter's shape, such as AdamW, or no tensor parallelism"
+                )
+            return item
+        return change(item)
+
+
+def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor, or gradient, of all ranks' parts."""
+    whole = parts[0].new_empty(shards[0].global_shape)
+    for shard, part in zip(shards, parts, strict=True):
+        shard.put(part.detach(), whole)
+    return whole
+
+
+def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What an optimizer would keep for the whole tensor, of what the ranks' optimizers keep for its parts.
+
+    Raises:
+        UsageError: they keep a tensor of another shape than the part's.
+    """
+    first = shards[0]
+    return {
+        key: first._part(key, item, first.local_shape, lambda _, key=key: assembled(shards, [s[key] for s in states]))  # type: ignore[misc]
+        for key, item in states[0].items()
+    }

@@ -1,0 +1,214 @@
+"""Products with a weight or of two values: linear, addmm, mm, matmul, bmm, baddbmm and grouped products of experts.
+
+By columns each rank has some of the results and needs all of the input, whose gradient is then a partial sum; by rows
+it has some of the input, and the results are summed. (Shoeybi et al., "Megatron-LM", 2019.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from pipefit.tensor_parallel.collectives import Collectives, reduced, scattered
+from pipefit.tensor_parallel.forms import C, Form, R, Split
+from pipefit.tensor_parallel.operations import GROUP, Call, Equation, Operation, Strategy, Wishes, shape, wished
+
+# ----------------------------------------------------------------------------------------------------
+# Einstein sums, by their letters: any of them can be divided.
+#
+# Operands that have the letter are divided along it, all others are needed whole; where the result has it, it
+# is divided too, and where it has not, the results are summed. (So are all products; those with rules of
+# their own are the ones that models are mostly made of.)
+
+
+def einsum(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Of any number of tensors."""
+    equation, tensors = Equation.of(op.given["equation"]), op.given["tensors"]
+    if equation is None:
+        return
+    for s in wishes:
+        if not s.padded:
+            yield op.way(s, *_along(equation, tensors, equation.result[s.dim], s))
+    for letter in dict.fromkeys("".join(equation.operands)):
+        if letter in equation.result:
+            dim = equation.result.index(letter)
+            yield op.way(Split(dim), *_along(equation, tensors, letter, Split(dim)))
+        else:
+            call = Call(target=part_einsum, args=(op.given["equation"], tensors, GROUP))
+            yield op.way(R, *_along(equation, tensors, letter, Split(0)), summed=True, call=call)
+
+
+def _along(equation: Equation, tensors: Sequence[fx.Node], letter: str, s: Split) -> Iterator[tuple[fx.Node, Form]]:
+    """The form of every operand where a letter is divided."""
+    for tensor, letters in zip(tensors, equation.operands, strict=True):
+        yield tensor, s.at(letters.index(letter)) if letter in letters else C
+
+
+def part_einsum(equation: str, tensors: Sequence[Tensor], group: Collectives) -> Tensor:
+    """A sum of which this rank has some of the terms."""
+    return reduced(torch.einsum(equation, *tensors), group)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Convolutions by channels, out or in or in groups, and what works on each channel by itself.
+
+# Dimensions behind the channels that the operation looks across
+CHANNELWISE = {
+    "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
+    "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "upsample_nearest1d": 1,
+    "upsample_nearest2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "tril": 2, "triu": 2,
+}  # fmt: skip
+
+
+def convolution(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Weights are (out, in / groups, ...)."""
+    x, weight, bias, groups = (op.given[name] for name in ("input", "weight", "bias", "groups"))
+    if len(shape(x)) != len(shape(weight)):
+        return  # without a batch: channels come first
+    if groups == 1:
+        for s in wished(wishes, 1):
+            if not s.padded:
+                yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
+        yield op.way("R", (x, Split(1)), (weight, Split(1)), summed=True, call=_by_rows(op))
+    elif groups % op.ranks == 0:
+        s, call = Split(1), op.changed(groups=groups // op.ranks)
+        yield op.way(s, (x, s), (weight, Split(0)), (bias, Split(0)), call=call)
+
+
+def transposed(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Weights are (in, out / groups, ...)."""
+    x, weight, bias, groups = (op.given[name] for name in ("input", "weight", "bias", "groups"))
+    if groups != 1 or len(shape(x)) != len(shape(weight)):
+        return
+    for s in wished(wishes, 1):
+        if not s.padded:
+            yield op.way(s, (x, C), (weight, s), (bias, s.at(0)))
+    yield op.way("R", (x, Split(1)), (weight, Split(0)), summed=True, call=_by_rows(op))
+
+
+def _by_rows(op: Operation) -> Call:
+    whole = op.changed(bias=None)
+    return Call(target=row_convolution, args=(whole.target, whole.args, op.given["bias"], GROUP))
+
+
+def channelwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Pooling, resizing and triangles: any dimension before those that it looks across."""
+    for s in wishes:
+        if s.dim <= op.last - CHANNELWISE[op.name] and not s.padded:
+            yield op.way(s, (op.node.args[0], s))
+
+
+def row_convolution(target: Any, args: tuple[Any, ...], bias: Tensor | None, group: Collectives) -> Tensor:
+    """A convolution of which this rank has some of the channels that come in."""
+    whole = reduced(target(*args), group)
+    return whole if bias is None else whole + bias.to(whole.dtype).reshape(-1, *[1] * (whole.ndim - 2))
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Rows of the weight are results."""
+    x, weight, bias = op.given["input"], op.given["weight"], op.given["bias"]
+    for s in wished(wishes, op.last):
+        yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
+    yield from _products_by_rows(op, wishes, row_linear, (x, weight, bias), (Split(len(shape(x)) - 1), Split(1)))
+
+
+def addmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Columns of the weight are results."""
+    if op.given.get("beta", 1) == 1 and op.given.get("alpha", 1) == 1:
+        yield from _mm(op, wishes, op.given["mat1"], op.given["mat2"], op.given["self"])
+
+
+def mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Columns of the weight are results."""
+    yield from _mm(op, wishes, op.given["self"], op.given["mat2"], None)
+
+
+def _mm(op: Operation, wishes: Wishes, x: Any, weight: Any, bias: Any) -> Iterator[Strategy | None]:
+    for s in wished(wishes, op.last):
+        yield op.way(s, (x, C), (weight, s), (bias, None if bias is None else op.broadcast(s, bias)))
+    yield from _products_by_rows(op, wishes, row_mm, (x, weight, bias), (Split(1), Split(0)))
+
+
+def _products_by_rows(
+    op: Operation, wishes: Wishes, target: Any, operands: tuple[Any, Any, Any], forms: tuple[Split, Split]
+) -> Iterator[Strategy | None]:
+    """By rows of the weight: every rank gets the whole sum, or by `sequences` its part, such as some positions."""
+    x, weight, bias = operands
+    divided = (x, forms[0]), (weight, forms[1])
+    yield op.way("R", *divided, summed=True, call=Call(target=target, args=(*operands, None, GROUP)))
+    for s in wishes if op.sequences else ():
+        if s.dim < op.last and not s.padded:
+            call = Call(target=target, args=(*operands, s, GROUP))
+            yield op.way(s, *divided, (bias, bias and op.broadcast(s, bias)), summed=True, call=call)
+
+
+def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Two values, with dimensions of a batch before the last two."""
+    x, y = op.node.args[:2]
+    dims = [len(shape(x)), len(shape(y))]
+    if min(dims) < 2:
+        return
+    for s in {**wishes, Split(op.last): None}:
+        if s.dim == op.last:
+            yield op.way(s, (x, C), (y, s.at(dims[1] - 1)))
+        elif s.dim == op.last - 1:
+            yield op.way(s, (x, s.at(dims[0] - 2)), (y, C))
+        else:
+            yield op.way(s, (x, op.broadcast(s, x)), (y, op.broadcast(s, y)))  # type: ignore[arg-type]
+    call = Call(target=row_mm, args=(x, y, None, None, GROUP))
+    yield op.way("R", (x, Split(dims[0] - 1)), (y, Split(dims[1] - 2)), summed=True, call=call)
+
+
+def baddbmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """A batch of products, added to something."""
+    for s in wishes:
+        if s.dim == 0:
+            bias = op.given["self"]
+            yield op.way(s, (bias, op.broadcast(s, bias)), (op.given["batch1"], s), (op.given["batch2"], s))
+
+
+def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
+    """Rows (tokens, inner) by the weights (experts, inner, outer) of their experts: every expert is divided."""
+    x, weights = op.node.args[:2]
+    if (len(shape(x)), len(shape(weights))) != (2, 3):
+        return
+    for s in wished(wishes, op.last):
+        yield op.way(s, (x, C), (weights, s.at(2)))
+    whole = op.replicated().call
+    call = Call(target=row_grouped, args=(op.node.target, whole.args, dict(whole.kwargs), GROUP))
+    yield op.way("R", (x, Split(1)), (weights, Split(1)), summed=True, call=call)
+
+
+# ------------------------------------------------------------------ what ranks call
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+    """A linear layer of which this rank has some of the inputs; its part of the result in a `form`, or all of it."""
+    return with_bias(summed(F.linear(x, weight), form, group), bias)
+
+
+def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
+    """A product of which this rank has some of the terms, and what is added to it; its part in a `form`, or all."""
+    return with_bias(summed(torch.matmul(x, weight), form, group), bias)
+
+
+def summed(partial: Tensor, form: Split | None, group: Collectives) -> Tensor:
+    """The sum of what the ranks have, or this rank's part of it."""
+    return reduced(partial, group) if form is None else scattered(partial, form, group)
+
+
+def row_grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: Collectives) -> Tensor:
+    """A grouped product of which this rank has some of the terms."""
+    return reduced(target(*args, **kwargs), group)
+
+
+def with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    """`product` and what is added to it, in the type of the product, which autocast may have chosen."""
+    return product if bias is None else product + bias.to(product.dtype)

@@ -1,0 +1,367 @@
+"""A stage of a chain for the ranks of a tensor-parallel group: planned once, then written for every rank.
+
+`shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. Layers are as many as before and have
+the names that they had, and so do parameters and buffers, of which a rank has the part that its `Shard` says. What
+comes into the stage and leaves it is replicated. Ranks that plan by themselves compare their `digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipefit.capture.chain import Chain, ChainLayer, as_values
+from pipefit.capture.flat import operator_name, value
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.structure import Tree, Values
+from pipefit.errors import UsageError
+from pipefit.schema.profile import Shares, Whole
+from pipefit.tensor_parallel.collectives import Collectives
+from pipefit.tensor_parallel.forms import Form, R, Shard, Split, divides, local_shape
+from pipefit.tensor_parallel.operations import flops, nbytes, shape
+from pipefit.tensor_parallel.rules import rule_of
+from pipefit.tensor_parallel.search import SEQUENCES, Choice, Prices, choose
+from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin, is_stored, trace
+from pipefit.tensor_parallel.writing import Collective, Key, LayerCode, RankTensors, Steps, crossing, tensors_of, write
+
+# ----------------------------------------------------------------------------------------------------
+# What share of a stage its ranks divide, and what keeps the rest whole, found from the forms chosen.
+
+_MOST = 8  # what is said of what stays whole
+
+
+def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
+    """The shares of a stage in the forms chosen."""
+    sizes = {n: nbytes(n) for n in choice.home if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)}
+    divided = {node for node in sizes if isinstance(choice.home[node], Split)}
+    counts = {node: flops(node) for node in choice.ways}
+    every = [_whole(stage, choice, node, ranks) for node, way in choice.ways.items() if not way.divides]
+    return Shares(
+        ranks=ranks,
+        parameter_bytes=sum(sizes.values()),
+        divided_bytes=sum(sizes[node] for node in divided),
+        rank_bytes=sum(_of_rank(node, choice, ranks) for node in sizes),
+        flops=sum(counts.values()),
+        divided_flops=sum(counts[node] for node, way in choice.ways.items() if way.divides),
+        whole=tuple(sorted((each for each in every if each.parameter_bytes or each.flops), key=_size)[:_MOST]),
+    )
+
+
+def _size(each: Whole) -> tuple[int, int]:
+    return -each.parameter_bytes, -each.flops
+
+
+def _of_rank(node: fx.Node, choice: Choice, ranks: int) -> int:
+    return math.prod(local_shape(shape(node), choice.home[node], ranks)) * int(value(node).element_size())
+
+
+def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Whole:
+    parameters = [n for n in node.all_input_nodes if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)]
+    number = stage.layer_of[node]
+    return Whole(
+        layer=stage.layers[number].name if number < len(stage.layers) else "the loss",
+        operator=operator_name(node),
+        parameter_bytes=sum(map(nbytes, parameters)),
+        flops=flops(node),
+        reason=_reason(choice, node, ranks),
+    )
+
+
+def _reason(choice: Choice, node: fx.Node, ranks: int) -> str:
+    if rule_of(node) is None:
+        return "there is no rule for this operator"
+    if not choice.changed.isdisjoint((node, *node.all_input_nodes)):
+        return "it shares memory with what is changed in place"
+    if choice.options[node] == 1:
+        return f"its result {shape(node)} has no part for each of {ranks} ranks that what follows can use"
+    return "whole it is cheaper than what dividing it would send"
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStage:
+    """What one rank runs and has: its layers, the loss behind them if the stage has it, and its shards by name.
+
+    The loss is of the last layer's values, which then are in the forms that the loss needs, and the targets. `shards`
+    has every name of the whole stage's state dict.
+    """
+
+    layers: tuple[ChainLayer, ...]
+    criterion: GraphLayer | None
+    shards: Mapping[str, Shard]
+
+    def __call__(self, values: Values, targets: Values = ()) -> Values:
+        """What the stage makes of its inputs: its outputs, or the loss."""
+        for layer in self.layers:
+            values = layer(values)
+        return values if self.criterion is None else self.loss(values, targets)
+
+    def loss(self, values: Values, targets: Values) -> Values:
+        """The loss of the last layer's values."""
+        last = ChainLayer("loss", self.criterion, autocast=self.layers[-1].autocast)  # type: ignore[arg-type]
+        return last((*values, *targets))
+
+
+def shard_stage(
+    layers: Sequence[ChainLayer],
+    ranks: int,
+    values: Values,
+    *,
+    chain: Chain | None = None,
+    targets: Values = (),
+    is_first: bool = False,
+    sequences: bool = False,
+    prices: Prices | None = None,
+) -> ShardedStage:
+    """How `ranks` share the layers of a stage, for inputs like `values`.
+
+    With `chain` the stage is its last, and the loss of outputs and `targets` is shared too. Tensors may be fake: only
+    their shapes and types count. The inputs of the first stage, `is_first`, need no gradient. By
+    `sequences`, what is between attention and MLP may be divided along positions (sequence parallelism): less is kept,
+    more is sent.
+
+    Raises:
+        UsageError: fewer than two ranks, or a layer that cannot be followed.
+    """
+    check_ranks(ranks)
+    stage = trace(layers, values, chain=chain, targets=targets, is_first=is_first)
+    return ShardedStage(stage, choose(stage, ranks, prices or Prices(), sequences=sequences), ranks)
+
+
+def check_ranks(ranks: int) -> None:
+    """Check that there is more than one rank.
+
+    Raises:
+        UsageError: there is not.
+    """
+    if ranks < 2:
+        raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
+
+
+class ShardedStage:
+    """A stage and the forms that were chosen for it."""
+
+    def __init__(self, stage: TracedStage, choice: Choice, ranks: int) -> None:
+        self.stage, self.choice, self.ranks = stage, choice, ranks
+        self._steps = Steps(stage, choice)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the ranks do together for one microbatch, for those who price it."""
+        return tuple(self._steps.collectives)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal where ranks have made the same choice."""
+        ways = ((node.name, way.result, [*way.operands.values()]) for node, way in self.choice.ways.items())
+        homes = ((node.name, form) for node, form in self.choice.home.items() if is_stored(node))
+        return hashlib.sha256(repr((self.ranks, *ways, *homes)).encode()).hexdigest()
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What share of bytes and operations is divided, and what keeps the rest whole."""
+        return shares(self.stage, self.choice, self.ranks)
+
+    def rank(self, group: Collectives) -> RankStage:
+        """The layers of the rank whose end of the group this is."""
+        *layers, loss = self.layers(group, range(len(self.stage.layers) + 1), self.tensors(group.rank))
+        criterion = loss.module if self.stage.has_loss else None
+        assert criterion is None or isinstance(criterion, GraphLayer)
+        return RankStage(layers=tuple(layers), criterion=criterion, shards=self.shards(group.rank))
+
+    def layers(self, group: Collectives, numbers: Iterable[int], tensors: RankTensors) -> list[ChainLayer]:
+        """Some layers of the rank whose end of the group this is, with its part of `tensors`; behind the last stands
+        the loss.
+        """
+        loss = ChainLayer("loss", nn.Module(), autocast=self.stage.layers[-1].autocast)
+        whole = (*self.stage.layers, loss)
+        return [tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers]
+
+    def tensors(self, rank: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> RankTensors:
+        """A rank's part of what `whole` says for every tensor of the stage, by default the tensor itself."""
+        return RankTensors(self.stage, self.choice.home, rank, self.ranks, whole)
+
+    def shards(self, rank: int) -> dict[str, Shard]:
+        """What a rank has of every tensor of the whole stage's state dict, by the names in the model."""
+        tensors = self.tensors(rank)
+        return {
+            original: tensors.shard(tensor, original)
+            for layer in self.stage.layers
+            for local, tensor in tensors_of(layer.module)
+            if (original := layer.originals.get(local)) is not None
+        }
+
+    def form(self, tensor: Tensor) -> Form:
+        """The form in which the ranks have a parameter or buffer of the whole layers."""
+        return self.tensors(0).forms.get(id(tensor), R)
+
+    @property
+    def into_loss(self) -> int:
+        """How many values the last layer hands to the loss."""
+        return len(self._handed_on[-1])
+
+    @cached_property
+    def _handed_on(self) -> list[list[Key]]:
+        """What each layer hands to the next, or to the loss."""
+        return crossing(self._steps, self._arriving[0], len(self.stage.layers) + self.stage.has_loss - 1)
+
+    @property
+    def _arriving(self) -> tuple[list[Key], list[Key]]:
+        """The inputs of the stage, and the targets."""
+        every = [Key(node, R) for node in self.stage.inputs]
+        values = len(every) - self.stage.targets
+        return every[:values], every[values:]
+
+    @cached_property
+    def codes(self) -> list[LayerCode]:
+        """The code of every layer, and of the loss behind them."""
+        steps, stage = self._steps, self.stage
+        values, targets = self._arriving
+        arriving, leaving = [values, *self._handed_on], [*self._handed_on, steps.outputs]
+        if stage.has_loss:
+            arriving[-1] = [*arriving[-1], *targets]
+        return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(len(arriving))]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A whole chain for the ranks of a tensor-parallel group: a rank's part of it is an ordinary chain.
+#
+# What crosses from block to block is whole on every rank, in the order and form in which the whole chain
+# hands it on. So how layers are divided does not depend on where stages end, costs of layers add up, a stage
+# of a rank is a range of its layers, and stages of other degrees take what it sends. A parameter that several
+# layers share is divided in one way.
+
+
+def trace_chain(chain: Chain, values: Values, targets: Values = ()) -> TracedStage:
+    """The graph of a chain, from which `shard_traced` makes one for any number of ranks; see `shard_chain`."""
+    edges = blocks_begin(chain)
+    return trace(chain.layers, values, chain=chain, targets=targets, is_first=True, edges=edges)
+
+
+def shard_chain(
+    chain: Chain,
+    ranks: int,
+    values: Values,
+    targets: Values = (),
+    *,
+    sequences: bool = False,
+    prices: Prices | None = None,
+    like: ShardedChain | None = None,
+) -> ShardedChain:
+    """How `ranks` share the layers of a chain and its loss, for inputs like `values` and targets like `targets`.
+
+    Only shapes and types of tensors count, which may be fake. With `like`, a sharded chain of the same model for
+    another number of samples or another mode, parameters and buffers are divided as there. By `sequences`, norms and
+    what is between attention and MLP are divided along positions (sequence parallelism), so that less is kept and more
+    is sent; parameters and buffers are divided as without it.
+
+    Raises:
+        UsageError: fewer than two ranks, or a layer that cannot be followed.
+    """
+    check_ranks(ranks)
+    traced = trace_chain(chain, values, targets)
+    return shard_traced(chain, traced, ranks, sequences=sequences, prices=prices, like=like)
+
+
+def shard_traced(
+    chain: Chain,
+    traced: TracedStage,
+    ranks: int,
+    *,
+    sequences: bool = False,
+    prices: Prices | None = None,
+    like: ShardedChain | None = None,
+) -> ShardedChain:
+    """As `shard_chain`, of a chain that `trace_chain` has traced."""
+    check_ranks(ranks)
+    if sequences and like is None:
+        like = shard_traced(chain, traced, ranks, prices=prices)
+    given = {} if like is None else _given(chain, traced, like)
+    prices = prices or (SEQUENCES if sequences else Prices())
+    choice = choose(traced, ranks, prices, sequences=sequences, given=given)
+    return ShardedChain(chain, ShardedStage(traced, choice, ranks), sequences=sequences)
+
+
+class ShardedChain:
+    """A chain and how its layers are divided among ranks."""
+
+    def __init__(self, chain: Chain, stage: ShardedStage, *, sequences: bool = False) -> None:
+        self.chain, self.stage, self.sequences = chain, stage, sequences
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.stage.ranks
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the ranks do together for one microbatch, by layer and direction; the loss is behind the last layer."""
+        return self.stage.collectives
+
+    @property
+    def digest(self) -> str:
+        """Equal where ranks have made the same choice."""
+        return self.stage.digest
+
+    @property
+    def shares(self) -> Shares:
+        """What share of bytes and operations is divided, and what keeps the rest whole."""
+        return self.stage.shares
+
+    def rank(self, group: Collectives) -> Chain:
+        """The chain of the rank whose end of the group this is: layers of the same names, and its own loss."""
+        made, chain = self.stage.rank(group), self.chain
+        if made.criterion is None:
+            return replace(chain, layers=made.layers, packing="bare")
+        return replace(
+            chain,
+            layers=made.layers,
+            outputs=_tree(self.stage.into_loss),
+            criterion=RankLoss(module=made.criterion, targets=chain.targets),
+            packing="bare",
+        )
+
+    def shards(self, rank: int) -> dict[str, Shard]:
+        """What a rank has of every tensor of the model's state dict that the layers hold, by the names in the model."""
+        return self.stage.shards(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoss:
+    """The loss of a rank's chain: of the last layer's values, in the forms that it needs, and the targets."""
+
+    module: GraphLayer
+    targets: Tree | None
+
+    def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Tensor:
+        given = () if self.targets is None else self.targets.flatten(wanted)
+        return as_values(self.module((*outputs, *given)), "the loss")[0]
+
+
+def _tree(count: int) -> Tree:
+    """The shape of a tuple of so many tensors."""
+    return Tree.of("the outputs", tuple(torch.empty(0) for _ in range(count)))
+
+
+def _given(chain: Chain, traced: TracedStage, like: ShardedChain) -> Mapping[fx.Node, Form]:
+    """The forms of parameters and buffers as they are in `like`, whose layers have the same names for them."""
+    forms: dict[int, Form] = {}
+    for layer, other in zip(chain.layers, like.chain.layers, strict=True):
+        known = dict(tensors_of(other.module))
+        forms |= {id(t): like.stage.form(known[name]) for name, t in tensors_of(layer.module) if name in known}
+    stored = {node: traced.tensor(node) for node in traced.graph.nodes if is_stored(node)}
+    found = {node: (forms[id(tensor)], tensor) for node, tensor in stored.items() if id(tensor) in forms}
+    return {
+        node: form
+        for node, (form, tensor) in found.items()
+        if not isinstance(form, Split) or divides(tensor.shape, form, like.ranks)
+    }

@@ -1,0 +1,304 @@
+"""A stage as one flat graph: the layers one after the other, and the loss behind them.
+
+Values are made anew where the layers change them in place and nobody else sees the change, because a value may be had
+in several forms. What is changed in place and seen elsewhere stays as it is, and is replicated. Costs one trace of the
+stage; nothing is computed.
+
+Between layers values are contiguous, as everywhere (`capture.chain`). Where a block ends, those that cross are noted,
+in the order in which the layers hand them on, used later or not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.chain import Chain, ChainLayer, as_values, packed, packing_of
+from pipefit.capture.exporting import export
+from pipefit.capture.flat import context, flatten, groups, mutated_arguments, role, stack, sweep, value
+from pipefit.capture.graph_layer import Binding
+from pipefit.capture.storages import Orders, as_made, contiguous, orders_of
+from pipefit.capture.structure import Values
+from pipefit.errors import UsageError
+from pipefit.schema.layer_costs import Packing
+
+_NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch has no derivative of the operator that returns a new value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStage:
+    """The graph, the layer of every operation (for the loss the number of layers), and what it computes with.
+
+    `edges` are the layers with which blocks begin, but for the first; `cuts` the values that cross in front of each.
+    """
+
+    graph: fx.Graph
+    layers: tuple[ChainLayer, ...]
+    layer_of: dict[fx.Node, int]
+    binding: Binding
+    inputs: tuple[fx.Node, ...]
+    targets: int  # how many of the inputs, the last ones, are targets of the loss
+    has_loss: bool
+    is_first: bool  # the inputs are a batch, and need no gradient
+    edges: tuple[int, ...] = ()
+    cuts: tuple[tuple[fx.Node, ...], ...] = ()
+
+    def block(self, layer: int) -> int:
+        """The block of a layer; the loss belongs to the last."""
+        return bisect_right(self.edges, layer)
+
+    def tensor(self, node: fx.Node) -> Tensor:
+        """The parameter, buffer or constant that a placeholder stands for."""
+        meaning = role(node)
+        assert meaning is not None
+        return self.binding.tensor(meaning.name)
+
+
+def trace(
+    layers: Sequence[ChainLayer],
+    values: Values,
+    *,
+    chain: Chain | None,
+    targets: Values,
+    is_first: bool,
+    edges: Sequence[int] = (),
+) -> TracedStage:
+    """The graph of `layers` on values like `values`; with the loss of `chain`, if one is given and has it.
+
+    Blocks begin with the layers at `edges`.
+
+    Raises:
+        UsageError: a layer cannot be followed.
+    """
+    stage = _Stage(layers, chain, len(targets), edges)
+    dtype = layers[0].autocast
+    name = f"layers {layers[0].name} to {layers[-1].name}"
+    with _naming_the_layer():
+        program = export(stage, name, (*values, *targets), own_loss=False, autocast=dtype)
+    graph = flatten(program, name, autocasts=dtype is not None)
+    cuts = _without_marks(graph, program)
+    _without_casts_to_itself(graph)
+    _made_anew(graph)
+    inputs = {r.index: node for node in graph.nodes if (r := role(node)) and r.kind == "input"}
+    return TracedStage(
+        graph=graph,
+        layers=tuple(layers),
+        layer_of=_layers(graph, len(layers)),
+        binding=Binding(stage, program.constants),
+        inputs=tuple(inputs[number] for number in sorted(inputs)),
+        targets=len(targets),
+        has_loss=stage.criterion is not None,
+        is_first=is_first,
+        edges=tuple(edges),
+        cuts=_swept(graph, cuts),
+    )
+
+
+def blocks_begin(chain: Chain) -> tuple[int, ...]:
+    """The layers with which the blocks of a chain begin, but for the first; without blocks each layer is one."""
+    sizes = [block.layers for block in chain.blocks] or [1] * len(chain.layers)
+    return tuple(accumulate(sizes))[:-1]
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether it is a parameter, buffer or constant."""
+    return (found := role(node)) is not None and found.kind != "input"
+
+
+def without_gradient(node: fx.Node) -> bool:
+    """Whether the operation runs under `torch.no_grad()`."""
+    return [entry[1] for entry in context(node) if entry[0] == "grad"][-1:] == [False]
+
+
+class _Stage(nn.Module):
+    """The layers as one module, as the runtime calls them; it also returns what crosses in front of every edge."""
+
+    def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                _Layer(each, ends_block=behind in edges, is_last=behind == len(layers))
+                for behind, each in enumerate(layers, start=1)
+            ]
+        )
+        self.criterion = chain.criterion if chain else None
+        self._chain, self._packing = chain, layers[0].packing
+        self._targets, self._edges = targets, frozenset(edges)
+
+    def forward(self, *given: Tensor) -> tuple[Values, tuple[Values, ...]]:
+        targets, values = given[len(given) - self._targets :], given[: len(given) - self._targets]
+        form, crossing = _Form(self._packing), list[Values]()
+        for number, layer in enumerate(self.layers):
+            values, form = layer(values, form)
+            if number + 1 in self._edges:
+                crossing.append(_aliases(values))  # others than the next layer is given, which it may change in place
+        return self._end(values, targets, form), tuple(crossing)
+
+    def _end(self, values: Values, targets: Values, form: _Form) -> Values:
+        if self._chain is None or self.criterion is None:
+            return values
+        wanted = None if self._chain.targets is None else self._chain.targets.rebuild(targets)
+        return (self.criterion(replace(self._chain, packing=form.packing).rebuild(values), wanted),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How values cross to the next layer."""
+
+    packing: Packing = "bare"
+    orders: Orders = ()
+
+
+class _Layer(nn.Module):
+    """A layer that takes values as they cross, and hands them on so; the last one as it makes them.
+
+    Where it ends a block it hands on an alias of each value, so that a parameter crosses as a value, to the loss too.
+    """
+
+    def __init__(self, layer: ChainLayer, *, ends_block: bool, is_last: bool) -> None:
+        super().__init__()
+        self.module = layer.module
+        self._ends_block, self._is_last, self._name = ends_block, is_last, layer.name
+
+    def forward(self, values: Values, form: _Form) -> tuple[Values, _Form]:
+        try:
+            outputs = self.module(packed(as_made(values, form.orders), form.packing))
+        except Exception as error:
+            error.add_note(self._name)
+            raise
+        found = as_values(outputs, self._name)
+        form = _Form(packing_of(outputs), () if self._is_last else orders_of(found))
+        if self._is_last:
+            return tuple(_aliases((v,))[0] if isinstance(v, nn.Parameter) else v for v in found), form
+        found = contiguous(found, form.orders)
+        return _aliases(found) if self._ends_block else found, form
+
+
+def _aliases(values: Values) -> Values:
+    """An alias of every value, an operation of its own in the trace."""
+    return tuple(map(torch.ops.aten.alias.default, values))
+
+
+@contextmanager
+def _naming_the_layer() -> Iterator[None]:
+    """Inside, a layer that cannot be followed is named.
+
+    Raises:
+        UsageError: there is one.
+    """
+    try:
+        yield
+    except UsageError as error:
+        notes = getattr(error.__cause__, "__notes__", None)
+        if not notes:
+            raise
+        raise UsageError(
+            f"layer {notes[0]} cannot be divided between tensor-parallel ranks, which takes a trace of it: {error}; or "
+            "use replicas alone (data), which take layers as they are"
+        ) from error
+
+
+def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
+    """Take the values that cross at each edge out of the results; a node at its place stands for each edge."""
+    end, spec = graph.output_node(), program.call_spec.out_spec
+    assert spec is not None
+    results, crossing = pytree.tree_unflatten(end.args[0], spec)  # type: ignore[arg-type]
+    end.args, found = (results,), []
+    for marks in crossing:
+        with graph.inserting_after(marks[-1]):
+            found.append(graph.call_function(_crossing, tuple(marks)))
+    for mark in (mark for marks in crossing for mark in marks):
+        handed_on = mark.args[0]
+        _replaced(mark, handed_on)
+        if not is_stored(handed_on.args[0]):
+            _replaced(handed_on, handed_on.args[0])
+    return found
+
+
+def _replaced(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _crossing(*values: Tensor) -> None:
+    """Stands in a graph where values cross to the next block."""
+
+
+def _swept(graph: fx.Graph, cuts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
+    """The values that cross at each edge, in a graph without dead code."""
+    end = graph.output_node()
+    results, crossing = end.args[0], tuple(cut.args for cut in cuts)
+    for cut in cuts:
+        graph.erase_node(cut)
+    end.args = ((results, crossing),)
+    sweep(graph)
+    end.args = (results,)
+    return crossing  # type: ignore[return-value]
+
+
+def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
+    """The layer of every operation: the one that it ran in; behind the last, the loss."""
+    found, current = {}, 0
+    for node in graph.nodes:
+        if node.op == "call_function":
+            inside = next((call for call in stack(node) if call.startswith("layers.")), None)
+            if inside is not None:
+                current = max(current, int(inside.split(".")[1].partition("@")[0]))
+            elif stack(node):
+                current = count
+            found[node] = current
+    return found
+
+
+def _without_casts_to_itself(graph: fx.Graph) -> None:
+    """Users of a `to` that changes nothing use its operand: it returns the same tensor, for which a trace would take it
+    in later blocks too.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
+            continue
+        source = node.args[0]
+        before, behind = value(source), value(node)
+        is_same = isinstance(before, Tensor) and (before.dtype, before.device) == (behind.dtype, behind.device)
+        if is_same and before.stride() == behind.stride() and True not in node.args and not node.kwargs.get("copy"):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _made_anew(graph: fx.Graph) -> None:
+    """Operations in place become such that make a new value, where only the value itself and its users see them."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target = _out_of_place(node)
+        if target is None:
+            continue
+        old = node.args[0]
+        roots = groups(graph)
+        others = [o for o, root in roots.items() if root is roots[old] and o is not old and order[o] < order[node]]
+        if not is_stored(roots[old]) and all(order[user] < order[node] for other in others for user in other.users):
+            node.target = target
+            old.replace_all_uses_with(node, lambda user, node=node: order[user] > order[node])
+
+
+def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The operator that returns what `node` writes into its first operand; None where its type would be another."""
+    target = node.target
+    if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
+        return None  # what is changed without a gradient keeps the one that it has; what is made anew has none
+    if target in _NOT_MADE_ANEW:
+        return None
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
+        return None
+    types = {found.dtype for source in node.all_input_nodes if isinstance(found := value(source), Tensor)}
+    is_same = len(types) == 1 and mutated_arguments(node) == [node.args[0]]
+    return getattr(packet, target._overloadname) if is_same else None

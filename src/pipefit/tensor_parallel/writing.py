@@ -1,0 +1,316 @@
+"""The layers of a rank: the steps of each as generated code, over the rank's own parameters and buffers.
+
+The code is the same on every rank; what differs are the parameters, and the rank's end of its group, which the layers
+hold as `pipefit_group`. Names in a layer's state dict are those of the whole layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.copying import copy_hooks, hooks_of, left_real
+from pipefit.capture.flat import Context, context
+from pipefit.capture.graph_layer import Contexts, layer_class, register
+from pipefit.errors import UsageError
+from pipefit.schema.layer_costs import CollectiveKind
+from pipefit.tensor_parallel.collectives import Collectives, copied, gathered, sliced, spread
+from pipefit.tensor_parallel.forms import C, Form, R, Shard, Split
+from pipefit.tensor_parallel.operations import GROUP, Call, nbytes, shape
+from pipefit.tensor_parallel.search import Choice
+from pipefit.tensor_parallel.tracing import TracedStage, is_stored
+
+# ----------------------------------------------------------------------------------------------------
+# The operations of a rank, in order: those of the stage, and the seams where a value is needed in another
+# form.
+#
+# A step belongs to the layer that needs it first. Seams stand outside of all contexts, because what is made
+# under `no_grad` may be used again where gradients are needed.
+
+Phase = Literal["forward", "backward"]
+
+
+class Key(NamedTuple):
+    """A value in a form, and where it is had in it: what is stored in one layer, a whole value everywhere (-1), and a
+    value in another form in one block.
+    """
+
+    node: fx.Node
+    form: Form
+    place: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call, in a layer: what it makes, and which form of each operand it needs."""
+
+    layer: int
+    made: Key
+    call: Call
+    operands: dict[fx.Node, Key]
+    context: Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What the ranks do together in one pass of a layer; `nbytes` are those of the whole tensor."""
+
+    kind: CollectiveKind
+    phase: Phase
+    layer: int
+    nbytes: int
+
+
+class Steps:
+    """The steps of a stage in the forms chosen; `collectives` are those that they make.
+
+    `crossing` has for each edge between blocks what crosses there.
+    """
+
+    def __init__(self, stage: TracedStage, choice: Choice) -> None:
+        self.stage, self.choice = stage, choice
+        self.all: list[Step] = []
+        self.collectives: list[Collective] = []
+        self.crossing: list[list[Key]] = []
+        self._known = {Key(node, R) for node in stage.inputs}
+        for node in stage.graph.nodes:
+            if node.op == "call_function":
+                self._end_blocks(stage.block(stage.layer_of[node]))
+                self._operation(node)
+        last = len(stage.layers) - (0 if stage.has_loss else 1)
+        self._end_blocks(stage.block(last))
+        self.outputs = [self._had(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+
+    def _end_blocks(self, block: int) -> None:
+        """End the blocks in front of one: what crosses is had whole."""
+        for number in range(len(self.crossing), block):
+            layer = self.stage.edges[number] - 1
+            self.crossing.append([self._had(node, R, layer) for node in self.stage.cuts[number]])
+
+    def _operation(self, node: fx.Node) -> None:
+        way, layer = self.choice.ways[node], self.stage.layer_of[node]
+        operands = {source: self._had(source, form, layer) for source, form in way.operands.items()}
+        made = self._key(node, way.result, layer)
+        self._known.add(made)
+        self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
+        if way.summed:
+            self._note("reduce_scatter" if way.scattered else "all_reduce", "forward", layer, way.summed)
+        if way.scattered and node in self.choice.trained:
+            self._note("all_gather", "backward", layer, way.summed)
+
+    def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
+        """The value in that form; a seam makes it where it is not had yet."""
+        key = self._key(node, form, layer)
+        if key in self._known:
+            return key
+        home = self._home(node, layer)
+        if form != home:
+            direct = form == R or (
+                form == C and isinstance(home, Split) and self._key(node, R, layer) not in self._known
+            )
+            start = self._had(node, home if direct else R, layer)
+            call = self._seam(node, start.form, form, layer)
+            self.all.append(Step(layer=layer, made=key, call=call, operands={node: start}, context=()))
+        self._known.add(key)
+        return key
+
+    def _key(self, node: fx.Node, form: Form, layer: int) -> Key:
+        if is_stored(node):
+            return Key(node, form, layer)
+        return Key(node, form, -1 if form == R else self.stage.block(layer))
+
+    def _home(self, node: fx.Node, layer: int) -> Form:
+        """The form in which a value is stored, made, or comes into the block of the layer."""
+        made = self.stage.layer_of.get(node, 0)
+        is_here = is_stored(node) or self.stage.block(made) == self.stage.block(layer)
+        return self.choice.home.get(node, R) if is_here else R
+
+    def _seam(self, node: fx.Node, start: Form, form: Form, layer: int) -> Call:
+        is_trained = node in self.choice.trained
+        if isinstance(start, Split):
+            assert not isinstance(form, Split)
+            self._note("all_gather", "forward", layer, nbytes(node))
+            if form == C and is_trained:
+                self._note("reduce_scatter", "backward", layer, nbytes(node))
+            return Call(target=spread if form == C else gathered, args=(node, start, shape(node)[start.dim], GROUP))
+        if is_trained:
+            self._note("all_reduce" if form == C else "all_gather", "backward", layer, nbytes(node))
+        return Call(target=copied, args=(node, GROUP)) if form == C else Call(target=sliced, args=(node, form, GROUP))
+
+    def _note(self, kind: CollectiveKind, phase: Phase, layer: int, nbytes: int) -> None:
+        self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
+
+
+def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]]:
+    """What each of so many layers hands to the next: in the order in which values are made, or at an edge as it is
+    there.
+    """
+    made = dict.fromkeys(inputs, -1) | {step.made: step.layer for step in steps.all}
+    last = dict.fromkeys(steps.outputs, layers)
+    for step in reversed(steps.all):
+        for key in step.operands.values():
+            last.setdefault(key, step.layer)
+    at_edges = dict(zip((edge - 1 for edge in steps.stage.edges), steps.crossing, strict=True))
+    for layer, keys in at_edges.items():
+        last |= {key: max(layer, last.get(key, -1)) for key in keys}
+    return [
+        at_edges[n] if n in at_edges else [key for key, first in made.items() if first <= n < last.get(key, -1)]
+        for n in range(layers)
+    ]
+
+
+def of_layer(steps: Iterable[Step], layer: int) -> Iterator[Step]:
+    """The steps of one layer."""
+    return (step for step in steps if step.layer == layer)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCode:
+    """The graph of a layer, and the constants that it holds beside the layer's own tensors, by local name."""
+
+    graph: fx.Graph
+    constants: Mapping[str, fx.Node]
+
+
+def write(
+    stage: TracedStage, steps: Sequence[Step], layer: int, inputs: Sequence[Key], outputs: Sequence[Key]
+) -> LayerCode:
+    """The code of one layer, or of the loss, which takes `inputs` and returns `outputs`.
+
+    What crosses to another block is contiguous with its dimensions as they are, as the whole layers hand it on.
+    """
+    module = stage.layers[layer].module if layer < len(stage.layers) else nn.Module()
+    writer = _Writer(stage, module, inputs)
+    for step in of_layer(steps, layer):
+        writer.step(step)
+    return writer.finished(outputs, ends_block=layer + 1 in stage.edges)
+
+
+class _Writer:
+    """Writes steps into a graph of their own."""
+
+    def __init__(self, stage: TracedStage, module: nn.Module, inputs: Sequence[Key]) -> None:
+        self.stage, self.graph = stage, fx.Graph()
+        self.contexts = Contexts(self.graph)
+        self.known = {key: self.graph.placeholder(f"value{number}") for number, key in enumerate(inputs)}
+        self.names = {id(tensor): name for name, tensor in reversed(list(tensors_of(module)))}
+        self.constants: dict[str, fx.Node] = {}
+        self.group: fx.Node | None = None
+
+    def step(self, step: Step) -> None:
+        """Write one step."""
+        operands = {source: self._value(key) for source, key in step.operands.items()}
+        self.contexts.switch(step.context)
+        args, kwargs = (
+            map_aggregate(item, lambda leaf: self._argument(leaf, operands))
+            for item in (step.call.args, dict(step.call.kwargs))
+        )
+        self.known[step.made] = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
+
+    def finished(self, outputs: Sequence[Key], *, ends_block: bool) -> LayerCode:
+        """The code, which returns `outputs`."""
+        values = tuple(map(self._value, outputs))
+        self.contexts.switch(())
+        if ends_block:
+            made = torch.ops.aten.contiguous.default
+            values = tuple(v if v.op == "placeholder" else self.graph.call_function(made, (v,)) for v in values)
+        self.graph.output(values)
+        return LayerCode(graph=self.graph, constants=self.constants)
+
+    def _value(self, key: Key) -> fx.Node:
+        if key not in self.known:
+            assert is_stored(key.node), f"{key} does not arrive"
+            self.known[key] = self.graph.get_attr(self._name(key.node))
+        return self.known[key]
+
+    def _name(self, node: fx.Node) -> str:
+        tensor = self.stage.tensor(node)
+        if id(tensor) not in self.names:
+            name = f"pipefit_constant{len(self.constants)}"
+            self.names[id(tensor)], self.constants[name] = name, node
+        return self.names[id(tensor)]
+
+    def _argument(self, leaf: Any, operands: Mapping[fx.Node, fx.Node]) -> Any:
+        if isinstance(leaf, fx.Node):
+            return operands[leaf]
+        if isinstance(leaf, torch.device):
+            return self.contexts.device
+        if isinstance(leaf, str) and leaf == GROUP:
+            self.group = self.group or self.graph.get_attr("pipefit_group")
+            return self.group
+        return leaf
+
+
+class RankTensors:
+    """A rank's part of every tensor of a stage; what several layers share is one tensor here too.
+
+    Parts are those of what `whole` says for a tensor, which has its shape.
+    """
+
+    def __init__(
+        self,
+        stage: TracedStage,
+        home: Mapping[fx.Node, Form],
+        rank: int,
+        ranks: int,
+        whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.stage, self.rank, self.ranks, self._whole = stage, rank, ranks, whole
+        stored = [node for node in home if is_stored(node)]
+        self.forms = {id(stage.tensor(node)): home[node] for node in stored}
+        self._made: dict[int, Tensor] = {}
+
+    def layer(self, layer: ChainLayer, code: LayerCode, group: Collectives) -> ChainLayer:
+        """The rank's layer in the place of a whole one."""
+        module = layer_class(type(layer.module).__name__)(code.graph)
+        module.pipefit_group = group  # type: ignore[assignment]
+        kept = layer.module.state_dict(keep_vars=True)
+        for name, tensor in tensors_of(layer.module):
+            register(module, name, self.part(tensor, name), persistent=name in kept)
+        for name, node in code.constants.items():
+            tensor = self.stage.tensor(node)
+            with left_real(tensor):  # a loss may hold real ones beside fake layers
+                register(module, name, self.part(tensor, name), persistent=False)
+        return replace(layer, module=module.train(layer.module.training), packing="bare")
+
+    def part(self, tensor: Tensor, name: str) -> Tensor:
+        """The rank's part of a tensor, in memory of its own."""
+        if id(tensor) not in self._made:
+            local = self.shard(tensor, name).local(self._whole(tensor))
+            self._made[id(tensor)] = _like(tensor, local) if isinstance(tensor, nn.Parameter) else local
+        return self._made[id(tensor)]
+
+    def shard(self, tensor: Tensor, name: str) -> Shard:
+        """Which part it is.
+
+        Raises:
+            UsageError: ranks have parts of a parameter whose gradient hooks would see a part too.
+        """
+        form = self.forms.get(id(tensor), R)
+        if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
+            raise UsageError(
+                f"{name} has hooks on its gradient, and {self.ranks} ranks would share it, so that a hook would see a "
+                "part of the gradient: take them off, or use no tensor parallelism for its stage"
+            )
+        return Shard.of(name, tensor.shape, form, self.rank, self.ranks)
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """A rank's parameter, with the hooks of one that it has whole."""
+    made = nn.Parameter(local, parameter.requires_grad)
+    copy_hooks(parameter, made, {})
+    return made
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by all of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

@@ -1,0 +1,314 @@
+"""Seconds of a pass through layers: measured where the profile holds seconds, otherwise estimated by the roofline.
+
+An operation is estimated as the longer of two times, computing at a part of the device's peak FLOP/s and moving bytes
+at a part of its memory bandwidth, since kernels reach neither figure (Williams et al., 2009), and a constant: what its
+launch takes and what it loses until all of the device is busy. So small operations reach less than large ones. The
+parts and the constant are the kind's (`pipefit.schema.devices.DeviceKind`) and may be set. Which part large products
+reach depends on more than the kind: narrow ones, as in attention, are bound by their bytes here.
+`benchmarks/bench_time.py` compares with published training throughput; for seconds, measure with `pipefit profile
+--device cpu|cuda`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from math import fsum
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.schema.cluster import Cluster, opposite
+from pipefit.schema.devices import DeviceKind, Host, Member
+from pipefit.schema.layer_costs import Alike, Collective, LayerCost, Work
+from pipefit.schema.profile import Measurement
+
+# ----------------------------------------------------------------------------------------------------
+# Collectives on the links of a cluster: who sends how many bytes to whom, and what that takes.
+#
+# A sum over n members goes around a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up one
+# part of the bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the
+# bytes to the next one, which is the least that any arrangement sends; and a part passes 2 (n - 1) hops, one
+# after the other. Gloo has no other way when torch asks it (`gloo::allreduce` without an algorithm), and NCCL
+# none within a host.
+#
+# Over several hosts NCCL also has two trees, each of which adds up a half (Sanders, Speck and Traff, 2009):
+# in every host a chain to its first member, and between these a binary tree. Sums go up to the root and come
+# down again. Members in the middle of one tree are leaves of the other, so that no host sends more than twice
+# the bytes. A part passes as many hops as the longest way to the root has, twice: between hosts, the
+# logarithm of their number. NCCL takes the way that it estimates to be the faster one (`ncclTopoTuneModel`);
+# so is it here, by the delays and rates of the cluster's links.
+#
+# Sums that only their owners get are the first half of a ring, and what owners bring to all is the other
+# half, with parts as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners
+# in a second round.
+#
+# All hops are under way at once, with another piece of the bytes each. So a collective takes the delays that
+# a piece meets one after the other, and as long as the busiest wire needs for its bytes.
+
+TREE_REACHES = 0.92  # of the rate of links, by NCCL's estimate
+
+
+class Hop(NamedTuple):
+    """The bytes that one member sends to another in a collective."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class Exchange(NamedTuple):
+    """A collective: its hops, the seconds of the messages that wait for each other, those that each wire needs for the
+    bytes of its hops, and the part of its rate that is left to each wire while its other direction is busy.
+    """
+
+    hops: tuple[Hop, ...]
+    delay_seconds: float
+    wire_seconds: dict[str, float]
+    slowed: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds where no other transfer is on the wires."""
+        return self.seconds_of(1.0)
+
+    def seconds_of(self, part: float) -> float:
+        """The same with such a part of the bytes.
+
+        Each direction of a wire is slowed until the one that ends first has ended.
+        """
+        delay, own = self.delay_seconds, self.wire_seconds
+        found = delay
+        for wire, slowed in self.slowed.items():
+            other = opposite(wire) if slowed < 1.0 else None
+            both = delay + part * min(own[wire], own[other]) if other in own else 0.0
+            found = max(found, delay + part * own[wire] + both * (1 / slowed - 1))
+        return found
+
+
+def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
+    """The ways that a sum of `nbytes` may take over devices: the ring, and trees where there are any."""
+    count = len(members)
+    hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
+    found = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
+    chains = _chains(cluster, members)
+    if cluster.backend == "cuda" and len(chains) > 1:
+        with suppress(UsageError):  # nothing joins some of the hosts
+            found.append(_double_tree(cluster, chains, nbytes))
+    return found
+
+
+def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchange:
+    """A sum of `nbytes` over devices that all get it, in the way that takes the least time."""
+    return min(ways_of_sum(cluster, members, nbytes), key=lambda way: way.seconds)
+
+
+def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+    """Sums of which every member gets its own share, of so many bytes: that goes to it from the member behind, around
+    the ring.
+    """
+    whole = sum(shares)
+    hops = _around(members, [whole - share for share in shares])
+    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+
+
+def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
+    """What brings every member's share to all others: it goes around the ring to the member before its own."""
+    whole = sum(shares)
+    hops = _around(members, [whole - share for share in (*shares[1:], shares[0])])
+    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+
+
+class Line(NamedTuple):
+    """Seconds of exchanges of any size that go the same way."""
+
+    delay_seconds: float
+    seconds_per_byte: float
+
+    @staticmethod
+    def of(exchange: Exchange, nbytes: int) -> Line:
+        """That through an exchange of so many bytes."""
+        delay = exchange.seconds_of(0.0)
+        return Line(delay, (exchange.seconds - delay) / nbytes)
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of so many bytes."""
+        return self.delay_seconds + nbytes * self.seconds_per_byte
+
+
+class Group(NamedTuple):
+    """What collectives of some devices take where no other transfer is on the wires: sums for all in every way that
+    they may go, and a half, by which every member gets its part of a sum, or brings its part to all.
+
+    Groups on links alike are equal.
+    """
+
+    members: int
+    sums: tuple[Line, ...]
+    half: Line
+
+    @staticmethod
+    def of(cluster: Cluster, devices: Sequence[int]) -> Group:
+        """The group of these devices, in their order."""
+        count, nbytes = len(devices), len(devices) << 30
+        half = sum_for_owners(cluster, devices, [1 << 30] * count)
+        ways = ways_of_sum(cluster, devices, nbytes)
+        return Group(count, tuple(Line.of(way, nbytes) for way in ways), Line.of(half, nbytes))
+
+    def seconds(self, collectives: Iterable[Collective]) -> float:
+        """Seconds of collectives one after the other."""
+        return sum(map(self._seconds, collectives))
+
+    def _seconds(self, one: Collective) -> float:
+        ways = self.sums if one.kind == "all_reduce" else (self.half,)
+        return min(way.seconds(one.nbytes) for way in ways)
+
+
+def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0) -> Exchange:
+    """An exchange whose hops reach so much of the rates of links."""
+    hops, of_wires, slowed = tuple(hops), defaultdict[str, list[float]](list), dict[str, float]()
+    for source, target, nbytes in hops:
+        route = cluster.route(Member.device(source), Member.device(target))
+        for wire, left in zip(route.wires, route.slowed, strict=True):
+            of_wires[wire].append(nbytes / (route.bytes_per_second * reaches))
+            slowed[wire] = min(left, slowed.get(wire, 1.0))
+    return Exchange(hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()}, slowed)
+
+
+def _latency(cluster: Cluster, source: int, target: int) -> float:
+    return cluster.route(Member.device(source), Member.device(target)).latency_seconds if source != target else 0.0
+
+
+def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
+    """The hops of a ring in which every member sends so many bytes to the next one; none to itself."""
+    targets = (*members[1:], members[0])
+    return (Hop(*one) for one in zip(members, targets, sent, strict=True) if one[0] != one[1])
+
+
+def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
+    """Seconds of the messages of a part that goes around so many times, each time to the member before it began: of the
+    part that is the last to arrive.
+    """
+    hops = [_latency(cluster, *hop) for hop in zip(members, (*members[1:], members[0]), strict=True)]
+    in_a_row = zip(*(hops[number:] + hops[:number] for number in range(turns)), strict=True)
+    return turns * sum(hops) - min(map(sum, in_a_row))
+
+
+def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
+    """The members on every host, in the order of the first ones."""
+    found = defaultdict[int, list[int]](list)
+    for device in dict.fromkeys(members):
+        found[cluster.devices[device].host].append(device)
+    return list(found.values())
+
+
+def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> Exchange:
+    """A sum up and down two trees over the members of several hosts."""
+    hops, delay = list[Hop](), 0.0
+    for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
+        for child, parent in tree.items():
+            hops += Hop(child, parent, part), Hop(parent, child, part)
+        ways = (_way_up(tree, last) for *_, last in chains)
+        delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
+    return _exchange(cluster, hops, delay, TREE_REACHES)
+
+
+def _way_up(tree: Mapping[int, int], member: int) -> Iterator[tuple[int, int]]:
+    """The hops from a member to the root."""
+    while (above := tree.get(member)) is not None:
+        yield member, above
+        member = above
+
+
+def _trees(chains: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
+    """Two trees over the members of several hosts: to whom each hands what it has added up.
+
+    In the second one hosts are in the opposite order, or, where their number is odd, each has the place of the next
+    one, so that those in the middle of one tree are leaves of the other.
+    """
+    inside = {member: before for chain in chains for before, member in pairwise(chain)}
+    first = [chain[0] for chain in chains]
+    for order in (first, [*first[1:], first[0]] if len(first) % 2 else first[::-1]):
+        yield inside | {order[place]: order[_above(place, len(order))] for place in range(1, len(order))}
+
+
+def _above(place: int, count: int) -> int:
+    """The place above another one in a binary tree of so many in order, whose leaves are every second one, and whose
+    root is 0.
+    """
+    lowest = place & -place
+    above = place - lowest | lowest << 1
+    return above if above < count else place - lowest
+
+
+# ----------------------------------------------------------------------------------------------------
+
+HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory, by an optimizer with all cores
+
+
+class Seconds(NamedTuple):
+    """Seconds of a layer's passes: forward and backward of a microbatch, and the update of a step."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
+    """Seconds of `work` on a device of `kind`; products whose dtype is not known are in `dtype`."""
+    if work.seconds is not None:
+        return work.seconds
+    bandwidth = kind.memory_bandwidth * kind.bandwidth_reached
+    rates = {own: kind.peak_flops(own or dtype) * kind.part_of_flops(own or dtype) for own in _dtypes(work)}
+    return sum(
+        number * (kind.operation_seconds + max(flops / rates[own], moved / bandwidth))
+        for number, flops, moved, own in _operations(work)
+    )
+
+
+def _dtypes(work: Work) -> set[str]:
+    return {alike.dtype for alike in _operations(work)}
+
+
+def _operations(work: Work) -> tuple[Alike, ...]:
+    """The operations of the work; one, where it is known as a whole only."""
+    whole = (Alike(1, work.flops, work.moved_bytes),) if work.flops or work.moved_bytes else ()
+    return work.operations or whole
+
+
+def layer_seconds(
+    measurement: Measurement, kind: DeviceKind, dtype: str = "float32", group: Group | None = None
+) -> tuple[Seconds, ...]:
+    """Seconds of every layer, and of the loss behind the last one.
+
+    Those of a tensor-parallel rank are with its collectives, which it does with its `group`.
+    """
+    alike = [_seconds(cost, kind, dtype, group) for cost in measurement.kinds]
+    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, group))
+
+
+def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None) -> Seconds:
+    works = cost.forward, cost.backward, cost.update
+    together = (0.0 if group is None else group.seconds(work.collectives) for work in works)
+    return Seconds(*(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True)))
+
+
+def copy_seconds(nbytes: int, kind: DeviceKind) -> float:
+    """Seconds of a copy of `nbytes` within a device of `kind`, which reads and writes them."""
+    return seconds(Work(flops=0, moved_bytes=2 * nbytes), kind)
+
+
+def host_update_seconds(cost: LayerCost, host: Host) -> float:
+    """Seconds of a layer's update on the CPU of `host`, in one pass that takes as long as its bytes move.
+
+    It reads parameters, gradients and state, and writes all but the gradients: 28 bytes a parameter by AdamW in
+    float32.
+
+    Raises:
+        UsageError: the host's memory bandwidth is not known.
+    """
+    if host.memory_bandwidth is None:
+        raise UsageError("an update on a host takes as long as its memory needs: give the host a memory_bandwidth")
+    moved = 2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes
+    return moved / (host.memory_bandwidth * HOST_BANDWIDTH_REACHED)
