@@ -1,10 +1,10 @@
-"""From a module to a chain of layers, the unit of partitioning."""
+"""Capture a module as a chain of layers, the unit of partitioning."""
 
 import torch
 
 from pipefit.capture.model import check_release
 
-check_release(torch.__version__)  # before anything is imported that looks into torch
+check_release(torch.__version__)  # before the imports that use torch's internals
 
 from pipefit.capture.chain import Chain, ChainLayer  # noqa: E402
 from pipefit.capture.model import capture  # noqa: E402

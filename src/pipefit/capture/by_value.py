@@ -1,11 +1,11 @@
-"""What operations return whose results depend on values, over fake tensors that have none.
+"""Results of value-dependent operations on fake tensors, which have no values.
 
-As if every mask selected all of its tensor and every condition held, which for a loop over experts means that each of
-them is given every token. A layer that its author wrote may do this, in `pipefit.chain`, and so may a module that stays
-whole in a traced model; what a peak is with other values is unknown, so the operations are kept by name, and profiles
-and plans say so. Numbers that are read are ones. A whole module that raises an exception then runs as if the opposite
-were true (`otherwise`).
-An optimizer reads numbers too, such as its count of steps; it is named only if its memory depends on them.
+The results are those of a run in which every mask selects its whole tensor, every condition holds and every
+number that is read is 1. In a mixture of experts, every expert then gets every token. This applies to layers
+that a user wrote (`pipefit.chain`) and to modules that stay whole in a traced model. Peaks for other values
+are unknown, so profiles and plans report these operations by name. A whole module that raises an exception
+under these assumptions runs under the opposite ones (`otherwise`). Numbers that an optimizer reads, such as
+its step count, are reported only if its memory depends on them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Reading:
-    """How many numbers a layer has read in all of its runs, and how many it may read; and how often something was
-    assumed of what it runs, numbers included.
+    """Counters of a layer over all of its runs.
+
+    `count` numbers have been read, `most` may be read, and `assumed` results have been assumed, numbers
+    included.
     """
 
     count: int = 0
@@ -39,13 +41,13 @@ _reading: ContextVar[Reading | None] = ContextVar("the numbers that the layer wh
 _otherwise: ContextVar[bool] = ContextVar("whether the opposite is assumed", default=False)
 _updating: ContextVar[int | None] = ContextVar("what an update reads where it reads a number", default=None)
 
-NUMBERS = (1, 2, 1_000_000)  # that an update is given for those it reads
+NUMBERS = (1, 2, 1_000_000)  # tried in place of each number that an optimizer's update reads
 _REASON = "it depends on values: counted as if every mask selected all and every condition held"
 _OTHERWISE = "it depends on values: counted as if every mask selected half and no condition held"
 
 
 def assumed(func: Any, args: tuple[Any, ...]) -> Any:
-    """What `func(*args)` returns by these assumptions; None where nothing can be assumed. Call it under a fake mode."""
+    """Return the assumed result of `func(*args)`; None if nothing can be assumed. Call it under a fake mode."""
     rule, numbers = _RULES.get(func), _reading.get()
     if numbers is not None:
         numbers.assumed += 1
@@ -53,32 +55,32 @@ def assumed(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def assumptions() -> int:
-    """How often something has been assumed of the layer that runs: other values may let it do otherwise."""
+    """Return how many results have been assumed for the running layer, which other values may change."""
     numbers = _reading.get()
     return 0 if numbers is None else numbers.assumed
 
 
 def unknown(func: Any) -> Kernel:
-    """The operation, of which something is assumed now, as one whose memory is not known."""
+    """Return a `Kernel` of unknown memory for `func`, whose result is assumed."""
     return Kernel(operation=str(func), peak_bytes=None, reason=_OTHERWISE if _otherwise.get() else _REASON)
 
 
 def is_assumed(kernel: Kernel) -> bool:
-    """Whether it is the operation of a profile of which something was assumed."""
+    """Return whether a profile's `kernel` had an assumed result."""
     return kernel.reason in (_REASON, _OTHERWISE)
 
 
 def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `func(*args)` gives Python a number that is assumed, as every condition on a tensor does."""
+    """Return whether `func(*args)` gives Python an assumed number, as every condition on a tensor does."""
     return func is aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None
 
 
 @contextmanager
 def reading(numbers: Reading) -> Iterator[Reading]:
-    """Inside, a layer runs. One that reads too many numbers loops for as long as a condition holds: for ever.
+    """Count in `numbers` what a layer reads and assumes in the body.
 
     Raises:
-        RuntimeError: it has read more than it may.
+        RuntimeError: more than `numbers.most` numbers are read, as by a loop whose condition always holds.
     """
     token = _reading.set(numbers)
     try:
@@ -89,9 +91,10 @@ def reading(numbers: Reading) -> Iterator[Reading]:
 
 @contextmanager
 def updating(number: int = NUMBERS[0]) -> Iterator[None]:
-    """Inside, an optimizer updates, reads this number wherever it reads one, and is not named for it.
+    """Let an optimizer's update in the body read `number` in place of every number, without reporting it.
 
-    Whoever makes a profile tries several, and lets it be named if its memory depends on them.
+    The profiler tries several numbers, and reports the read if the memory of the update depends on the
+    number.
     """
     token = _updating.set(number)
     try:
@@ -102,7 +105,7 @@ def updating(number: int = NUMBERS[0]) -> Iterator[None]:
 
 @contextmanager
 def otherwise() -> Iterator[None]:
-    """Inside, no condition holds, masks select half of their tensors, and numbers that are read are twos."""
+    """Assume the opposite in the body: no condition holds, masks select half, and numbers are 2."""
     token = _otherwise.set(True)
     try:
         yield
@@ -116,7 +119,7 @@ with otherwise():
 
 
 def is_named(func: Any) -> bool:
-    """Whether to say of `func` that something was assumed of it."""
+    """Return whether assumptions about `func` are reported: not those about numbers that an update reads."""
     return func is not aten._local_scalar_dense.default or _updating.get() is None
 
 
@@ -131,12 +134,12 @@ def _number(tensor: Tensor) -> bool | int | float:
 
 
 def _selects(count: int) -> int:
-    """How many of so many elements a mask selects."""
+    """Return how many of `count` elements a mask selects."""
     return count // 2 if _otherwise.get() else count
 
 
 def _nonzero(tensor: Tensor) -> Tensor:
-    """Laid out as kernels do it: one dimension after the other."""
+    """Return indices with the strides that kernels give them: one dimension after the other."""
     return torch.empty((tensor.ndim, _selects(tensor.numel())), dtype=torch.int64, device=tensor.device).t()
 
 
@@ -145,7 +148,7 @@ def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-    """Masks among the indices become the places of all their elements."""
+    """Index `tensor`, with each mask replaced by the indices of all its elements."""
     places: list[Tensor | None] = []
     for index in indices:
         places += _nonzero(index).unbind(1) if index is not None and index.dtype is torch.bool else (index,)
@@ -154,7 +157,7 @@ def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
 
 
 def _ctc(log_probabilities: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """The losses, and for each the logarithms of alpha: two for every target as long as there may be, and one more."""
+    """Return the losses and log alphas: 2 * (longest target) + 1 log alphas for each step and sample."""
     steps, samples = log_probabilities.shape[:2]
     longest = targets.shape[1] if targets.ndim == 2 else targets.numel()
     return log_probabilities.new_empty(samples), log_probabilities.new_empty(samples, steps, 2 * longest + 1)

@@ -1,8 +1,8 @@
-"""What the caller's own contexts and batches may be, and how the caller's module is left as it is.
+"""Checks of the caller's contexts and batches, and protection of the caller's module.
 
-Training records a graph under `torch.no_grad()` too. What a pipeline cannot do is refused by name: training inside
-inference mode, autocast, hooks on saved tensors, fake tensors or another default device; gradients for the tensors of a
-batch.
+Training records a graph under `torch.no_grad()` too. Errors name what a pipeline cannot do: train inside
+inference mode, autocast, saved-tensor hooks, fake tensors or with another default device; return gradients
+for the tensors of a batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ from pipefit.capture.refused import copy_of, refuse_module
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
-# ----------------------------------------------------------------------------------------------------
-# What a loss keeps between its calls, such as a count or a centre, put back after it has run over fake
-# tensors.
+# ---- State that a loss keeps between its calls
 #
-# A layer is copied before it runs over fake tensors. A loss may be any function, of which there is no copy,
-# and training would begin with the count that a profile has left. What it keeps is looked for in its
-# attributes, in the variables around it (closures), and in lists, dictionaries, sets and objects in these,
-# six levels down. Microseconds each.
+# Layers are copied before they run over fake tensors. A loss may be any function, which cannot be copied, so
+# its state (a count, a center) is restored instead. State is looked for in attributes, closures, lists,
+# dictionaries, sets and objects, six levels deep.
 
 _DEPTH = 6
 _LEAVES = (int, float, complex, str, bytes, type(None), type, ModuleType)
@@ -43,7 +40,7 @@ _LEAVES = (int, float, complex, str, bytes, type(None), type, ModuleType)
 
 @contextmanager
 def left_as_found(item: object) -> Iterator[None]:
-    """Inside, `item` may change what it keeps; afterwards it keeps what it did. Numbers in tensors stay."""
+    """Restore the state of `item` on exit. The values in tensors are not restored."""
     undone = [undo for one in reachable(item) for undo in _undoing(one)]
     try:
         yield
@@ -53,7 +50,7 @@ def left_as_found(item: object) -> Iterator[None]:
 
 
 def reachable(item: object) -> list[Any]:
-    """`item`, and what it keeps, each once."""
+    """Return `item` and the objects that it holds, each once, six levels deep."""
     met: dict[int, object] = {}
     level: list[Any] = [item]
     for _ in range(_DEPTH + 1):
@@ -64,7 +61,7 @@ def reachable(item: object) -> list[Any]:
 
 
 def _inside(item: Any) -> list[Any]:
-    """What an object keeps, one level down."""
+    """Return the objects that `item` holds directly."""
     match item:
         case Tensor():
             return []
@@ -86,7 +83,7 @@ def _inside(item: Any) -> list[Any]:
 
 
 def _undoing(item: Any) -> Iterator[Callable[[], object]]:
-    """What puts back what `item` itself keeps now."""
+    """Yield functions that restore what `item` itself holds now."""
     match item:
         case dict():
             yield partial(_refill, item, dict(item), item.update)
@@ -107,26 +104,26 @@ def _undoing(item: Any) -> Iterator[Callable[[], object]]:
 
 
 def _refill(item: Any, had: Any, fill: Callable[[Any], object]) -> None:
-    """Put what a container `had` into it again, unless that is what it has."""
+    """Restore the contents of a container to `had`, unless they are unchanged."""
     if list(map(id, _parts(item))) != list(map(id, _parts(had))):
         item.clear()
         fill(had)
 
 
 def _parts(item: Any) -> list[object]:
-    """What is in a container, with the keys of a dictionary."""
+    """Return the members of a container; of a dictionary, keys and values."""
     return [*item, *item.values()] if isinstance(item, dict) else list(item)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Contexts, batches and copies of the caller's
 
 
 @contextmanager
 def recording(what: str) -> Iterator[None]:
-    """Inside, autograd records, whether or not the caller turned it off.
+    """Record gradients in the body, even if the caller turned autograd off.
 
     Raises:
-        UsageError: the caller is in a context under which training is another; begins with `what`.
+        UsageError: the caller is in a context that changes training. The message begins with `what`.
     """
     if torch.is_inference_mode_enabled():
         raise UsageError(
@@ -148,11 +145,14 @@ def recording(what: str) -> Iterator[None]:
 
 
 def refuse_elsewhere(what: str) -> None:
-    """Refuse another default device than the CPU, on which numbers of ours would be made that a plan has elsewhere, and
-    a mode in which there are no numbers.
+    """Check that the caller is not in a fake mode, and that the default device is the CPU.
+
+    pipefit makes tensors on the default device, where a plan would not have them; fake tensors have no
+    values.
 
     Raises:
-        UsageError: there is one; begins with `what`.
+        UsageError: a fake mode is active, or the default device is not the CPU. The message begins with
+            `what`.
     """
     if _is_callers(active_fake_mode()):
         raise UsageError(
@@ -167,28 +167,28 @@ def refuse_elsewhere(what: str) -> None:
 
 
 def is_callers_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no numbers, and is none of ours."""
+    """Return whether a tensor is fake in a mode of the caller's, not of pipefit's."""
     return isinstance(tensor, FakeTensor) and _is_callers(tensor.fake_mode)
 
 
 def _is_callers(mode: FakeTensorMode | None) -> bool:
-    """Whether a mode is one that people enter; ours are of classes of their own."""
+    """Return whether the caller entered `mode`; pipefit's modes are of subclasses."""
     return type(mode) is FakeTensorMode
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, autograd records and nothing is cast, whatever the caller is in: for training that began before."""
+    """Record gradients without autocast or inference mode in the body, for training that began before."""
     off = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
     with torch.inference_mode(mode=False), off[0], off[1], torch.enable_grad():
         yield
 
 
 def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
-    """A batch whose tensors wait for a gradient cannot be trained on: none comes back through a pipeline.
+    """Check that no tensor of a batch requires a gradient: a pipeline returns none to the caller.
 
     Raises:
-        UsageError: one does; says where, and what to do.
+        UsageError: a tensor does. The message says which one, and what to do.
     """
     for what, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
@@ -201,7 +201,7 @@ def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
 
 
 def on_a_copy(task: Task) -> Task:
-    """`task` with a copy of its module, without gradients, so that the caller's own module stays as it is.
+    """Return `task` with a copy of its module, without gradients; the caller's module does not change.
 
     A task whose module is a function is returned as it is: every call builds a new module.
     """

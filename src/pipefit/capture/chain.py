@@ -1,8 +1,9 @@
-"""A chain of layers: what every other part of pipefit means by a model.
+"""A chain of layers: the form of a model in every other part of pipefit.
 
-Layers are run one after the other; each takes what the one before returned, a tensor or a tuple of tensors. Between
-layers every value is contiguous. One that is laid out otherwise, as after a transpose, crosses with its dimensions in
-the order of memory, and the next layer sees it as it was; one that is not dense, as a slice, is copied.
+Layers run one after the other. Each takes what the layer before it returned, a tensor or a tuple of tensors.
+Between layers every value is contiguous: a value with other strides, as after a transpose, crosses with its
+dimensions in memory order, and the next layer sees it with its original strides; a non-dense value, such as a
+slice, is copied.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from pipefit.schema.layer_costs import Packing
 from pipefit.schema.profile import Block, Measurement
 from pipefit.texts import kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters that several layers of a chain use: tied embeddings, layers that share their weights.
+# ---- Parameters that several layers use: tied embeddings, shared weights
 
-Place = tuple[int, str]  # the number of a layer, and the parameter's name there
+Place = tuple[int, str]  # a layer's number, and the parameter's name in the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Shared:
 
     @property
     def users(self) -> tuple[int, ...]:
-        """The layers, rising, each once."""
+        """Numbers of the layers that use the parameter, in rising order, each once."""
         return tuple(sorted({layer for layer, _ in self.places}))
 
 
 def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
-    """The parameters that more than one of `modules` uses, in the order in which they are first met."""
+    """Return the parameters that more than one of `modules` uses, in the order of their first use."""
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for number, module in enumerate(modules):
@@ -56,7 +56,7 @@ def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
 
 
 def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequence[int]) -> nn.Parameter:
-    """A new parameter with the value of `shared`, put in its place in the layers `users`."""
+    """Put a new parameter with the value of `shared` into the layers `users`, and return it."""
     own = nn.Parameter(shared.parameter.detach().clone(), requires_grad=shared.parameter.requires_grad)
     for layer, name in shared.places:
         if layer in users:
@@ -66,10 +66,11 @@ def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequenc
 
 
 def own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """`part`, or a copy of it that holds the same tensors, if the chain has it or one of its parameters already.
+    """Return `part`, or a copy with the same tensors if the chain already has `part` or one of its
+    parameters.
 
-    So layers are distinct, and a stage may put its own copy of a shared parameter into one without changing `part`.
-    `met` are the modules and parameters that the chain has, and becomes those that it has then.
+    So layers are distinct, and a stage can put its copy of a shared parameter into one layer without changing
+    another. `met` holds the ids of the chain's modules and parameters; those of `part` are added.
     """
     own = {id(part), *map(id, part.parameters())}
     is_known = not met.isdisjoint(own)
@@ -78,24 +79,22 @@ def own_module(part: nn.Module, met: set[int]) -> nn.Module:
 
 
 def copy_with_tensors(part: nn.Module) -> nn.Module:
-    """A copy of `part` that holds the same tensors."""
+    """Return a copy of `part` that holds the same tensors."""
     tensors = (*part.parameters(), *part.buffers(), *constants(part))
     return copy.deepcopy(part, {id(tensor): tensor for tensor in tensors})
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a layer holds beside its parameters: buffers, and tensors that are plain attributes, storage by
-# storage.
+# ---- Storages of buffers and of tensors in plain attributes
 #
-# Two tensors may lie in one storage, in one layer or in several: a mask that all blocks have, a slice of a
+# Two tensors may lie in one storage, in one layer or in several: a mask that all blocks use, a slice of a
 # table.
 
-Key = tuple[int, bool]  # a storage, and whether it is held as a buffer
+Key = tuple[int, bool]  # a storage, and whether a buffer lies in it
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A storage that a layer holds, by the name of the first tensor in it; whether as a buffer."""
+    """A storage that a layer holds as a buffer or as a plain attribute, named after the first tensor in it."""
 
     name: str
     storage: int
@@ -105,18 +104,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class SharedStorage:
-    """A storage that several layers hold: what it is in the first of them, and the numbers of all."""
+    """A storage that several layers hold: the first layer's entry, and the numbers of all the layers."""
 
     held: Held
     users: tuple[int, ...]
 
     def is_among(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of `tensors` lies in it."""
+        """Return whether one of `tensors` lies in this storage."""
         return self.held.storage in map(storage_key, tensors)
 
 
 def held_storages(module: nn.Module) -> dict[Key, Held]:
-    """The storages of buffers and of plain attributes; one that is both counts as a buffer."""
+    """Return the storages of buffers and of plain attributes; a storage that is both counts as a buffer."""
     found: dict[Key, Held] = {}
     for name, tensor in module.named_buffers():
         found.setdefault((storage_key(tensor), True), _held(name, tensor, is_buffer=True))
@@ -127,7 +126,7 @@ def held_storages(module: nn.Module) -> dict[Key, Held]:
 
 
 def shared_storages(modules: Sequence[nn.Module]) -> tuple[SharedStorage, ...]:
-    """The storages that more than one of `modules` holds, in the order in which they are first met."""
+    """Return the storages that more than one of `modules` holds, in the order of their first use."""
     first: dict[Key, Held] = {}
     users: dict[Key, list[int]] = {}
     for number, module in enumerate(modules):
@@ -141,22 +140,21 @@ def _held(name: str, tensor: Tensor, *, is_buffer: bool) -> Held:
     return Held(name, storage_key(tensor), tensor.untyped_storage().nbytes(), is_buffer)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The settings of a module as plain values: what tells one layer of a class from another, besides its weights.
+# ---- Settings of a module as plain values, which distinguish layers of one class
 #
-# Kernel sizes, probabilities, flags, activation functions: the public attributes of a module and of its
-# parts, with the shapes of its parameters and buffers. The profiler measures layers of equal settings once
-# (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
+# Settings are the public attributes of a module and of its parts (kernel sizes, probabilities, flags,
+# activation functions), with the shapes of its parameters and buffers. The profiler measures layers of equal
+# settings once (`profiler.survey`), and settings are part of a task's fingerprint (`fake_cuda.fingerprint`).
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object:
-    """The class and the settings of `module` and its parts, as nested tuples.
+    """Return the class and the settings of `module` and its parts, as nested tuples.
 
-    `other` says what stands for a value that is not plain, such as a function, for a hook, and for a module with hooks
-    of its own or on one of its parameters.
+    `other` maps a value that is not plain, such as a function, to its representation; also hooks, and a
+    module that has hooks on itself or on one of its own parameters.
     """
     settings: list[tuple[str, object]] = []
     hooked = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
@@ -175,7 +173,7 @@ def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object
 
 
 def layout(tensor: Tensor | None) -> object:
-    """Shape, strides, dtype and need for a gradient."""
+    """Return shape, strides, dtype and `requires_grad` of a tensor; None for None."""
     return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
@@ -187,18 +185,21 @@ def _setting(value: Any, other: Callable[[Any], object]) -> object:
     return other(value)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Layers and chains
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
-    """One layer: its name in the model, the module, and what names in its state dict are called in the model's.
+    """One layer: its name in the model, its module, and metadata for running it in the chain.
 
-    `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
-    inputs: bare, or in a tuple or list. Its inputs arrive with their dimensions in these `orders`, and what it returns
-    `leaves` in others; None where that is as the module made it, as behind the last layer. Its forward changes the
-    tensors `unseen` by autograd. It has the tensors `unread` for the state dict alone. `parameter_names` has, by its
-    name in the layer, what the model's `named_parameters` calls each parameter.
+    - `originals` maps names in the layer's state dict to names in the model's.
+    - `autocast` is the dtype of autocast while the layer runs; None without autocast.
+    - `packing` is the form in which the module takes its inputs: bare, or in a tuple or list.
+    - `orders` are the orders of dimensions in which its inputs arrive, `leaves` those in which its outputs
+      leave; None if the outputs leave as the module made them, as after the last layer.
+    - `unseen` names the tensors that the forward changes without autograd's knowledge.
+    - `unread` names the tensors that the layer holds for the state dict alone.
+    - `parameter_names` maps a parameter's name in the layer to its name in the model's `named_parameters`.
     """
 
     name: str
@@ -214,15 +215,17 @@ class ChainLayer:
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its distinct parameters, by their names in the model: of several names the first, as in plain training."""
+        """The distinct parameters with their names in the model; of several names the first, as in plain
+        training.
+        """
         for local, parameter in self.module.named_parameters():
             yield self.parameter_names.get(local, local), parameter
 
     def outputs(self, values: Values) -> Any:
-        """What the module returns for the values from the layer before, as it is.
+        """Return the module's outputs for the values from the layer before, unchanged.
 
-        Changes that autograd does not see are told to it before they happen: a backward that needs what an earlier
-        forward has saved is refused then, as after any other change in place.
+        The version counters of `unseen` tensors are increased before the forward. A backward that needs what
+        an earlier forward saved then fails, as after any other change in place.
         """
         if self.unseen:
             held = held_tensors(self.module)
@@ -232,18 +235,20 @@ class ChainLayer:
             return self.module(packed(values, self.packing))
 
     def __call__(self, values: Values) -> Values:
-        """What the layer makes of the values from the layer before."""
+        """Return the values that the layer passes on, given the values from the layer before."""
         found = as_values(self.outputs(values), self.name)
         return found if self.leaves is None else contiguous(found, self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A model as layers in order, and the shape of what goes in and comes out.
+    """A model as layers in order, with the structure of its inputs and outputs.
 
-    `outputs` is None where the last layer's own values, a tensor or a tuple of them, are what the model returns.
-    `blocks` are the runs of layers between which a stage may end; none where it may end after every layer.
-    `criterion` is the task's loss, None where the last layer returns it; `packing` is how it takes the outputs.
+    - `outputs` is None if the model returns the last layer's own values, a tensor or a tuple of tensors.
+    - `blocks` are the runs of layers between which a stage may end; empty if a stage may end after every
+      layer.
+    - `criterion` is the task's loss; None if the last layer returns the loss.
+    - `packing` is the form in which `criterion` takes the outputs.
     """
 
     name: str
@@ -257,7 +262,7 @@ class Chain:
     packing: Packing = field(kw_only=True, default="bare")
 
     def measured(self, measurement: Measurement) -> Chain:
-        """The chain with what profiling found: how modules, and the loss, take inputs, and how those are laid out."""
+        """Return the chain with the measured packing and orders of its layers, and the packing of its loss."""
         costs = measurement.costs
         left = (*(cost.orders for cost in costs[1:]), None)
         layers = tuple(
@@ -268,7 +273,7 @@ class Chain:
 
     @property
     def traced(self) -> bool:
-        """Whether the layers were made by tracing, for one microbatch size and mode, and not written as modules."""
+        """True if the layers were traced, for one microbatch size and mode, rather than written as modules."""
         return self.outputs is not None
 
     @property
@@ -277,18 +282,19 @@ class Chain:
         return shared_parameters([layer.module for layer in self.layers])
 
     def flatten(self, inputs: Any) -> Values:
-        """The tensors of `inputs` that the first layer takes, in its order, laid out in memory as at capture.
+        """Return the tensors of `inputs` that the first layer takes, in order, laid out in memory as at
+        capture.
 
         Raises:
-            UsageError: `inputs` are not like those the model was captured with.
+            UsageError: `inputs` differ from those the model was captured with.
         """
         return self.inputs.laid_out(inputs)
 
     def flatten_targets(self, targets: Any) -> Values:
-        """The tensors of `targets`, laid out in memory as at capture; none where there are no targets.
+        """Return the tensors of `targets`, laid out in memory as at capture; empty without targets.
 
         Raises:
-            UsageError: `targets` are not like those the model was captured with.
+            UsageError: `targets` differ from those the model was captured with.
         """
         if self.targets is not None:
             return self.targets.laid_out(targets)
@@ -299,14 +305,14 @@ class Chain:
         )
 
     def rebuild(self, values: Values) -> Any:
-        """What the model returns, from the values of the last layer."""
+        """Return the model's outputs from the values of the last layer."""
         return packed(values, self.packing) if self.outputs is None else self.outputs.rebuild(values)
 
     def loss(self, values: Values, targets: Values) -> Tensor:
-        """The loss of one microbatch: of the last layer's values, or, where the model computes it, the value itself.
+        """Return the loss of one microbatch: the criterion of the last layer's values, or the value itself.
 
         Raises:
-            UsageError: it is no scalar.
+            UsageError: the loss is not a floating-point scalar.
         """
         wanted = None if self.targets is None else self.targets.rebuild(targets)
         with autocasting(self.autocast, values), standing_in(values, self.criterion):
@@ -322,29 +328,32 @@ class Chain:
 
 
 def autocasting(dtype: torch.dtype | None, values: Values) -> AbstractContextManager[object]:
-    """Autocast to `dtype` on the device of `values`; nothing for None. Casts of weights live as long as the context."""
+    """Return an autocast to `dtype` on the device of `values`; a null context for None.
+
+    Casts of weights live as long as the context.
+    """
     return nullcontext() if dtype is None else torch.autocast(values[0].device.type, dtype)
 
 
 def packed(values: Values, packing: Packing) -> Tensor | Values | list[Tensor]:
-    """`values` as a module of the chain, or a user's function, takes them."""
+    """Return `values` in the form that a module of the chain, or a user's function, takes."""
     if packing == "bare":
         return values[0] if len(values) == 1 else values
     return values if packing == "tuple" else list(values)
 
 
 def packing_of(outputs: Any) -> Packing:
-    """How `outputs`, a tensor or a tuple or list of tensors, are packed."""
+    """Return how `outputs`, a tensor or a tuple or list of tensors, are packed."""
     if isinstance(outputs, list):
         return "list"
     return "tuple" if isinstance(outputs, tuple) and len(outputs) == 1 else "bare"
 
 
 def as_values(outputs: Any, where: str) -> Values:
-    """`outputs` as a tuple of tensors.
+    """Return `outputs` as a tuple of tensors.
 
     Raises:
-        UsageError: something other than a tensor or a tuple of tensors, or none.
+        UsageError: `outputs` are empty, or something other than a tensor or a tuple or list of tensors.
     """
     if isinstance(outputs, tuple | list) and not outputs:
         raise UsageError(f"{where} returns an empty {type(outputs).__name__}; layers pass at least one tensor")

@@ -1,15 +1,14 @@
-"""Compares a module with its chain: the net under every trace.
+"""Comparison of a module with its chain: the safety net under every trace.
 
-Two real microbatches, one after the other, go through a copy of the module as a plain loop would send them. They go
-through a copy of the chain as a pipeline sends them, with the same random draws: both forward, then both backward, so
-that a backward that meets what a later forward has changed is found out, whatever it was changed by. Their losses, the
-gradient of every parameter and all buffers are compared. The second microbatch shows what is kept from one call to the
-next: an update of a buffer, a count, a tensor in an attribute. The module, its gradients and all random generators stay
-as they are.
+Two real microbatches run through a copy of the module as a plain loop runs them, and through a copy of the
+chain as a pipeline runs them, with equal random draws: both forwards, then both backwards, so that a backward
+that meets what a later forward changed is detected. Losses, the gradient of every parameter and all buffers
+are compared. The second microbatch reveals state between calls: an updated buffer, a count, a tensor in an
+attribute. The module, its gradients and all random generators are left unchanged.
 
-Parameters that are zero throughout, such as the last layer of a residual branch, would hide whatever is behind them:
-both copies have the same small numbers there. Costs, on the host, three times the bytes of the module and the
-activations of two microbatches.
+Parameters that are all zero, such as the last layer of a residual branch, would hide everything before them
+in the backward: both copies get equal small numbers instead. The comparison needs three times the bytes of
+the module and the activations of two microbatches on the host.
 """
 
 from __future__ import annotations
@@ -40,23 +39,22 @@ from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.profile import Target
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# What the comparison of a module with its chain found: which numbers are apart, by how much, and the likely
-# cause.
+# ---- Results of a comparison
 #
-# Numbers may round apart where kernels or the order of a sum differ: by `ALLOWED`, a share of the largest
-# value in their tensor that depends on the precision. Never allowed are a parameter that has a gradient in
-# one of the two alone, and integers that differ.
+# Numbers may differ by rounding if kernels or the order of a sum differ: by up to `ALLOWED`, a share of the
+# largest value in their tensor that depends on the precision. A gradient that only one side has, and integers
+# that differ, are never allowed.
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# Smaller gradients (a share of the largest one), losses and buffers count as that large: they may be rounding alone
+# Gradients (as a share of the largest), losses and buffers below this size are compared as if they had it:
+# rounding alone may make them.
 _SMALLEST = 1e-3
-_TOLD = 3  # differences that are printed
+_TOLD = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run computed: the loss of each microbatch; gradients, summed, and buffers at the end, by name."""
+    """Results of a run: the loss of each microbatch; by name, the summed gradients and the final buffers."""
 
     losses: list[Tensor]
     gradients: Mapping[str, Tensor | None]
@@ -65,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What is not the same; `apart` is a share of the largest value, None where one of the two has no value at all."""
+    """A difference; `apart` is a share of the largest value, None if the two sides are not comparable."""
 
     what: str
     apart: float | None
@@ -77,11 +75,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a comparison of a module with its chain found.
+    """Result of comparing a module with its chain.
 
-    `losses` are the module's own, of each microbatch; `gradients` and `buffers` count what was compared, and `apart` is
-    the most that two numbers were apart of those that agree, as a share of the largest value; `allowed` is the limit.
-    `besides` says what else was compared: layers that ranks divide, with whole ones, and losses of microbatches.
+    - `losses` are the module's losses of each microbatch; `gradients` and `buffers` count the compared
+      tensors.
+    - `apart` is the largest difference within the limit `allowed`, both as shares of the largest value.
+    - `besides` describes further comparisons: tensor-parallel layers with whole layers, and losses of
+      microbatches.
     """
 
     name: str
@@ -109,14 +109,14 @@ class Numbers:
 
     @property
     def agrees(self) -> bool:
-        """Whether numbers could be compared, and nothing differs."""
+        """True if the numbers are finite, and nothing differs."""
         return not self.differences and all(map(isfinite, self.losses))
 
     def check(self) -> None:
         """Check that nothing differs.
 
         Raises:
-            UsageError: something does; says what, by how much, what may be the cause and what to try.
+            UsageError: something does. The message says what, by how much, the likely cause and what to try.
         """
         if self.differences:
             raise UsageError(self._refusal)
@@ -133,7 +133,7 @@ class Numbers:
 
     @property
     def _cause(self) -> str:
-        """What such differences come from, in words."""
+        """The likely cause of the differences, in words."""
         what = [difference.what for difference in self.differences]
         losses = [name for name in what if name.startswith("the loss")]
         if losses and losses[0] != _loss_name(0):
@@ -160,10 +160,10 @@ def compared(
     untouched: Mapping[str, Tensor],
     precisions: Iterable[torch.dtype],
 ) -> Numbers:
-    """What a chain computed, held to what the module of that name did.
+    """Compare what a chain computed with what the module `name` computed.
 
-    `untouched` are the buffers before the runs: those that no layer uses stay so. The coarsest of `precisions` decides
-    what is allowed.
+    `untouched` are the buffers before the runs: buffers that no layer uses keep these values. The coarsest of
+    `precisions` determines the allowed difference.
     """
     allowed = max((ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32])
     found = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
@@ -180,7 +180,7 @@ def compared(
 
 
 def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
-    """Everything that is not equal bit by bit."""
+    """Yield everything that is not bitwise equal."""
     for number, (loss, own) in enumerate(zip(plain.losses, ours.losses, strict=True)):
         if not same(loss, own):
             text = f"is {own.item():.6g} instead of {loss.item():.6g}"
@@ -193,7 +193,7 @@ def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
 
 
 def difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: float) -> Iterator[Difference]:
-    """How `ours` differs, if it does, as a part of the largest value, or of `floor` if that is larger."""
+    """Yield the difference of `ours` from `plain`, if any, as a share of the largest value, at least `floor`."""
     if plain is None or ours is None:
         if plain is not ours:
             yield Difference(what=what, apart=None, text="is missing" if ours is None else "should not be there")
@@ -206,7 +206,7 @@ def difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: floa
 
 
 def same(plain: Tensor, ours: Tensor) -> bool:
-    """Whether two tensors are equal; NaN is equal to NaN."""
+    """Return whether two tensors are equal; NaN is equal to NaN."""
     if torch.equal(plain, ours):
         return True
     if not plain.is_floating_point() or not plain.isnan().any():
@@ -215,7 +215,7 @@ def same(plain: Tensor, ours: Tensor) -> bool:
 
 
 def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:
-    """The largest difference as a share of the largest value, or of `floor`; infinite for integers that differ."""
+    """Return the largest difference as a share of the largest value, at least `floor`; infinite for integers."""
     if not (plain.is_floating_point() or plain.is_complex()):
         return float("inf")
     far = _norm(plain.to(_wide(plain)) - ours.to(_wide(plain)))
@@ -227,7 +227,7 @@ def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest finite absolute value."""
+    """Return the largest finite absolute value."""
     if not tensor.numel():
         return 0.0
     if tensor.is_floating_point() and isfinite(found := _norm(tensor)):
@@ -236,7 +236,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def _norm(tensor: Tensor) -> float:
-    """The largest absolute value, in one pass."""
+    """Return the largest absolute value, in one pass."""
     return float(torch.linalg.vector_norm(tensor.detach(), ord=inf))
 
 
@@ -248,15 +248,14 @@ def _loss_name(number: int) -> str:
     return f"the loss of microbatch {number + 1}"
 
 
-# ----------------------------------------------------------------------------------------------------
-# Copies of models with fewer of their equal blocks, which share the weights of the original.
+# ---- Copies of models with fewer of their equal blocks, which share the weights of the original
 #
-# What a trace does to one of two hundred equal blocks it does to all of them, so that a copy with two of them
-# shows it for a hundredth of the cost. Blocks are equal by structure: classes, parameters, hooks and settings
-# that are texts or truth values. Whether a copy can be traced and run is for the caller to find out.
+# A trace treats two hundred equal blocks as it treats one, so a copy with two of them shows errors for a
+# hundredth of the cost. Blocks are equal by structure: classes, parameters, buffers, hooks, and settings that
+# are strings or booleans. The caller finds out whether a copy can be traced and run.
 
-_COUNTS = ("layer", "block", "depth")  # in the names of settings that say how many blocks there are
-_ENOUGH = 2  # blocks of a kind: the second one takes what the first one returns
+_COUNTS = ("layer", "block", "depth")  # in the names of settings that hold a number of blocks
+_ENOUGH = 2  # blocks of a kind: the second takes what the first returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,17 +271,19 @@ class Row:
 
     @property
     def kept(self) -> int:
-        """How many blocks a copy has."""
+        """Number of blocks in a copy."""
         return self.blocks - len(self.left_out)
 
     def leaves_out(self, path: str) -> bool:
-        """Whether a module, or a layer of its name, is in a block that a copy leaves out."""
+        """Return whether a copy leaves out the module at `path`, or the layer with that name."""
         around, inside = f"{self.path}." if self.path else "", plain(path)
         return inside.startswith(around) and inside[len(around) :].partition(".")[0] in self.left_out
 
 
 def rows_of(module: nn.Module) -> list[Row]:
-    """The lists of blocks of which a copy can leave some out; none in blocks that are left out themselves."""
+    """Return the lists of blocks that a copy can shorten, without lists in blocks that are left out
+    themselves.
+    """
     found = list[Row]()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in found):
@@ -295,9 +296,10 @@ def rows_of(module: nn.Module) -> list[Row]:
 
 
 def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
-    """The task with a copy of its module, which exists, that has fewer blocks in `rows`. The two share their weights.
+    """Return `task`, whose module exists, with a copy of the module that leaves out blocks of `rows`.
 
-    Settings around a list that say how many blocks it has, as `config.num_hidden_layers` does, agree with the copy.
+    The two modules share their weights. Settings around a list that hold its number of blocks, such as
+    `config.num_hidden_layers`, are reduced in the copy.
     """
     assert isinstance(task.module, nn.Module)
     own = copied(task.module, lambda tensor: tensor.detach())
@@ -313,7 +315,9 @@ def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
 
 
 def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The attributes of the modules around `path` in `own`, and of objects in them that the original does not share."""
+    """Yield the attributes of the modules around `path` in `own`, and of objects in them that `original` does
+    not share.
+    """
     parts = path.split(".") if path else []
     for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         held, before = vars(own.get_submodule(around)), vars(original.get_submodule(around))
@@ -325,9 +329,10 @@ def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator
 
 
 def _superfluous(kinds: Sequence[object]) -> range:
-    """The longest run of blocks with enough blocks of their kinds before it; empty where there is none.
+    """Return the longest run of blocks with `_ENOUGH` blocks of their kinds before it; empty if there is
+    none.
 
-    It is one run, and a late one, because models also look blocks up by number.
+    It is a single run, and a late one, because models also look blocks up by number.
     """
     found, before = range(0), Counter[object]()
     for start, kind in enumerate(kinds):
@@ -340,7 +345,7 @@ def _superfluous(kinds: Sequence[object]) -> range:
 
 
 def _kind(block: nn.Module | None) -> object:
-    """What is the same for blocks that compute alike."""
+    """Return a key that is equal for blocks that compute the same."""
     return block and tuple((name, *_structure(part)) for name, part in block.named_modules())
 
 
@@ -352,19 +357,20 @@ def _structure(part: nn.Module) -> Iterator[object]:
     yield bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The comparison
 
-_REVEALING = 0.02  # what stands, at most, where a parameter is zero throughout
+_REVEALING = 0.02  # largest number put into a parameter that is all zero
 
 
 def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Target = "cpu") -> Numbers:
-    """Compare `task.module`, a module, with `chain`, which was made of it and holds its tensors, on `batches`.
+    """Compare `task.module`, a module, with `chain`, which was made of it and holds its tensors, on
+    `batches`.
 
-    Both run on the CPU, under the casts of the target for which the chain was made.
+    Both run on the CPU, under the autocast rules of the target for which the chain was made.
 
     Raises:
         NotComparable: the module itself fails on a batch.
-        UsageError: a layer of the chain fails where the module does not.
+        UsageError: the chain fails where the module does not.
     """
     module = task.module
     assert isinstance(module, nn.Module)
@@ -393,8 +399,11 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
 def evaluated(
     task: Task, batches: Sequence[Sample], *, traced: bool, target: Target = "cpu", training: bool = False
 ) -> list[float]:
-    """The losses of `task.module` on `batches`, without gradients, in evaluation or in `training`; each with draws of
-    its own. `traced` says that the module takes inputs as `torch.export` does, not as an `nn.Sequential`.
+    """Return the losses of `task.module` on `batches`, without gradients, in evaluation or in `training`
+    mode.
+
+    Each batch has its own random draws. `traced` says that the module takes inputs as `torch.export` passes
+    them, not as an `nn.Sequential` does.
 
     Raises:
         NotComparable: the module fails on a batch.
@@ -411,7 +420,9 @@ def evaluated(
 def values_before(
     layers: Sequence[int], task: Task, chain: Chain, batch: Sample, *, target: Target = "cpu"
 ) -> list[Values]:
-    """The values that come into some layers of a chain of modules for `batch`, in evaluation and without gradients."""
+    """Return the inputs of some layers of a chain of modules for `batch`, in evaluation and without
+    gradients.
+    """
     module = task.module
     assert isinstance(module, nn.Module)
     with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():
@@ -427,14 +438,14 @@ def values_before(
 
 
 class NotComparable(UsageError):
-    """The module itself cannot be trained here, such as one whose kernels are those of a GPU alone."""
+    """The module itself cannot be trained on the CPU, as if its kernels are for GPUs alone."""
 
 
 # -------------------------------------------------------------------- two runs
 
 
 def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:
-    """A copy of the module, trained as a plain loop does, without an update."""
+    """Run a copy of the module forward and backward as a plain loop does, without an update."""
     (own,), loss_of = copies_of([module], task.loss)
     with plainly(task, "training"):
         losses = _losses(plain_forward(task, own, loss_of, traced=chain.traced), batches)
@@ -442,7 +453,7 @@ def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sa
 
 
 def plain_forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> Callable[[Any, Any], Tensor]:
-    """The loss of a plain module for inputs and targets."""
+    """Return a function that computes the loss of a plain module for inputs and targets."""
 
     def forward(inputs: Any, targets: Any) -> Tensor:
         leaves = tuple(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
@@ -457,7 +468,7 @@ def plain_forward(task: Task, own: nn.Module, loss_of: Any, *, traced: bool) -> 
 
 @contextmanager
 def plainly(task: Task, doing: str) -> Iterator[None]:
-    """Inside, a plain module runs.
+    """Run a plain module in the body.
 
     Raises:
         NotComparable: it fails.
@@ -473,10 +484,10 @@ def plainly(task: Task, doing: str) -> Iterator[None]:
 
 
 def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in_flight: bool) -> Run | None:
-    """A copy of the chain, trained in the same way or with all microbatches `in_flight`.
+    """Run a copy of the chain forward and backward, like the module or with all microbatches `in_flight`.
 
-    Its tensors have the names that they have in the module. None if autograd sees that a later forward has changed
-    what a backward needs: training says so where it happens, and a plan may recompute.
+    Its tensors have their names in the module. Returns None if autograd detects that a later forward changed
+    what a backward needs: training reports that when it happens, and a plan may recompute instead.
     """
     own, loss_of = copies_of([layer.module for layer in chain.layers], chain.criterion)
     layers = tuple(replace(layer, module=copy) for layer, copy in zip(chain.layers, own, strict=True))
@@ -505,7 +516,7 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample], *, in
 def _by_names_of(
     module: nn.Module, chain: Chain, own: Sequence[nn.Module]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Parameters and buffers of `own`, copies of the layers, by the names that the originals have in the module."""
+    """Return parameters and buffers of `own`, copies of the layers, by the originals' names in the module."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -513,7 +524,7 @@ def _by_names_of(
         for local, parameter in layer.module.named_parameters(remove_duplicate=False):
             parameters[names[id(parameter)]] = made.get_parameter(local)
         for local, tensor in layer.module.named_buffers(remove_duplicate=False):
-            if id(tensor) in names:  # else a constant of the trace
+            if id(tensor) in names:  # otherwise a constant of the trace
                 buffers[names[id(tensor)]] = made.get_buffer(local)
     return parameters, buffers
 
@@ -521,8 +532,10 @@ def _by_names_of(
 def _losses(
     forward: Callable[[Any, Any], Tensor], batches: Sequence[Sample], *, in_flight: bool = False
 ) -> list[Tensor]:
-    """The loss of each microbatch, which has gone backward too: before the next one goes forward, unless all are
-    `in_flight`. Random draws depend on its number alone.
+    """Return the loss of each microbatch after its backward.
+
+    Each backward precedes the next forward, unless all microbatches are `in_flight`. Random draws depend on
+    the number of the microbatch alone.
     """
     losses, waiting = [], deque[tuple[Tensor, Tensor]]()
     for number, batch in enumerate(batches):
@@ -532,20 +545,20 @@ def _losses(
         losses.append(loss.detach().reshape(()))
         if loss.requires_grad:
             waiting.append((loss.reshape(()), torch.get_rng_state()))
-        del loss  # and with it, soon, its graph
+        del loss  # free the graph
         while waiting and (not in_flight or number + 1 == len(batches)):
             _go_backward(*waiting.popleft())
     return losses
 
 
 def _go_backward(loss: Tensor, draws: Tensor) -> None:
-    """The backward of a microbatch, with the `draws` that follow those of its forward."""
+    """Run the backward of a microbatch, with the random state `draws` that followed its forward."""
     torch.set_rng_state(draws)
     torch.autograd.backward(loss)
 
 
 def _own_loss(outputs: Any) -> Tensor:
-    """The loss among what a module returns that computes it itself."""
+    """Return the loss among the outputs of a module that computes it."""
     if isinstance(outputs, Tensor):
         return outputs
     loss: Tensor | None = getattr(outputs, "loss", None)
@@ -555,9 +568,10 @@ def _own_loss(outputs: Any) -> Tensor:
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> dict[str, Tensor | None]:
-    """The gradients of copies of the module's parameters, by name.
+    """Return the gradients of copies of the module's parameters, by name.
 
-    A function that holds the module itself (a closure) reaches the originals instead.
+    A function that holds the original module (a closure) puts gradients into the original's parameters
+    instead.
     """
     leaked = {name: original.grad.cpu() for name, original in module.named_parameters() if original.grad is not None}
     return {name: leaked.get(name, parameter.grad) for name, parameter in parameters}
@@ -565,7 +579,7 @@ def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module
 
 @contextmanager
 def tensors_put_back(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters have no gradients; afterwards they have their own again, and buffers their values.
+    """Clear the gradients of parameters in the body; restore gradients and buffers afterwards.
 
     A run does not touch the module, unless a function in it holds the original.
     """
@@ -588,9 +602,9 @@ def tensors_put_back(module: nn.Module) -> Iterator[None]:
 
 
 class _Clones:
-    """Makes copies on the CPU; tensors that share memory have copies that share it too.
+    """Makes copies of tensors on the CPU; copies share memory if their originals do.
 
-    In copies of `trained` parameters no zeros hide what is behind them.
+    Copies of trained parameters that are all zero get small numbers instead.
     """
 
     def __init__(self, trained: Iterable[nn.Parameter]) -> None:
@@ -613,7 +627,7 @@ class _Clones:
 
 
 def copies_of(modules: Sequence[nn.Module], loss: Any) -> tuple[list[nn.Module], Any]:
-    """Copies of modules, and of the loss where it is one, which share what the originals share."""
+    """Copy modules, and the loss if it is a module; copies share what the originals share."""
     whole = nn.ModuleList([*modules, *([loss] if isinstance(loss, nn.Module) else [])])
     own = list(copied(whole, _Clones(whole.parameters())).children())
     return own[: len(modules)], own[-1] if isinstance(loss, nn.Module) else loss

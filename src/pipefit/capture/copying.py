@@ -1,9 +1,9 @@
-"""Deep copies of modules, with every tensor in them replaced: parameters, buffers, and whatever else holds one.
+"""Deep copies of modules, with every tensor replaced: parameters, buffers, and tensors in other attributes.
 
-A plain `copy.deepcopy` fails on tensors that were computed, such as the weight that old weight norm keeps in a module,
-and on real tensors and random generators under a fake mode. It also loses the hooks of parameters, and leaves functions
-as they are: a hook on the forward that writes into a dictionary of the module, or a lambda over self, would reach the
-original from the copy.
+A plain `copy.deepcopy` fails on computed tensors, such as the weight that old weight norm keeps in a module,
+and on real tensors and random generators under a fake mode. It also loses the hooks of parameters, and does
+not copy functions: a forward hook that writes into a dictionary of the module, or a lambda over self, would
+reach the original from the copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.storages import flat, placed, storage_key
 
-# ----------------------------------------------------------------------------------------------------
-# Real tensors in a loss that runs over fake ones, such as weights of classes: fake ones on the same device
-# stand in.
+# ---- Fake stand-ins for real tensors in a loss, such as class weights
 #
-# Those of a loss that is a module go with the last stage to its device; those of a closure are where its
-# script puts them. They take none of what a plan counts, because they are there before and after it. A
-# parameter among them is refused: its gradient would be on the device of the loss alone, and no optimizer
-# there has it. A loss may change its tensors, or put others in the place of its buffers; those are put back.
+# Tensors of a loss module move to the last stage's device; tensors of a closure stay where its script puts
+# them. Both exist before and after what a plan counts, so they add nothing to it. A parameter among them is
+# refused: its gradient would be on the loss's device alone, where no optimizer has the parameter. A loss may
+# change its tensors or replace its buffers; these are restored.
 
 _WAY_OUT = (
     "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); a loss "
@@ -50,7 +48,7 @@ STRANGER = (
 
 @dataclass(slots=True)
 class StoodIn:
-    """What losses that ran have met: real tensors with what stood in for each, and the buffers that they replaced."""
+    """Real tensors that losses used, each with its stand-in, and the buffers that losses replaced."""
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     replaced: list[Tensor] = field(default_factory=list)
@@ -61,7 +59,7 @@ _noticing: ContextVar[StoodIn | None] = ContextVar("what stands in for real tens
 
 @contextmanager
 def noticing() -> Iterator[StoodIn]:
-    """Inside, losses run over fake tensors."""
+    """Collect the stand-ins of losses that run over fake tensors in the body."""
     token = _noticing.set(found := StoodIn())
     try:
         yield found
@@ -70,7 +68,7 @@ def noticing() -> Iterator[StoodIn]:
 
 
 def standing_in(values: tuple[Tensor, ...], loss: object) -> AbstractContextManager[object]:
-    """Inside, while a loss runs, real tensors that meet `values` are replaced by fake ones, if those are fake."""
+    """Replace real tensors that a loss combines with `values` by fake ones in the body, if `values` are fake."""
     like = values[0]
     return _standing_in(like, loss) if isinstance(like, FakeTensor) else nullcontext()
 
@@ -94,31 +92,31 @@ def _standing_in(like: FakeTensor, loss: object) -> Iterator[None]:
 
 
 def left_real(tensor: Tensor) -> AbstractContextManager[object]:
-    """Inside, a real tensor can be copied where a fake mode is on, and the copy is real; fake ones stay with theirs."""
+    """Let a real tensor be copied to a real one under a fake mode; fake tensors stay with their mode."""
     return nullcontext() if isinstance(tensor, FakeTensor) else real()
 
 
 def is_faking() -> bool:
-    """Whether a fake mode is on, so that real tensors have no place here."""
+    """Return whether a fake mode is active, so that no real tensors can be used."""
     return active_fake_mode() is not None
 
 
 def real() -> AbstractContextManager[object]:
-    """Inside, tensors are real ones where a fake mode is on."""
+    """Make real tensors in the body, even if a fake mode is active."""
     return _disable_current_modes() if is_faking() else nullcontext()
 
 
 class _StandIns(TorchFunctionMode):
-    """Gives every operation fake tensors like `like`, on the same device, in the place of real ones."""
+    """Gives every operation fake tensors on the device of `like` in place of real ones."""
 
     def __init__(self, like: FakeTensor) -> None:
         super().__init__()
         self._like = like
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # real and fake, which keeps the first from being freed
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a real tensor -> it, kept alive, and its stand-in
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The real tensors so far, with the fake ones."""
+        """The real tensors used so far, with their stand-ins."""
         return list(self._made.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,23 +135,23 @@ class _StandIns(TorchFunctionMode):
         return self._made[id(tensor)][1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors that a module holds as plain attributes: neither parameters nor buffers, such as a table of
-# frequencies.
+# ---- Tensors in plain attributes: neither parameters nor buffers, such as a table of frequencies
 #
-# They stay on a device as long as their layer does, and no recomputation copies them. A forward may not leave
-# others behind than it found: how long those live depends on more than a plan knows.
+# They stay on a device as long as their layer, and recomputation does not copy them. A forward may not put
+# other tensors into attributes: how long these live is unknown to a plan.
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def constants(module: nn.Module) -> list[Tensor]:
-    """The tensors among the attributes of `module` and its parts, in lists and dictionaries too, each once."""
+    """Return the tensors among the attributes of `module` and its parts, in lists and dictionaries too, each
+    once.
+    """
     return list({id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values())
 
 
 def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The same with the attributes' names; one in a list or dictionary has the attribute's name and a number."""
+    """Return these tensors with their attributes' names; several in one attribute get a number too."""
     return [
         (name if len(tensors) == 1 else f"{name}[{number}]", tensor)
         for name, tensors in _attributes(module).items()
@@ -162,17 +160,17 @@ def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def held_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors that `module` holds: parameters, buffers under all their names, and those that are attributes."""
+    """Return all tensors that `module` holds: parameters and buffers under all names, and plain attributes."""
     registered = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return dict([*registered, *named_constants(module)])
 
 
 @contextmanager
 def unchanged_constants(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` runs forward.
+    """Check that the forward of `module` in the body leaves its attributes' tensors in place.
 
     Raises:
-        Refusal: it has put another tensor into an attribute; names it.
+        Refusal: the forward put another tensor into an attribute. The message names the attribute.
     """
     before = _attributes(module)
     yield
@@ -186,7 +184,9 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors in each attribute that are not registered anywhere in `module`, by the attribute's name."""
+    """Return the tensors in each attribute that are not registered anywhere in `module`, by the attribute's
+    name.
+    """
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found = {}
     for path, part in module.named_modules():
@@ -198,18 +198,19 @@ def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Deep copies
 
-# Shapes of trees never change, and torch warns of every copy of one
+# TreeSpecs never change, and torch warns about every copy of one
 _AS_IT_IS = {type(pytree.tree_structure(tree)): lambda spec, memo: spec for tree in ((), 0)}
-_PLAIN = frozenset({type(None), bool, int, float, str})  # of these copies are the same objects
+_PLAIN = frozenset({type(None), bool, int, float, str})  # immutable: a copy is the object itself
 
 
 def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A deep copy of `module` in which each tensor is what `convert` makes of it.
+    """Return a deep copy of `module` in which each tensor is replaced by `convert(tensor)`.
 
-    Parameters stay parameters, with their hooks. Other tensors require no gradient in the copy, and lie in one storage
-    where they did. Functions that hold a part of the module, or a container in one of its attributes, hold the copy's.
+    Parameters stay parameters, with their hooks. Other tensors require no gradient in the copy, and share
+    storages as the originals do. Functions that hold a part of the module, or a container in one of its
+    attributes, hold the copy's.
     """
     storages: dict[int, Tensor] = {}
     own = set(map(id, _own(module)))
@@ -239,13 +240,13 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def hooks_of(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """The hooks on the gradient of `parameter`, and behind the sum of its gradients."""
+    """Return the hooks on the gradient of `parameter`, and those after the accumulation of its gradients."""
     on_gradient, behind = _hooks(parameter)
     return *on_gradient, *behind
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
-    """The hooks on the gradient of `parameter`, and those behind the sum of its gradients."""
+    """Return the hooks on the gradient of `parameter`, and those after the accumulation of its gradients."""
     on_gradient: Any = parameter._backward_hooks
     behind: Any = parameter._post_accumulate_grad_hooks
     return list((on_gradient or {}).values()), list((behind or {}).values())
@@ -261,7 +262,7 @@ def copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]
 
 
 def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: dict[int, Tensor]) -> Tensor:
-    """What `convert` makes of `tensor`, in the storage that it made of the tensor's; `storages` has those so far."""
+    """Convert `tensor`, placed in the converted storage of the original; `storages` has the storages so far."""
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, FakeTensor):
         return convert(tensor)
     key = storage_key(tensor)
@@ -277,7 +278,9 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: di
 
 
 def _mapping(mapping: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    """A copy of a dictionary. A module has two dozen plain attributes, of which `copy` would call a function each."""
+    """Copy a dictionary. This avoids a function call of `copy` for each of a module's two dozen plain
+    attributes.
+    """
     made: dict[Any, Any] = {}
     memo[id(mapping)] = made  # before what it holds, which may hold it
     for name, value in mapping.items():
@@ -287,14 +290,14 @@ def _mapping(mapping: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
 
 
 def _ordered(mapping: OrderedDict[Any, Any], memo: dict[int, Any]) -> object:
-    """A copy of an ordered dictionary. A module has a dozen of them for its hooks, nearly all of them empty."""
+    """Copy an ordered dictionary. A module has a dozen of them for its hooks, nearly all of them empty."""
     if mapping or vars(mapping):
         return copy._reconstruct(mapping, memo, *mapping.__reduce_ex__(4))  # type: ignore[attr-defined]
     return OrderedDict[Any, Any]()
 
 
 def _set(members: set[Any], memo: dict[int, Any]) -> set[Any]:
-    """A copy of a set."""
+    """Copy a set."""
     return {copy.deepcopy(member, memo) for member in members}
 
 
@@ -310,7 +313,9 @@ def _generator(generator: torch.Generator, memo: dict[int, Any]) -> torch.Genera
 
 
 def _own(module: nn.Module) -> Iterator[object]:
-    """What functions in `module` may hold of it: its parts, their tensors, and containers in their attributes."""
+    """Yield what functions in `module` may hold: its parts, their tensors, and containers in their
+    attributes.
+    """
     for part in module.modules():
         yield part
         for value in vars(part).values():
@@ -321,14 +326,16 @@ def _own(module: nn.Module) -> Iterator[object]:
 
 
 def _held(function: FunctionType) -> Iterator[object]:
-    """What a function holds: the contents of its closure, and its defaults."""
+    """Yield what a function holds: the contents of its closure, and its defaults."""
     yield from (cell.cell_contents for cell in function.__closure__ or () if not is_empty(cell))
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
 
 
 def _reaches(held: object, own: set[int], met: set[int]) -> bool:
-    """Whether it is one of `own`, or a function or method that holds one; `met` are the functions so far."""
+    """Return whether `held` is one of `own`, or a function or method that holds one; `met` are functions so
+    far.
+    """
     if isinstance(held, MethodType):
         return id(held.__self__) in own
     if not isinstance(held, FunctionType):
@@ -340,14 +347,14 @@ def _reaches(held: object, own: set[int], met: set[int]) -> bool:
 
 
 def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> FunctionType:
-    """A copy of a function that holds copies of what it holds of the module, and all else as it is."""
+    """Copy a function; parts of the module that it holds are copied too, other objects are not."""
 
     def value(held: object) -> Any:
         return copy.deepcopy(held, memo) if _reaches(held, own, set()) else held
 
     cells = original.__closure__ or ()
     for cell in cells:
-        memo.setdefault(id(cell), cell if is_empty(cell) else CellType())  # several functions may share one
+        memo.setdefault(id(cell), cell if is_empty(cell) else CellType())  # several functions may share one cell
     made = FunctionType(
         original.__code__, original.__globals__, original.__name__, None, tuple(memo[id(cell)] for cell in cells)
     )
@@ -363,7 +370,7 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
 
 
 def is_empty(cell: CellType) -> bool:
-    """Whether a variable around a function has no value yet."""
+    """Return whether a closure's variable does not have a value yet."""
     try:
         cell.cell_contents  # noqa: B018 -- reading an empty one raises
     except ValueError:

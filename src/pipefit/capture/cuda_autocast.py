@@ -1,11 +1,11 @@
-"""`torch.autocast` for CUDA on tensors that are elsewhere: on the CPU while a model is traced, on a fake device.
+"""CUDA's `torch.autocast` for tensors on another device: on the CPU in a trace, or on a fake device.
 
-A trace has the types that its module computes with, wherever the module asks for them (`x.to(y.dtype)`). Under
-autocast these depend on the device: on CUDA a layer norm returns float32, on the CPU what it is given. So what is to
-run on a GPU is traced, and compared with its module, under CUDA's casts (`cuda_casts`), on CPU tensors.
+A trace records the dtypes that its module computes with, whenever the module reads them (`x.to(y.dtype)`).
+Under autocast these depend on the device: on CUDA a layer norm returns float32, on the CPU the dtype of its
+input. So a model for GPUs is traced, and compared with its module, under CUDA's casts on CPU tensors.
 
-Code that names the device `cuda` means the one that stands for it. Without that, `torch.autocast("cuda", ...)` would be
-off where there is no GPU, and would look at the GPU where there is one.
+Code that names the device `cuda` gets the device that stands for it. Otherwise `torch.autocast("cuda", ...)`
+would be off on a machine without GPUs, and would query the GPU on others.
 """
 
 from __future__ import annotations
@@ -27,24 +27,21 @@ from torch.amp import autocast_mode
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Target
 
-# ----------------------------------------------------------------------------------------------------
-# CUDA's autocast for tensors that are not on a GPU: which operators cast their arguments, to what, and which
-# refuse.
+# ---- CUDA's casts: which operators cast their arguments, to which dtype, and which fail
 #
-# Torch's own casts for CUDA are C++ kernels of a dispatch key that only tensors on `cuda` have. Here the same
-# rules are Python kernels for another device type's key. Which operators a rule is for is read from the
-# header that torch ships, `include/ATen/autocast_mode.h`, so that the lists are those of the torch that is
-# installed; what each rule does is written in the same header. A test holds the lists to the kernels that
-# torch registers for CUDA.
+# Torch's casts for CUDA are C++ kernels of a dispatch key that only tensors on `cuda` have. Here the same
+# rules are Python kernels for another device type's key. The operators of each rule are read from the header
+# that torch ships, `include/ATen/autocast_mode.h`, so the lists are those of the installed torch; the header
+# also describes the rules. A test compares the lists with the kernels that torch registers for CUDA.
 #
 #     lower precision   products, convolutions, attention: all arguments to the half-precision type
 #     float32           logarithms, powers, norms, losses: all arguments to float32
-#     optional dtype    sums and softmax: they are asked for a float32 result, unless they are asked for another
+#     optional dtype    sums and softmax: the result is float32, unless the call gives a dtype
 #     appended dtype    two forms of `norm`: the same, through the form that takes a dtype
 #     promote           operators of several tensors: to float32 if one of them is, else to the half-precision type
 #     banned            `binary_cross_entropy`, which overflows in half precision
 #
-# What the header does not list, and casts under CUDA's autocast all the same, is refused when it is called.
+# Operators that cast under CUDA's autocast but are not in the header raise an error when called.
 
 Policy = Literal["lower precision", "float32", "optional dtype", "appended dtype", "promote", "banned"]
 Kernel = Callable[..., Any]
@@ -56,14 +53,14 @@ _MACROS: dict[str, Policy] = {
     "DIFFERENT_REDISPATCH_SIGNATURE": "appended dtype",
     "PROMOTE": "promote",
 }
-# Registered beside the lists, in ATen/autocast_mode.cpp
+# Registered outside of the lists, in ATen/autocast_mode.cpp
 _BESIDE: dict[str, Policy] = {
     "aten::cudnn_convolution": "lower precision",
     "aten::cudnn_convolution_transpose": "lower precision",
     "aten::binary_cross_entropy": "banned",
 }
 _WITH_DTYPE = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-_PROMOTING = ("Tensor", "List[Tensor]")  # types of arguments; one that is optional is cast, but does not promote
+_PROMOTING = ("Tensor", "List[Tensor]")  # argument types; optional tensors are cast, but do not promote
 _BANNED = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: use "
     "binary_cross_entropy_with_logits or BCEWithLogitsLoss, and leave out the sigmoid before them"
@@ -72,10 +69,10 @@ _BANNED = (
 
 @functools.cache
 def policies() -> Mapping[str, Policy]:
-    """The operators that CUDA's autocast treats in a way of their own, as `aten::name.overload`, with the rule.
+    """Return the rule of every operator that CUDA's autocast treats specially, by `aten::name.overload`.
 
     Raises:
-        UsageError: this torch does not ship the header, or it has other lists.
+        UsageError: this torch does not ship the header, or the header has other lists.
     """
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     try:
@@ -95,7 +92,9 @@ def policies() -> Mapping[str, Policy]:
 
 
 def _entries(macro: str, policy: Policy) -> Iterable[str]:
-    """The entries of a list: `name` or `name, overload`; a string where the rule redispatches to another form."""
+    """Return the entries of a list: `name` or `name, overload`; strings for the rule that calls another
+    overload.
+    """
     return re.findall(r'"([\w.]+)"', macro) if policy == "appended dtype" else re.findall(r"_\(([\w, ]+)\)", macro)
 
 
@@ -104,9 +103,9 @@ def _operator(entry: str) -> str:
 
 
 class CudaCasts:
-    """CUDA's casts for the tensors of `device_type`, whose autocast kernels have the dispatch key `key`.
+    """CUDA's casts for tensors of `device_type`, whose autocast kernels have the dispatch key `key`.
 
-    Half-precision copies of parameters are kept until `clear`, as by `at::autocast::cached_cast`.
+    Half-precision copies of parameters are cached until `clear`, as `at::autocast::cached_cast` does.
     """
 
     def __init__(self, device_type: str, key: str) -> None:
@@ -115,7 +114,7 @@ class CudaCasts:
         self._copies: dict[int, tuple[ref[Tensor], Tensor]] = {}
 
     def kernels(self, *, known: Collection[str] = ()) -> Iterator[tuple[str, Kernel]]:
-        """Every operator that casts on CUDA, but for the `known`, with a kernel that does the same here."""
+        """Yield every operator that casts on CUDA, except the `known` ones, with an equivalent kernel."""
         registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
         for name in set(registered).difference(known):
             policy = policies().get(name)
@@ -179,11 +178,13 @@ class CudaCasts:
 
     def _called(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
         keywords = {name: self._cast(argument, dtype) for name, argument in kwargs.items()}
-        cast = [self._cast(argument, dtype) for argument in reversed(args)]  # as GCC evaluates arguments: last first
+        cast = [self._cast(argument, dtype) for argument in reversed(args)]  # GCC evaluates arguments last to first
         return operator(*reversed(cast), **keywords)
 
     def _casts(self, argument: Any) -> bool:
-        """Whether autocast changes the argument's dtype, where it has another one: float64 it leaves alone."""
+        """Return whether autocast may change the argument's dtype: floating point, except float64, on this
+        device.
+        """
         return (
             isinstance(argument, Tensor)
             and argument.device.type == self.device_type
@@ -201,13 +202,13 @@ class CudaCasts:
         known = self._copies.get(id(argument))
         if known is not None and known[0]() is argument:
             return known[1]
-        with torch.enable_grad():  # one made where no gradients are recorded may be used where they are
+        with torch.enable_grad():  # a copy made under no_grad may be used later with gradients
             copy = argument.to(dtype)
         self._copies[id(argument)] = ref(argument), copy
         return copy
 
     def _keeps(self, tensor: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the cast is one of a parameter to half precision, which is kept until the cache is cleared."""
+        """Return whether the cast is cached: a parameter's cast from float32 to half precision."""
         leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
         return leaf and cached and dtype == self._low
@@ -224,7 +225,9 @@ def _name(operator: Any) -> str:
 
 
 def _named(operator: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Positional arguments by their names, and the default values of those that are not given."""
+    """Return positional arguments by name, with the default values of positional arguments that are not
+    given.
+    """
     taken = [argument for argument in operator._schema.arguments if not argument.kwarg_only]
     defaults = {argument.name: argument.default_value for argument in taken[len(args) :]}
     return defaults | {argument.name: given for argument, given in zip(taken, args, strict=False)}
@@ -248,7 +251,7 @@ def _refusing(name: str) -> Kernel:
     return kernel
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Autocast of a target, on the CPU
 
 _CUDA, _CPU_KEY = "cuda", "AutocastCPU"
 
@@ -257,9 +260,9 @@ State = tuple[bool, torch.dtype]
 
 @contextmanager
 def casting_for(target: Target) -> Iterator[None]:
-    """Inside, autocast treats tensors of the CPU as it treats those of the target.
+    """Let autocast treat CPU tensors in the body as it treats tensors of the target.
 
-    Not for several threads at once: torch has one table of kernels for all.
+    Not thread-safe: torch has one table of kernels for all threads.
     """
     with ExitStack() as stack:
         if target == _CUDA:
@@ -271,13 +274,13 @@ def casting_for(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _casts_on_the_cpu() -> Iterator[CudaCasts]:
-    """Inside, CUDA's kernels for autocast take the places of those for the CPU."""
+    """Replace the CPU's autocast kernels by CUDA's in the body."""
     casts = CudaCasts("cpu", _CPU_KEY)
     own = torch._C._dispatch_get_registrations_for_dispatch_key(_CPU_KEY)
     kernels = dict.fromkeys(own, torch.library.fallthrough_kernel) | dict(casts.kernels())
     libraries: dict[str, torch.library.Library] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that kernels are replaced
+        warnings.simplefilter("ignore")  # torch warns about replaced kernels
         for name, kernel in kernels.items():
             namespace, _, operator = name.partition("::")
             if namespace not in libraries:
@@ -292,7 +295,9 @@ def _casts_on_the_cpu() -> Iterator[CudaCasts]:
 
 @contextmanager
 def as_on_cuda(device_type: str, casts: CudaCasts) -> Iterator[None]:
-    """Inside, autocast for `cuda` is autocast for `device_type`, and clearing the cache of casts clears theirs too."""
+    """Let autocast for `cuda` act on `device_type` in the body; clearing the autocast cache clears `casts`
+    too.
+    """
     with ExitStack() as stack:
         for owner, name, make in (
             (torch, "clear_autocast_cache", lambda clear: _both(casts.clear, clear)),
@@ -306,7 +311,7 @@ def as_on_cuda(device_type: str, casts: CudaCasts) -> Iterator[None]:
 
 
 def _off_for_cuda() -> Any:
-    """Inside, autocast for `cuda` is off, and does not ask whether there is a GPU."""
+    """Turn autocast for `cuda` off in the body, without querying for a GPU."""
     begin = autocast_mode.autocast.__init__
 
     def off(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
@@ -324,7 +329,7 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _renamed(begin: Callable[..., None], stand_in: str) -> Callable[..., None]:
-    """The constructor of `torch.autocast`, which takes `cuda` for the device that stands for it."""
+    """Return the constructor of `torch.autocast` with `stand_in` in place of `cuda`."""
 
     def renamed(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
@@ -335,13 +340,13 @@ def _renamed(begin: Callable[..., None], stand_in: str) -> Callable[..., None]:
 
 
 def _entered(enter: Callable[[Any], Any], device_type: str) -> Callable[[Any], Any]:
-    """On entering, what is asked about autocast for `cuda` becomes true of it too."""
+    """Wrap `__enter__`: torch's query functions for `cuda` then return the state of the stand-in's autocast."""
 
     def entered(self: Any) -> Any:
         found = enter(self)
         if self.device == device_type:
             of_cuda = torch.is_autocast_enabled(_CUDA), torch.get_autocast_dtype(_CUDA)
-            self.of_cuda = [*vars(self).get("of_cuda", ()), of_cuda]  # several, where several devices stand for it
+            self.of_cuda = [*vars(self).get("of_cuda", ()), of_cuda]  # a stack, because autocasts nest
             _tell_of_cuda((torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)))
         return found
 
@@ -363,5 +368,5 @@ def _tell_of_cuda(state: State) -> None:
 
 
 def _cast_on(cast: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """How `custom_fwd` casts what it is given."""
+    """Return the cast of `custom_fwd`, with `device_type` in place of `cuda`."""
     return lambda value, kind, dtype: cast(value, device_type if kind == _CUDA else kind, dtype)

@@ -1,7 +1,7 @@
-"""`torch.export` of a copy on fake tensors: the whole model as one program, traced for the CPU in the mode it is in.
+"""`torch.export` of a copy on fake tensors: the whole model as one program, traced for the CPU in its mode.
 
-Nothing of the model's size is allocated, whatever device its parameters are on and whether they are real or fake.
-Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are those of the sample.
+Nothing of the model's size is allocated, whatever the device of its parameters, real or fake. Tracing takes
+milliseconds an operation, 10 s for a model of 7 billion parameters. Shapes are those of the sample.
 """
 
 from __future__ import annotations
@@ -44,21 +44,20 @@ from pipefit.errors import PipefitError, UsageError
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# Hugging Face models traced as they run eagerly: without attention masks that mask nothing.
+# ---- Attention masks of Hugging Face models, as in eager runs
 #
-# When it is traced, transformers builds an attention mask of sequence x sequence even where every token may
-# see all, or all before it; when it runs eagerly it leaves the mask out and attention takes its fast path. A
-# captured model should compute, and hold, what the eager one does. Where no padding mask is given, that is
-# known without looking at any values. So it is where positions depend on no input, as those that a model
-# counts by itself: whether they restart, as in packed sequences, is then the same for every batch.
+# While it is traced, transformers builds an attention mask of sequence x sequence even if every token may
+# attend to all tokens, or to all before it; in eager runs it leaves the mask out, and attention takes its
+# fast path. A captured model should compute and hold what the eager one does. Without a padding mask, that is
+# known without looking at values. The same holds if positions do not depend on inputs, as when the model
+# counts them: whether they restart, as in packed sequences, is then equal for every batch.
 
 _MASKS = "transformers.masking_utils"
 
 
 @contextmanager
 def eager_masks() -> Iterator[None]:
-    """A context in which a transformers model that is traced builds the masks it would build eagerly."""
+    """Let a transformers model that is traced in the body build the masks that it builds eagerly."""
     masks = sys.modules.get(_MASKS)
     with ExitStack() as patches:
         if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
@@ -70,7 +69,7 @@ def eager_masks() -> Iterator[None]:
 
 
 def _unless_known(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """`find`, which returns None for positions that are known to count up by one."""
+    """Wrap `find`: return None for positions that are known to count up by one."""
 
     def found(position_ids: Tensor) -> Tensor | None:
         known = _constant(position_ids)
@@ -82,7 +81,7 @@ def _unless_known(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor],
 
 
 def _constant(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor that is being traced, if they depend on no input, parameter, buffer or random draw."""
+    """Return the values of a traced tensor if they depend on no input, parameter, buffer or random draw."""
     end = _node_of(tensor)
     if end is None:
         return None
@@ -103,14 +102,14 @@ def _constant(tensor: Tensor) -> Tensor | None:
 
 
 def _node_of(tensor: Tensor) -> fx.Node | None:
-    """The operation of the trace that is going on that made `tensor`."""
+    """Return the operation of the running trace that made `tensor`."""
     mode: Any = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
 
 
 def _needed_by(node: fx.Node) -> set[fx.Node]:
-    """A node, and all that it is computed from."""
+    """Return a node and all the nodes that it is computed from."""
     found, pending = set[fx.Node](), [node]
     while pending:
         node = pending.pop()
@@ -120,24 +119,22 @@ def _needed_by(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attributes that a forward changes in every call, such as a count or a temperature, refused in a traced
-# model.
+# ---- Attributes that a forward changes in every call, such as a count or a temperature
 #
-# A trace would repeat the first call for ever. Changes are seen by comparing the numbers and texts among the
-# attributes of all modules, and of their classes, before and after a call. Where one has changed, the module
-# is called twice more.
+# A trace would repeat the first call forever, so they are refused. The numbers and strings among the
+# attributes of all modules and their classes are compared before and after a call. If one has changed, the
+# module is called twice more.
 
 _PLAIN = (bool, int, float, str)
 Attributes = dict[str, bool | int | float | str]
 
 
 class ChangedAttributes:
-    """The numbers and texts in attributes that the last forward of `module` has changed."""
+    """Numbers and strings in attributes that the last forward of `module` changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before: Attributes = {}
-        self._changes: dict[str, tuple[object, object]] = {}  # what the last forward has changed, from what to what
+        self._changes: dict[str, tuple[object, object]] = {}  # values before and after the last forward
         module.register_forward_pre_hook(lambda *_: self._begin(module))
         module.register_forward_hook(lambda *_: self._end(module))
 
@@ -145,7 +142,8 @@ class ChangedAttributes:
         """Check that a trace loses none of these changes; `again` calls the module.
 
         Raises:
-            Refusal: an attribute changes in every call. One that a forward sets to the same in each call does not.
+            Refusal: an attribute changes in every call. An attribute that each call sets to the same value is
+                accepted.
         """
         if self._changes:
             again()  # the first call once more, because a trace puts attributes back
@@ -167,7 +165,7 @@ class ChangedAttributes:
 
 
 def _numbers_and_texts(module: nn.Module) -> Attributes:
-    """The numbers and texts among the attributes of a module and its parts, and of their classes."""
+    """Return the numbers and strings among the attributes of a module, its parts, and their classes."""
     found: Attributes = {}
     for path, part in module.named_modules():
         classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
@@ -177,38 +175,36 @@ def _numbers_and_texts(module: nn.Module) -> Attributes:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Calls of `contiguous` in a traced model, recorded where they have nothing to do.
+# ---- Calls of `contiguous`, recorded even if they do nothing
 #
-# Python's `Tensor.contiguous` returns a contiguous tensor before torch sees an operation, and of one sample
-# much is contiguous that is not of several, as a slice of each. A trace should have the same operations for
-# any number of samples. The operation itself returns such a tensor too, so that a layer that has it computes
-# and holds nothing more.
+# Python's `Tensor.contiguous` returns a contiguous tensor before torch sees an operation, and many tensors
+# are contiguous for one sample but not for several, such as a slice of each sample. A trace should have the
+# same operations for every number of samples. The recorded operation returns a contiguous tensor itself, so a
+# layer computes and holds nothing more.
 
 
 class RecordingContiguous(TorchFunctionMode):
-    """Inside, every call of `contiguous` is an operation, which a trace sees."""
+    """A mode in which every call of `contiguous` is an operation, which a trace records."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called = torch.ops.aten.contiguous.default if func is Tensor.contiguous else func
         return called(*args, **(kwargs or {}))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the trace of a forward ends in: the loss, if the module computes it, or all that the module returns.
+# ---- End of a trace: the loss if the module computes it, or all outputs
 #
-# Taken where the forward returns, so that a trace never meets what its caller does not need: beside its loss
-# a module may return anything.
+# The output is taken when the forward returns, so a trace never meets outputs that its caller does not need:
+# a module may return anything in addition to its loss.
 
 _CACHE = "the cache of keys and values, which training does not fill"
 _ENDINGS_PLAIN = (Tensor, int, float, str, type(None))
 
 
 def the_loss(outputs: Any, name: str) -> Tensor:
-    """The loss of model `name`, which it returns alone, or as `loss` among its outputs.
+    """Return the loss of model `name`: its only output, or `loss` among its outputs.
 
     Raises:
-        UsageError: it returns none.
+        UsageError: the model returns none.
     """
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     if isinstance(found, Tensor) and found.numel() == 1:
@@ -221,11 +217,13 @@ def the_loss(outputs: Any, name: str) -> Tensor:
 
 
 def everything(outputs: Any, name: str) -> Any:
-    """All that model `name` returns, as a tree that torch knows, with a text in the place of a cache of transformers.
+    """Return all outputs of model `name` as a tree that torch knows, with a string in place of a transformers
+    cache.
 
     Raises:
-        UsageError: there is no tensor in it.
-        Refusal: a part is neither tensor, number, text nor None, in tuples, lists, dictionaries or dataclasses.
+        UsageError: the outputs hold no tensor.
+        Refusal: an output is neither tensor, number, string nor None, in tuples, lists, dictionaries or
+            dataclasses.
     """
     kind = cache_class()
     tree = pytree.tree_map(
@@ -248,26 +246,25 @@ def everything(outputs: Any, name: str) -> Any:
     return tree
 
 
-# ----------------------------------------------------------------------------------------------------
-# What torch checks of values that a trace and fake tensors do not have.
+# ---- Torch's checks of values, which traces and fake tensors do not have
 #
 # Distributions check their arguments, and the Gaussian likelihood that no variance is negative. A trace
-# leaves these out; over fake tensors nothing is known, and every condition would hold, this one too.
+# leaves these checks out; over fake tensors every condition would hold, a failed check too.
 
 _any, _likelihood = torch.any, F.gaussian_nll_loss
 
 
 @contextlib.contextmanager
 def unchecked_arguments() -> Iterator[None]:
-    """Inside, torch's distributions do not check the values of what they are given, unless they are told to."""
+    """Turn off argument validation of torch's distributions in the body, unless a model requests it."""
     with mock.patch.object(Distribution, "_validate_args", False):
         yield
 
 
 @contextlib.contextmanager
 def no_negative_variance() -> Iterator[None]:
-    """Inside, `gaussian_nll_loss` looks for negative variances, and finds none."""
-    resolve_name(_any)  # torch keeps the names of its functions as they are when it is first asked
+    """Let `gaussian_nll_loss` find no negative variances in the body."""
+    resolve_name(_any)  # torch caches its functions' names on the first call
     with mock.patch.object(F, "gaussian_nll_loss", _unchecked):
         yield
 
@@ -283,17 +280,16 @@ def _found_nothing(*args: Any, **options: Any) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------------
-# Without GPUs: what is traced and counted is the same on every machine, and asks nothing of a GPU where there
-# is one.
+# ---- Tracing without GPUs
 #
-# Torch's tracer saves and restores the random state of a GPU, which makes a context there; and a model may
-# compute something else where there is one. Both ask `torch.cuda.is_available()` first.
+# Traces and counts must be equal on every machine, and use no GPU. Torch's tracer saves and restores the
+# random state of a GPU, which creates a context there, and a model may compute something else on a machine
+# with GPUs. Both query `torch.cuda.is_available()` first.
 
 
 @contextmanager
 def without_gpus() -> Iterator[None]:
-    """Inside, torch says that this machine has no GPU."""
+    """Let torch report in the body that this machine does not have a GPU."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "device_count", return_value=0),
@@ -301,7 +297,7 @@ def without_gpus() -> Iterator[None]:
         yield
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The export
 
 _IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
 
@@ -316,15 +312,16 @@ def export(
     target: Target = "cpu",
     whole: Collection[str] = (),
 ) -> ExportedProgram:
-    """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
+    """Return the program of `module` on `inputs`: one tensor, a tuple of positional arguments or a keyword
+    dictionary.
 
-    It returns the loss that the module computes, if `own_loss` says so, else all that the module returns. Under
-    `autocast` tensors have the types that they will have on the target; its casts are no part of the program. The parts
-    at the paths `whole` are called, and not traced.
+    The program returns the loss that the module computes if `own_loss`, else all outputs. Under `autocast`,
+    tensors have the dtypes that they have on the target; the casts are not part of the program. Modules at
+    the paths `whole` are called, not traced.
 
     Raises:
-        LooksAtValues: what a part does depends on values.
-        UsageError: it cannot be exported; says which part, where and why.
+        LooksAtValues: a part's behavior depends on the values of tensors.
+        UsageError: the module cannot be exported. The message names the part, the line and the reason.
     """
     with (
         _disable_current_modes(),
@@ -372,7 +369,7 @@ def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs
     """Check that the forward of `module` takes these arguments.
 
     Raises:
-        UsageError: it takes others; names them.
+        UsageError: it takes others. The message names them.
     """
     taken = inspect.signature(module.forward)
     try:
@@ -386,7 +383,7 @@ def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs
 
 
 def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: str) -> None:
-    """Let the forward of `module` be given dataclasses where its arguments hold records, and end in `ending`."""
+    """Let the forward of `module` take dataclasses in place of records, and return `ending(outputs, name)`."""
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return closed(args), closed(kwargs)
@@ -403,7 +400,7 @@ def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager
 
 
 def _update_replaced_buffers(module: nn.Module) -> None:
-    """Let a forward of `module` end with updates, in place, of the buffers that it replaced by other tensors.
+    """Let a forward of `module` end with in-place updates of the buffers that it replaced by other tensors.
 
     torch.export sees the assignment of a buffer in the root module alone.
     """
@@ -433,14 +430,14 @@ def _update_replaced_buffers(module: nn.Module) -> None:
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`inputs` as a module takes them."""
+    """Return `inputs` as a module's positional and keyword arguments."""
     if isinstance(inputs, dict):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A deep copy of `module` whose tensors are of `mode`, but for constants, which the program takes as they are."""
+    """Return a deep copy of `module` with tensors of `mode`; constants stay real, as the program takes them."""
     varying = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def convert(tensor: Tensor) -> Tensor:
@@ -457,7 +454,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch prints while it fails; the error says it better."""
+    """Suppress what torch prints in the body while it fails; pipefit's error replaces it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,8 +1,8 @@
 """An exported program as one flat list of operations, without nested graphs, checks and dead code.
 
-`torch.export` puts what runs under `torch.no_grad()` or `torch.autocast` into nested graphs. Here these are inlined and
-every operation carries the contexts it ran under, so that a cut may be anywhere; each layer enters the contexts again.
-Linear in the number of operations; nothing is computed.
+`torch.export` puts operations under `torch.no_grad()` or `torch.autocast` into nested graphs. Here these are
+inlined, and every operation records its contexts, so that a cut may be anywhere: each layer enters the
+contexts again. Takes time linear in the number of operations and computes nothing.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pipefit.capture.refusals import refuse_object, refuse_operation, refuse_sha
 from pipefit.capture.storages import storage_key
 from pipefit.capture.whole_modules import call_whole
 
-# ----------------------------------------------------------------------------------------------------
-# Which values share memory, and which operations write into it.
+# ---- Values that share memory, and operations that write into it
 #
-# Views of one tensor that cross a cut become separate tensors, which makes no difference until an operation
-# writes into one of them: the other would no longer change with it. A cut must therefore not lie between a
-# change in place and a value that shares its memory. Found from the operators' schemas and the storages of
-# the traced values, in one pass.
+# Views of one tensor that cross a cut become separate tensors, so after an operation writes into one, the
+# other would not change. A cut must therefore not lie between a change in place and a value that shares its
+# memory. Both are found from operator schemas and the storages of the traced values, in one pass.
 
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)  # arguments 3 and 4: statistics
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The values `node` writes into; for batch and instance norm in training their running statistics."""
+    """Return the values that `node` writes into; for batch and instance norm in training, the running
+    statistics.
+    """
     if node.target is call_whole:
         return list(node.args[2])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -51,7 +51,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the first one whose memory it may share (itself when none)."""
+    """Return for each node the first node whose memory it may share, or the node itself."""
     first: dict[fx.Node, fx.Node] = {}
     storages: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -69,10 +69,10 @@ def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def sources(node: fx.Node) -> Iterable[fx.Node]:
-    """The arguments that the result may be a view of."""
+    """Yield the arguments that the result may be a view of."""
     if node.op != "call_function":
         return
-    if node.target is call_whole:  # one of its arguments, but nothing of the module
+    if node.target is call_whole:  # a view of an argument, not of the module's tensors
         yield from (leaf for leaf in pytree.tree_leaves(node.args[3:5]) if isinstance(leaf, fx.Node))
         return
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -93,7 +93,7 @@ def _storages(item: Any) -> list[int]:
     return []
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Flattening
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -113,7 +113,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a placeholder stands for: a parameter, buffer, constant or module of that name, or input leaf `index`."""
+    """The meaning of a placeholder: a parameter, buffer, constant or module of this name, or input leaf
+    `index`.
+    """
 
     kind: Literal["parameter", "buffer", "constant", "module", "input"]
     name: str
@@ -121,13 +123,13 @@ class Role:
 
 
 def flatten(program: ExportedProgram, name: str, *, autocasts: bool = False) -> fx.Graph:
-    """The program's operations in order; see `role`, `path`, `context` and `value` for what each node says.
+    """Return the program's operations in order, with metadata read by `role`, `stack`, `context` and `value`.
 
     `autocasts` says that the layers will run under autocast, which parts of the model may turn off.
 
     Raises:
-        UsageError: an operation that cannot be laid flat (`torch.cond`), or that reads a tensor into Python; an object
-            that is no tensor.
+        UsageError: an operation cannot be flattened (`torch.cond`) or reads a tensor into Python, or an
+            object that is not a tensor is computed with.
     """
     graph = _Inliner(program, name, autocasts=autocasts).graph
     _settle_buffers(graph)
@@ -136,49 +138,51 @@ def flatten(program: ExportedProgram, name: str, *, autocasts: bool = False) -> 
 
 
 def role(node: fx.Node) -> Role | None:
-    """What a placeholder stands for; None for an operation."""
+    """Return the meaning of a placeholder; None for an operation."""
     found: Role | None = node.meta.get("role")
     return found
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """Paths of the modules the operation ran in, outermost (the root, "") first; `block@1` in its second run."""
+    """Return the paths of the modules around an operation, root ("") first; `block@1` in a block's second
+    call.
+    """
     found: tuple[str, ...] = node.meta.get("stack", ())
     return found
 
 
 def context(node: fx.Node) -> Context:
-    """The contexts that the operation runs under, outermost first."""
+    """Return the contexts that the operation runs under, outermost first."""
     found: Context = node.meta.get("context", ())
     return found
 
 
 def value(node: fx.Node) -> Any:
-    """A fake of what the operation returns."""
+    """Return a fake tensor (or structure) like the operation's result."""
     return node.meta.get("val")
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of what the operation returns, were it sent."""
+    """Return the bytes of the operation's result, as if sent; 0 if it is not a tensor."""
     found = value(node)
     return found.numel() * found.element_size() if isinstance(found, Tensor) else 0
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the operation draws random numbers from torch's own generator; a module that stays whole may do so."""
+    """Return whether the operation may draw from torch's default generator; a whole module counts as drawing."""
     return node.target is call_whole or (
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     )
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of the operation's operator, such as `add`, without its overload; of a function, the node's own."""
+    """Return the operator's name without overload, such as `add`; for a plain function, the node's name."""
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Remove what neither the output nor a mutated buffer depends on; all that is drawn stays drawn."""
+    """Remove operations that neither the output nor a mutated buffer depends on, except random draws."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if (
@@ -195,7 +199,7 @@ def sweep(graph: fx.Graph) -> None:
 
 
 def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether a change of `target` matters: it, or what it is a view of, is used later or is a buffer."""
+    """Return whether a change of `target` matters: it, or what it is a view of, is used later or is an input."""
     while target not in live:
         if target.op == "placeholder":
             return True
@@ -206,7 +210,9 @@ def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def _settle_buffers(graph: fx.Graph) -> None:
-    """Moves the update of every buffer to where its new value is computed; export puts all of them at the end."""
+    """Move the update of every buffer to the computation of its new value; export puts all updates at the
+    end.
+    """
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy_.default or node.users:
             continue
@@ -222,14 +228,14 @@ def _settle_buffers(graph: fx.Graph) -> None:
 
 
 def mutated_roots(node: fx.Node) -> Iterator[fx.Node]:
-    """The values of which `node` is the in-place result, nearest first."""
+    """Yield the values whose in-place result `node` is, nearest first."""
     while targets := mutated_arguments(node):
         node = targets[0]
         yield node
 
 
 class _Inliner:
-    """Copies a program and the functions inside it into one graph."""
+    """Copies a program and its nested graphs into one graph."""
 
     def __init__(self, program: ExportedProgram, name: str, *, autocasts: bool) -> None:
         self.name, self.graph = name, fx.Graph()
@@ -242,7 +248,7 @@ class _Inliner:
         self.graph.output(outputs)
 
     def _copy(self, module: fx.GraphModule, arguments: tuple[Any, ...] | None, around: Context) -> Any:
-        """The outputs of `module` on `arguments`; the program itself has placeholders instead."""
+        """Return the outputs of `module` on `arguments`; None for the program itself, which has placeholders."""
         known: dict[fx.Node, Any] = {}
         given = iter(arguments or ())
         for node in module.graph.nodes:
@@ -272,7 +278,7 @@ class _Inliner:
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             return self._copy(args[4], args[5:], self._autocast(around, args[:4]))
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
-            return args[0]  # what `torch.tensor(...)` in a forward leaves behind
+            return args[0]  # made by `torch.tensor(...)` in a forward
         _refuse(self.name, node)
         if node.target is call_whole:
             args = (self._module(args[0]), *args[1:])
@@ -289,21 +295,21 @@ class _Inliner:
         return copied
 
     def _module(self, path: str) -> fx.Node:
-        """The placeholder of a module that stays whole."""
+        """Return the placeholder of a module that stays whole."""
         if path not in self._modules:
             self._modules[path] = self.graph.placeholder(path.replace(".", "_"))
             self._modules[path].meta = {"role": Role("module", path)}
         return self._modules[path]
 
     def _autocast(self, around: Context, settings: tuple[Any, ...]) -> Context:
-        """`around` and, inside it, an autocast; one that turns nothing off is left out."""
+        """Return `around` with an autocast inside it; an autocast that turns nothing off is left out."""
         if not settings[2] and not self.autocasts and not any(entry[0] == "autocast" for entry in around):
             return around
         return (*around, ("autocast", *settings))
 
 
 def _numbered(program: ExportedProgram, name: str) -> Iterator[tuple[int, Any]]:
-    """The inputs of a program; those the user gives are numbered."""
+    """Yield the inputs of a program; the user's inputs are numbered, others have -1."""
     leaves = 0
     for spec in program.graph_signature.input_specs:
         if spec.kind not in _KINDS:
@@ -313,14 +319,14 @@ def _numbered(program: ExportedProgram, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _calls(modules: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
-    """The modules an operation ran in, with the number of the call where there are several."""
+    """Yield the modules that an operation ran in, with the number of the call after the first."""
     for key, (path, _) in modules.items():
         _, several, number = key.rpartition("@")
         yield f"{path}@{number}" if several and path else path
 
 
 def plain(call: str) -> str:
-    """The path of the module that was called."""
+    """Return the path of the module that was called, without the number of the call."""
     return call.partition("@")[0]
 
 
@@ -328,7 +334,8 @@ def _refuse(name: str, node: fx.Node) -> None:
     """Check that the operation `node` of model `name` can be part of a layer.
 
     Raises:
-        UsageError: it cannot: of unknown or sparse results, under a transform, or into Python.
+        UsageError: its result has an unknown shape, is sparse or a Python number, or it runs under a
+            transform.
     """
     made = pytree.tree_leaves(node.meta.get("val"))
     if any(map(_by_value, made)):
@@ -342,17 +349,17 @@ def _refuse(name: str, node: fx.Node) -> None:
 
 
 def _transformed(item: Any) -> bool:
-    """Whether it is a tensor inside torch.vmap or another transform of torch.func."""
+    """Return whether `item` is a tensor inside torch.vmap or another transform of torch.func."""
     return isinstance(item, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(item)
 
 
 def _by_value(item: Any) -> bool:
-    """Whether it is a tensor one of whose sizes depends on the values of another: all others are numbers."""
+    """Return whether `item` is a tensor with a size that depends on values: a size that is not an int."""
     return isinstance(item, Tensor) and not all(isinstance(size, int) for size in item.shape)
 
 
 def _through(item: Any, known: Mapping[fx.Node, Any]) -> Any:
-    """`item` with every node replaced by what is known for it."""
+    """Return `item` with every node replaced by its entry in `known`."""
     if isinstance(item, fx.Node):
         return known[item]
     if isinstance(item, tuple | list):

@@ -1,9 +1,11 @@
-"""Data flow of a traced model: which values would cross a cut behind each operation, and where a cut is not allowed.
+"""Data flow of a traced model: the values that would cross a cut after each operation, and where cuts are
+illegal.
 
-Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are repeated
-in every layer that uses their result, where that makes fewer bytes cross a cut, and do not count among the operations
-that are cut. So are views of a part of a tensor, which cannot cross themselves. A value crosses all cuts between the
-operation that computes it and its last use, so one pass over the operations finds what crosses every cut.
+Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are
+repeated in every layer that uses their result if fewer bytes then cross a cut, and are not among the
+operations that are cut. The same holds for views of a part of a tensor, which cannot cross themselves. A
+value crosses all cuts between its operation and its last use, so one pass over the operations finds the
+values at every cut.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 @dataclass(frozen=True)
 class Flow:
-    """The data flow of a flat graph. Cut `k` is behind operation `k` of `order`; cut -1 is before the first."""
+    """The data flow of a flat graph. Cut `k` follows operation `k` of `order`; cut -1 precedes the first."""
 
     graph: fx.Graph
     model: str
 
     @cached_property
     def repeated(self) -> frozenset[fx.Node]:
-        """Operations that each layer repeats if it needs their results, instead of receiving those."""
-        needed: dict[fx.Node, frozenset[fx.Node]] = {}  # for each of them, the values that must cross for it
-        sent: set[fx.Node] = set()  # not repeated, because their results are smaller than those values
+        """Operations that each layer repeats if it needs their results, instead of receiving the results."""
+        needed: dict[fx.Node, frozenset[fx.Node]] = {}  # repeated operation -> the values that must cross for it
+        sent: set[fx.Node] = set()  # not repeated: their results are smaller than these values
         for node in self.graph.nodes:
             values = self._to_repeat(node, needed, sent)
             if values is None:
@@ -50,26 +52,28 @@ class Flow:
 
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
-        """The operations that exactly one layer does, in order."""
+        """The operations that exactly one layer runs, in order."""
         return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.repeated)
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What the model returns."""
+        """The outputs of the model."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def needs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The values, inputs and parameters that `node` reads; for a repeated operation, what that reads in turn."""
+        """Return the values, inputs and parameters that `node` reads; for repeated operations, their own
+        sources.
+        """
         return self._expanded(node.all_input_nodes)
 
     def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
-        """All that operations and outputs need, in the order of the graph."""
+        """Return the nodes that operations and outputs need, in the order of the graph."""
         found = self._expanded(outputs).union(*(self.needs(node) for node in order))
         return [node for node in self.graph.nodes if node in found]
 
     @cached_property
     def crossing(self) -> list[tuple[fx.Node, int, int]]:
-        """(value, first cut, last cut) it crosses, in the order values are made; inputs first, before cut 0."""
+        """Triples (value, first cut, last cut), in the order of the values; inputs first, from cut -1."""
         made = {node: number for number, node in enumerate(self.order)}
         last: dict[fx.Node, int] = {}
         for number, node in enumerate(self.order):
@@ -80,7 +84,7 @@ class Flow:
         return [(node, made.get(node, -1), last[node] - 1) for node in (*inputs, *operations)]
 
     def values(self, cut: int) -> tuple[fx.Node, ...]:
-        """What crosses a cut."""
+        """Return the values that cross a cut."""
         return tuple(node for node, first, last in self.crossing if first <= cut <= last)
 
     @cached_property
@@ -95,23 +99,23 @@ class Flow:
 
     @cached_property
     def legal(self) -> list[bool]:
-        """Whether each cut is allowed: only tensors cross it, and no change in place is seen on its other side."""
+        """For each cut, whether only tensors cross it, and no change in place is visible on its other side."""
         closed = ((first, last, 1) for first, last, _, _ in self._closed)
         return [count == 0 for count in sums(len(self.order), closed)]
 
     def computes(self, node: fx.Node) -> bool:
-        """Whether an operation does more than look at memory in another way."""
+        """Return whether an operation computes, rather than make a view."""
         return self._group[node] is node or node.target is call_whole or bool(mutated_arguments(node))
 
     def obstacle(self, cut: int) -> str:
-        """Why a cut is not allowed."""
+        """Return why a cut is illegal."""
         node, reason = next((node, reason) for first, last, node, reason in self._closed if first <= cut <= last)
         line = line_of(node)
         return f"{node.name}{f' ({line})' if line else ''} {reason}"
 
     @cached_property
     def _closed(self) -> list[tuple[int, int, fx.Node, str]]:
-        """Ranges of cuts that are not allowed, each because of a value."""
+        """Ranges of illegal cuts, each with the value and the reason."""
         closed = [
             (first, last, node, "crosses, and is no tensor with all of its memory")
             for node, first, last in self.crossing
@@ -131,7 +135,7 @@ class Flow:
 
     @cached_property
     def _changed(self) -> dict[fx.Node, list[fx.Node]]:
-        """The groups of values that share memory and are changed in place, with the operations that change them."""
+        """Groups of values that share memory and are changed in place, with the operations that change them."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             for target in mutated_arguments(node):
@@ -144,9 +148,11 @@ class Flow:
     def _to_repeat(
         self, node: fx.Node, needed: Mapping[fx.Node, frozenset[fx.Node]], sent: Set[fx.Node]
     ) -> frozenset[fx.Node] | None:
-        """The values that must cross a cut for `node` to be repeated behind it; None if it cannot be repeated.
+        """Return the values that must cross a cut for `node` to be repeated after it; None if it cannot be
+        repeated.
 
-        `needed` has them for the operations before it that can be, and `sent` has those that are sent instead.
+        `needed` has these values for earlier operations that can be repeated; `sent` are those that are sent
+        instead.
         """
         if node.op != "call_function" or self._group[node] in self._changed or not _repeatable(node):
             return None
@@ -166,12 +172,14 @@ class Flow:
         return frozenset(found)
 
     def _is_part(self, node: fx.Node, known: Set[fx.Node]) -> bool:
-        """Whether `node` is a view of a part of what is computed once: it cannot cross a cut, but be made again."""
+        """Return whether `node` is a view of a part of a value: it cannot cross a cut, but can be made again."""
         whole = self._group[node]
         return whole is not node and _kind(whole) is None and whole not in known and not _can_cross(node)
 
     def _given(self, node: fx.Node) -> bool:
-        """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""
+        """Return whether any layer can have `node`: an integer input, or a buffer or constant that never
+        changes.
+        """
         kind = _kind(node)
         if kind == "input":
             return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
@@ -193,8 +201,8 @@ class Flow:
         return found
 
     def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int]]:
-        """Ranges of cuts that are not allowed because the memory of `root` is changed in place."""
-        if root.op == "placeholder":  # a buffer: all that touches it stays in one layer
+        """Return ranges of cuts that are illegal because the memory of `root` is changed in place."""
+        if root.op == "placeholder":  # a buffer: all its operations stay in one layer
             touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
             return [(min(touching), max(touching) - 1)]
         crossing = [(first, last) for node, first, last in self.crossing if self._group[node] is root]
@@ -211,14 +219,14 @@ def _kind(node: fx.Node) -> str | None:
 
 
 def _repeatable(node: fx.Node) -> bool:
-    """Whether the operation gives the same result each time: it draws no random numbers, as custom functions may."""
+    """Return whether the operation is deterministic: no random draws, which custom functions may make."""
     if isinstance(node.target, torch._ops.OpOverload):
         return not draws(node)
     return node.target is operator.getitem
 
 
 def _can_cross(node: fx.Node) -> bool:
-    """Whether `node` is a tensor with all of its memory, and is one for any number of samples."""
+    """Return whether `node` is a tensor with all of its memory, for any number of samples."""
     found = value(node)
     if not isinstance(found, Tensor) or role(node) is not None:
         return isinstance(found, Tensor)
@@ -226,7 +234,9 @@ def _can_cross(node: fx.Node) -> bool:
 
 
 def _memory(node: fx.Node) -> int:
-    """Bytes of the memory that `node` looks at; what is made contiguous counts as copied, as of several samples."""
+    """Return the bytes of the memory that `node` views; `contiguous` counts as a copy, as it is for several
+    samples.
+    """
     at = node
     while at.target is not _CONTIGUOUS and (viewed := next(iter(sources(at)), None)) is not None:
         at = viewed
@@ -235,7 +245,7 @@ def _memory(node: fx.Node) -> int:
 
 
 def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
-    """For each of `count` cuts the sum of the weights of the ranges (first, last, weight) it is in."""
+    """Return for each of `count` cuts the summed weights of the ranges (first, last, weight) that contain it."""
     changes = [0] * (count + 1)
     for first, last, weight in ranges:
         if last >= first and last >= 0:

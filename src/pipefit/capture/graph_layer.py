@@ -1,7 +1,8 @@
 """A layer made of traced operations: an ordinary module whose forward is generated code.
 
-Every value is dropped in the line of its last use, so memory is that of the eager module. The code names no device: it
-runs where its inputs are. Layers of the same code, parameter shapes and buffer shapes are profiled once.
+Every value is dropped at its last use, so the layer needs the memory of the eager module. The code names no
+device: it runs on the device of its inputs. Layers of equal code, parameter shapes and buffer shapes are
+profiled once.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from pipefit.capture.storages import dense_order
 from pipefit.capture.structure import Values
 from pipefit.capture.whole_modules import call_whole
 
-# ----------------------------------------------------------------------------------------------------
-# A model's own parameters and buffers, under the names its layers give them.
+# ---- Names of a model's parameters and buffers in its layers
 #
-# The layer `transformer.h.3` calls its weight `attn.c_attn.weight`, without its own prefix, so that equal
+# The layer `transformer.h.3` calls its weight `attn.c_attn.weight`, without the layer's prefix, so equal
 # blocks have equal names and are profiled once. A parameter of another module, such as a tied embedding,
 # keeps its full name; the layers that use it hold the same object.
 
 
 class Binding:
-    """Gives layers what they need of `module`; `constants` are tensors that the program itself holds."""
+    """Registers tensors and modules of `module` in layers; `constants` are tensors that the program holds."""
 
     def __init__(self, module: nn.Module, constants: Mapping[str, Any]) -> None:
         self.module, self.constants = module, constants
@@ -43,13 +43,13 @@ class Binding:
         )
         self.kept = module.state_dict(keep_vars=True)
         self.aliases: dict[int, list[str]] = {}
-        self._met = set[int]()  # the modules that stay whole in layers, and their parameters
-        self._of_constants: dict[int, Tensor] = {}  # layers that use one constant hold the same tensor
+        self._met = set[int]()  # ids of the modules that stay whole in layers, and of their parameters
+        self._of_constants: dict[int, Tensor] = {}  # so layers that use one constant hold the same tensor
         for name, tensor in self.tensors.items():
             self.aliases.setdefault(id(tensor), []).append(name)
 
     def names(self, layer: str, needed: Sequence[Role]) -> dict[str, str]:
-        """Local names for what a layer needs."""
+        """Return local names for the tensors and modules that a layer needs."""
         prefix = f"{plain(layer)}."
         found = {item.name: _local(item.name, layer) for item in needed if item.kind == "module"}
         prefixes = [*((f"{path}.", f"{local}.") for path, local in found.items()), (prefix, "")]
@@ -67,7 +67,9 @@ class Binding:
         return found
 
     def fill(self, layer: nn.Module, needed: Sequence[Role], names: Mapping[str, str]) -> dict[str, str]:
-        """Registers in `layer` what it needs; returns the original name of everything that its state dict holds."""
+        """Register the needed tensors and modules in `layer`; return the original names of its state dict's
+        entries.
+        """
         originals = {}
         for item in needed:
             if item.kind == "module":
@@ -83,14 +85,16 @@ class Binding:
         return originals
 
     def _give_module(self, layer: nn.Module, path: str, local: str) -> dict[str, str]:
-        """Puts a module that stays whole into a layer; the original names of what its state dict holds."""
+        """Put a module that stays whole into a layer; return the original names of its state dict's entries."""
         part = own_module(self.module.get_submodule(path), self._met)
         *owners, last = local.split(".")
         _owner(layer, owners).add_module(last, part)
         return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}
 
     def with_the_rest(self, layers: Sequence[ChainLayer]) -> list[ChainLayer]:
-        """Gives the layer nearest by name what no layer holds: unused parameters, and other names of tied ones."""
+        """Give the nearest layer by name the tensors without a layer: unused parameters, other names of tied
+        ones.
+        """
         unread: dict[str, list[str]] = {layer.name: [] for layer in layers}
         held = {
             id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
@@ -108,7 +112,7 @@ class Binding:
         return [replace(layer, unread=frozenset(unread[layer.name])) for layer in layers]
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter, buffer or constant of that name in the program."""
+        """Return the parameter, buffer or constant with this name in the program."""
         if name in self.tensors:
             return self.tensors[name]
         owner, _, attribute = name.rpartition(".")
@@ -119,7 +123,7 @@ class Binding:
         return self._of_constants[id(found)]
 
     def _constant(self, found: Tensor) -> Tensor:
-        """A constant of the program where the model's own tensors are."""
+        """Return a constant of the program on the device of the model's tensors, fake if they are."""
         place = next(iter(self.tensors.values()), torch.empty(0))
         if isinstance(place, FakeTensor) and not (isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode):
             return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=place.device)
@@ -129,13 +133,13 @@ class Binding:
         return dict(self.module.named_modules()).get(path)
 
     def _original(self, tensor: Tensor, local: str, name: str) -> str:
-        """The name, of those a tensor has, that fits the local one."""
+        """Return the tensor's name that matches the local one."""
         names = self.aliases.get(id(tensor), [name])
         return next((alias for alias in names if alias == local or alias.endswith(f".{local}")), name)
 
 
 def register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -> None:
-    """Put `tensor` into `layer` under a dotted name; the modules on the way are made."""
+    """Put `tensor` into `layer` under a dotted name, making the modules on the way."""
     *path, last = name.split(".")
     layer = _owner(layer, path)
     if isinstance(tensor, nn.Parameter):
@@ -145,7 +149,7 @@ def register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -
 
 
 def _free(layer: nn.Module, name: str) -> str:
-    """`name`, or one like it, under which `layer` can hold a tensor: parts of its own may have begun with that name."""
+    """Return `name`, prefixed with underscores if a part of `layer` already has the name."""
     at: Any = layer
     for part in name.split("."):
         if not hasattr(at, part):
@@ -157,7 +161,7 @@ def _free(layer: nn.Module, name: str) -> str:
 
 
 def _owner(layer: nn.Module, path: Sequence[str]) -> nn.Module:
-    """The part of `layer` at a path; the modules on the way are made."""
+    """Return the part of `layer` at a path, making the modules on the way."""
     for part in path:
         if part not in layer._modules:
             layer.add_module(part, nn.Module())
@@ -166,27 +170,28 @@ def _owner(layer: nn.Module, path: Sequence[str]) -> nn.Module:
 
 
 def _local(path: str, layer: str) -> str:
-    """What a layer calls the module at a path: alike in all layers that are one."""
+    """Return the local name of the module at a path; "whole" if the module is the layer itself."""
     return "whole" if path == plain(layer) else path.removeprefix(f"{plain(layer)}.")
 
 
 def _nearness(layer: str, name: str) -> int:
-    """How many leading parts two paths share; if one path begins with the whole of the other, a very large number."""
+    """Return how many leading parts two paths share; 1 << 30 if one is a prefix of the other."""
     pairs = zip(layer.split("."), name.split("."), strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), 1 << 30)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Generated code
 
 Entered = list[AbstractContextManager[Any]]
 
-_PERMUTE, _LAID_OUT = torch.ops.aten.permute.default, "laid_out"  # of values between layers; a name of no operator
+_PERMUTE, _LAID_OUT = torch.ops.aten.permute.default, "laid_out"  # name of permutes between layers
 
 
 class Code(NamedTuple):
-    """What a layer does: generated text, and the function that it defines.
+    """The generated text of a layer, and the function that it defines.
 
-    `operations` is the text without what lays values out between layers, which may depend on the number of samples.
+    `operations` is the text without the permutations between layers, which may depend on the number of
+    samples.
     """
 
     text: str
@@ -195,18 +200,18 @@ class Code(NamedTuple):
 
     @staticmethod
     def of(graph: fx.Graph) -> Code:
-        """The code of a graph."""
+        """Return the code of a graph."""
         code, plain = graph.python_code("self"), _without_layouts(graph)
         operations = code if plain is graph else plain.python_code("self")
         return _code(code.src, operations.src, code.globals)
 
     def rewritten(self, text: str, operations: str) -> Code:
-        """Other code that calls the same functions; `operations` are those of the new text."""
+        """Return other code that calls the same functions; `operations` are those of the new text."""
         return _code(text, operations, self.run.__globals__)
 
     @property
     def functions(self) -> Mapping[str, object]:
-        """What it calls by names."""
+        """The functions that the code calls, by name."""
         return {name: value for name, value in self.run.__globals__.items() if name not in ("forward", "__builtins__")}
 
 
@@ -219,9 +224,9 @@ def _code(text: str, operations: str, names: Mapping[str, Any]) -> Code:
 class GraphLayer(nn.Module):
     """A piece of a traced model; takes and returns a tensor, or a tuple of several.
 
-    Its parameters, buffers and modules have the names that the model gives them, which may be any. So whatever else it
-    has beside what every module has is named `pipefit_...`, or `_pipefit_...`. Its texts are settings, by which layers
-    are alike; the function that they define is none, since each layer has its own.
+    Its parameters, buffers and modules have the model's names, which may be arbitrary. So all other
+    attributes are named `pipefit_...` or `_pipefit_...`. The texts count as settings, which are equal for
+    equal layers; the function does not, because each layer has its own.
     """
 
     pipefit_texts: tuple[str, str]
@@ -233,7 +238,7 @@ class GraphLayer(nn.Module):
 
     @property
     def pipefit_code(self) -> Code:
-        """What it does."""
+        """The layer's code."""
         return Code(*self.pipefit_texts, self._pipefit_run)
 
     @pipefit_code.setter
@@ -241,7 +246,7 @@ class GraphLayer(nn.Module):
         self.pipefit_texts, self._pipefit_run = (code.text, code.operations), code.run
 
     def forward(self, values: Tensor | Values) -> Tensor | Values:
-        """The layer's outputs, a tensor when there is one."""
+        """Return the layer's outputs; a tensor if there is only one."""
         values = (values,) if isinstance(values, Tensor) else values
         entered: Entered = []
         try:
@@ -253,7 +258,7 @@ class GraphLayer(nn.Module):
 
 
 def wholes(layer: GraphLayer) -> list[nn.Module]:
-    """The modules that the code of a layer calls as they are."""
+    """Return the modules that a layer's code calls as they are."""
     inside = (part for _, part in layer.named_modules() if type(part) not in (nn.Module, type(layer)))
     found = list[nn.Module]()
     for part in inside:
@@ -264,13 +269,13 @@ def wholes(layer: GraphLayer) -> list[nn.Module]:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(code: str) -> CodeType:
-    """The code of equal layers is compiled once."""
+    """Compile the code of equal layers once."""
     return compile(code, "<pipefit layer>", "exec")
 
 
 @functools.cache
 def layer_class(name: str) -> type[GraphLayer]:
-    """A subclass of `GraphLayer` with the name of the original module's class, which reports show."""
+    """Return a subclass of `GraphLayer` with the name of the original module's class, which reports show."""
     return type(name, (GraphLayer,), {"__doc__": GraphLayer.__doc__})
 
 
@@ -281,10 +286,11 @@ def write(
     outputs: Sequence[fx.Node],
     names: Mapping[str, str],
 ) -> fx.Graph:
-    """The graph of a layer that does `order` to `inputs`. `names` gives parameters and the like their local names.
+    """Return the graph of a layer that applies `order` to `inputs`; `names` maps parameters etc. to local
+    names.
 
-    Between layers every value is contiguous, whether it is sent or handed on: one that is laid out otherwise, as after
-    a transpose, crosses as a view with its dimensions in the order of memory.
+    Between layers every value is contiguous, whether it is sent or passed on: a value with other strides, as
+    after a transpose, crosses as a view with its dimensions in memory order.
     """
     writer = _Writer(flow, inputs, names)
     for node in order:
@@ -300,7 +306,7 @@ def enter(entered: Entered, device: torch.device, kind: str, *settings: Any) -> 
         manager = torch.enable_grad() if settings[0] else torch.no_grad()
     else:
         name, dtype, enabled, cached = settings
-        # Traced on the CPU, so its autocast stands for that of whatever device the layer is on.
+        # The trace ran on the CPU, so its autocast stands for that of the layer's device.
         kind = device.type if name == "cpu" else name
         manager = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
     manager.__enter__()
@@ -313,7 +319,7 @@ def leave(entered: Entered) -> None:
 
 
 class Contexts:
-    """Begins the graph of a layer, and writes into it where contexts are entered and left."""
+    """Begins the graph of a layer, and writes where contexts are entered and left."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -321,7 +327,7 @@ class Contexts:
         self.current: Context = ()
 
     def switch(self, wanted: Context) -> None:
-        """Leave and enter what is needed, so that what is written next runs under `wanted`."""
+        """Leave and enter contexts so that the next operation runs under `wanted`."""
         common = 0
         while common < min(len(wanted), len(self.current)) and wanted[common] == self.current[common]:
             common += 1
@@ -333,7 +339,7 @@ class Contexts:
 
 
 class _Writer:
-    """Writes a layer's operations into a graph of their own, each after the repeated operations that it needs."""
+    """Writes a layer's operations into a new graph, each after the repeated operations that it needs."""
 
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
         self.flow, self.names, self.graph = flow, names, fx.Graph()
@@ -342,7 +348,7 @@ class _Writer:
         self._known: dict[fx.Node, fx.Node] = {}
 
     def known(self, node: fx.Node) -> fx.Node:
-        """The node of this graph that stands for one of the model's; written now if need be."""
+        """Return this graph's node for a node of the model, writing it if necessary."""
         if node not in self._known:
             if node in self._arrived:
                 self._known[node] = self._permuted(self._arrived[node], _back(_order(node)))
@@ -362,7 +368,7 @@ class _Writer:
         self._known[node] = self.graph.create_node("call_function", node.target, args, kwargs)
 
     def output(self, nodes: Sequence[fx.Node], *, as_they_are: bool) -> None:
-        """Write what the layer returns; what only passes through is returned as it came."""
+        """Write the layer's return; values that only pass through are returned as they came."""
         known = tuple(
             self.known(node)
             if as_they_are
@@ -380,7 +386,9 @@ class _Writer:
         return self.graph.create_node("call_function", _PERMUTE, (node, order), name=_LAID_OUT)
 
     def _repeat(self, node: fx.Node) -> None:
-        """Writes the repeated operation `node` after those that it needs; not recursively, as masks are long chains."""
+        """Write the repeated operation `node` after those it needs; iteratively, because masks are long
+        chains.
+        """
         pending = [node]
         while pending:
             missing = [s for s in pending[-1].all_input_nodes if s in self.flow.repeated and s not in self._known]
@@ -402,12 +410,12 @@ class _Writer:
 
 
 def _named(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments that the code of an operation names: a module that stays whole has its own parameters."""
+    """Return the arguments in an operation's code; a whole module holds its parameters and buffers itself."""
     return (node.args[0], *node.args[3:]) if node.target is call_whole else node.args
 
 
 def _without_layouts(graph: fx.Graph) -> fx.Graph:
-    """`graph` without the operations that lay values out between layers; itself where it has none."""
+    """Return `graph` without the permutations between layers; `graph` itself if it has none."""
     if not any(node.name.startswith(_LAID_OUT) for node in graph.nodes):
         return graph
     plain = copy.deepcopy(graph)
@@ -419,7 +427,7 @@ def _without_layouts(graph: fx.Graph) -> fx.Graph:
 
 
 def _order(node: fx.Node) -> tuple[int, ...]:
-    """The order of a crossing value's dimensions in memory; inputs of the model cross as they are."""
+    """Return the memory order of a crossing value's dimensions; inputs of the model cross as they are."""
     tensor = value(node)
     return tuple(range(tensor.ndim)) if role(node) else dense_order(tensor) or ()
 

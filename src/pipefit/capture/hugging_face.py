@@ -1,12 +1,13 @@
-"""Hugging Face models as they are: what is set while one is traced, and what its configuration says of a refusal.
+"""Hugging Face models: settings during a trace, and settings that an error recommends.
 
-All of it is done to a copy, so that the owner's model and its configuration stay as they are. transformers need not be
-installed: where nobody has imported it, no model is one of its own.
+All changes are made to a copy; the user's model and its configuration stay as they are. transformers need not
+be installed: if it has not been imported, the functions here do nothing.
 
-A model that is asked for its own loss has to name it (`config.return_dict`), which changes no number. The cache of keys
-and values, which `config.use_cache` asks for by default, does change numbers: with one, transformers ignores that
-`position_ids` restart. So a model has its cache while it is traced; only the copies that would fill it are left out.
-Layers that are left out at random also stay as they are, and are refused with the setting that turns that off.
+A model that computes its own loss must return it by name (`config.return_dict`), which changes no number. The
+cache of keys and values, on by default (`config.use_cache`), does change numbers: with a cache, transformers
+ignores that `position_ids` restart. So a model keeps its cache during a trace; only the copies that would
+fill the cache are left out. Layers that are skipped at random stay, and the error names the setting that
+turns the skipping off.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-_FOLLOWED = (None, "eager", "sdpa")  # kinds of attention
+_FOLLOWED = (None, "eager", "sdpa")  # attention implementations that can be traced
 _AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def configure(module: nn.Module, *, own_loss: bool) -> None:
-    """Let `module`, a copy that is going to be traced, name its loss, if it has one."""
+    """Let `module`, a copy to be traced, return its loss by name, if it computes one."""
     if own_loss and any(config is getattr(module, "config", None) for config in configurations(module)):
         module.config.return_dict = True  # type: ignore[union-attr]
 
 
 def caches_without_copies() -> AbstractContextManager[object]:
-    """A context in which an empty cache keeps keys and values as they are, where it would keep copies."""
+    """Let an empty transformers cache keep keys and values themselves in the body, instead of copies."""
     caches = sys.modules.get("transformers.cache_utils")
     return nullcontext() if caches is None else mock.patch.object(caches, "torch", _TorchWithoutCopies())
 
 
 class _TorchWithoutCopies:
-    """The module `torch`, but that a tensor joined to empty ones is that tensor."""
+    """The module `torch`, except that `cat` of a tensor and empty ones returns the tensor itself."""
 
     @staticmethod
     def cat(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
@@ -49,13 +50,15 @@ class _TorchWithoutCopies:
 
 
 def cache_class() -> type[Any] | tuple[()]:
-    """The class of transformers' caches of keys and values; nothing where nobody has imported it."""
+    """Return the class of transformers' caches of keys and values; () if transformers has not been imported."""
     found: type[Any] | tuple[()] = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     return found
 
 
 def advice(module: nn.Module) -> str:
-    """Settings of a Hugging Face model that a trace often fails on, and how to turn them off; nothing of others."""
+    """Return how to turn off settings of a Hugging Face model that often break a trace; empty if there are
+    none.
+    """
     configs = configurations(module)
     found = dict.fromkeys(setting for config in configs for setting in _settings(config))
     ways = [f"set {' and '.join(found)} in the model's config"] if found else []
@@ -65,7 +68,7 @@ def advice(module: nn.Module) -> str:
 
 
 def configurations(module: nn.Module) -> list[Any]:
-    """The configurations of the transformers models in `module`, with those inside them, each once."""
+    """Return the configurations of the transformers models in `module`, nested ones included, each once."""
     kind = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
     pending = [part.config for part in module.modules() if isinstance(getattr(part, "config", None), kind or ())]
     found: dict[int, Any] = {}
@@ -78,7 +81,7 @@ def configurations(module: nn.Module) -> list[Any]:
 
 
 def _settings(config: Any) -> Iterator[str]:
-    """The settings that make a training step of this model depend on numbers that no trace sees."""
+    """Yield settings that make a training step depend on numbers that a trace does not see."""
     for name in _AT_RANDOM:
         if getattr(config, name, 0.0):
             yield f"{name}=0.0"

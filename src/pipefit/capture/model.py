@@ -1,8 +1,8 @@
-"""From a task's module to its chain: by hand, or through `torch.export`.
+"""Capture of a task's module as a chain: layer by layer as written, or through `torch.export`.
 
-An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module, and one with a
-forward or hooks of its own, is traced once, for the shapes of a sample, and cut between its own modules. Nothing is
-computed and nothing is allocated.
+An `nn.Sequential` is used as it is: its author decided what a layer is. Every other module, and a Sequential
+with its own forward or hooks, is traced once, for the shapes of a sample, and cut between its modules.
+Nothing is computed or allocated.
 """
 
 from __future__ import annotations
@@ -30,24 +30,21 @@ from pipefit.schema.profile import Block, Target
 from pipefit.schema.validation import instance
 from pipefit.texts import kind_of, shortened
 
-# ----------------------------------------------------------------------------------------------------
-# The releases of torch that pipefit follows: tracing, fake tensors and the simulated allocator know their
-# inside.
+# ---- Supported torch releases: tracing, fake tensors and the simulated allocator depend on internals
 #
-# An older one lacks what is needed, and is refused before anything else of torch is looked at. A newer one is
-# taken with a warning: what it has moved fails by name, and kernels are measured in any release, but what
-# CUDA chooses and reserves may have changed unseen. pip is told the oldest alone (`pyproject.toml`): of a
-# newest it would make a reason to exchange a torch that people have for another, gigabytes large, without a
-# word.
+# An older release fails before any other part of torch is used. A newer one gives a warning: code that moved
+# fails by name, and kernels are measured in any release, but what CUDA chooses and reserves may have changed
+# unseen. `pyproject.toml` requires only the oldest: with an upper limit, pip would silently replace an
+# installed torch, a download of gigabytes.
 
-FIRST, LAST = (2, 11), (2, 15)  # the tests have been run with each, the newest included
+FIRST, LAST = (2, 11), (2, 15)  # tested with each release, the last included
 
 
 def check_release(version: str) -> None:
-    """Check that this is a release of torch that pipefit follows; a `PipefitWarning` where it is newer than those.
+    """Check that this torch release is supported; emit a `PipefitWarning` if it is newer.
 
     Raises:
-        UsageError: it is older; says which to install.
+        UsageError: the release is too old. The message says which to install.
     """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
@@ -66,17 +63,17 @@ def check_release(version: str) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Capture
 
 
 def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "cpu") -> Chain:
-    """The chain of a task's module, built here and now, for microbatches like `inputs` and `targets`.
+    """Return the chain of the task's module for microbatches like `inputs` and `targets`.
 
-    `target` is where it will run: what a traced module casts under autocast depends on that.
+    `target` is where the chain will run: the casts of a traced module under autocast depend on it.
 
     Raises:
-        UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it; or a parameter that
-            several layers use has hooks.
+        UsageError: the inputs hold no tensor, the module has no layers or torch.export cannot trace it, or a
+            parameter that several layers use has hooks.
     """
     module = task.build()
     refuse_module(module, task.name)
@@ -102,10 +99,10 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
 
 
 def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
-    """`task` with its module as it trains; the caller's random generator is left as it was.
+    """Return `task` with its module built, in its training mode; the caller's random state does not change.
 
-    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same. What is not for GPUs
-    leaves their generators alone.
+    A factory runs after `torch.manual_seed(seed)`, so every worker builds the same module. For a target other
+    than CUDA, the generators of GPUs are not seeded.
     """
     with torch.random.fork_rng(devices=[]):
         seed_torch(seed, target=target)
@@ -113,22 +110,23 @@ def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
 
 
 def build_chain(task: Task, microbatch_size: int, *, seed: int = 0, target: Target = "cpu") -> Chain:
-    """The chain of a task's module as it trains, for microbatches of so many samples; see `built` and `capture`.
+    """Return the chain of the task's module for microbatches of this size; see `built` and `capture`.
 
     Raises:
-        UsageError: the module cannot be captured, or a batch is not as it should be.
+        UsageError: the module cannot be captured, or a batch is invalid.
     """
     return capture(built(task, seed=seed, target=target), *sample(task, microbatch_size), target=target)
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
-    """Modules, or (name, module) pairs, in the order they run, as a model for `Task`: each becomes a layer.
+    """Return modules, or (name, module) pairs, in the order they run as a model for `Task`: each becomes a
+    layer.
 
-    Each takes what the one before returned: a tensor, or a tuple or list of tensors as one argument. A part without a
-    name has its number.
+    Each takes what the module before it returned: a tensor, or a tuple or list of tensors as one argument. A
+    part without a name is named by its number.
 
     Raises:
-        UsageError: what is no module, or a name that no layer can have, or that two of them would have.
+        UsageError: a part is not a module, or its name is invalid or already taken.
     """
     found = nn.Sequential()
     for number, part in enumerate(instance("parts", parts, Sequence)):
@@ -150,7 +148,7 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
 
 
 def with_batch(chain: Chain, inputs: Any, targets: Any) -> Chain:
-    """A chain by hand for batches like these.
+    """Return a chain of written layers for batches like these.
 
     Raises:
         UsageError: its first layer cannot take such inputs.
@@ -167,14 +165,16 @@ def _wanted(targets: Any) -> Tree | None:
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether its parts in order are all that it does: a subclass may have a forward of its own, and hooks do more."""
+    """Return whether the module only runs its parts in order: an `nn.Sequential` without own forward and
+    hooks.
+    """
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLayer, ...]:
-    """Its parts, or the module as one layer if it is to stay `whole`."""
+    """Return the parts of the module as layers, or the module as one layer if it stays `whole`."""
     met: set[int] = set()
     parts = [(name, part) for name, part in module._modules.items() if part is not None]
     if not parts:
@@ -185,7 +185,11 @@ def _by_hand(module: nn.Sequential, name: str, *, whole: bool) -> tuple[ChainLay
 
 
 def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
-    """The first part of a Sequential takes one argument: what it would get in another form is refused."""
+    """Check that the first part of a Sequential, which takes one argument, can take the inputs.
+
+    Raises:
+        UsageError: the inputs are not a tensor, or a tuple or list of tensors.
+    """
     if len(given.taken) < len(given.leaves):
         raise UsageError(f"the inputs of {name} must be tensors alone: its first layer takes nothing else")
     if not given.plain:
@@ -196,7 +200,14 @@ def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
 
 
 def _refuse_shared_hooks(chain: Chain) -> None:
-    """A hook sees the gradient of one backward. Several layers' backwards are several, on several stages at that."""
+    """Check that no parameter that several layers use has hooks on its gradient.
+
+    A hook expects the whole gradient, but the backwards of several layers, on several stages, each give a
+    part.
+
+    Raises:
+        UsageError: a shared parameter has hooks.
+    """
     for shared in chain.shared:
         if hooks_of(shared.parameter):
             number, local = shared.places[0]
@@ -209,7 +220,7 @@ def _refuse_shared_hooks(chain: Chain) -> None:
 
 
 def _with_names(layers: Sequence[ChainLayer], module: nn.Module) -> Iterator[ChainLayer]:
-    """The layers of `module`, which know what it calls their parameters."""
+    """Yield the layers with the module's names of their parameters."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for layer in layers:
         own = {local: names[id(p)] for local, p in layer.module.named_parameters(remove_duplicate=False)}

@@ -1,7 +1,7 @@
-"""The parameter groups of a stage's optimizer, layer by layer: at least one for every layer that is trained.
+"""Parameter groups of a stage's optimizer: at least one for every layer that is trained.
 
-So an update needs temporary memory for one layer at a time, and what a layer's update costs does not depend on its
-stage.
+So an update needs temporary memory for one layer at a time, and the cost of a layer's update does not depend
+on its stage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipefit.texts import shortened
 
 
 def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[list[dict[str, Any]]]:
-    """The groups of every layer that is trained: one for each set of options.
+    """Return the groups of every layer that is trained: one for each set of options.
 
     A shared parameter is in a group of the first layer that has it.
 
     Raises:
-        UsageError: `options` returns what are no options.
+        UsageError: `options` fails, or does not return a dictionary of options.
     """
     met: set[int] = set()
     groups: list[list[dict[str, Any]]] = []
@@ -46,10 +46,10 @@ def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | N
 
 
 def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """The options of one parameter.
+    """Return the options of one parameter.
 
     Raises:
-        UsageError: they are no dictionary of options by their names, or cannot be had.
+        UsageError: `options` fails, or does not return a dictionary of options.
     """
     try:
         found: object = options(name, parameter)
@@ -63,21 +63,20 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether an optimizer updates every parameter by itself, so that each layer may have a group of its own.
+# ---- Optimizers that couple parameters, so that layers cannot have separate groups
 #
-# AdamW, Muon and LAMB do. Others compute one number of all parameters, such as the step size of Prodigy
-# (Mishchenko and Defazio, 2023) or the norm of all gradients: over a part of the model it would be another
-# number, and nothing would tell. So an optimizer is tried on small parameters: on all of them at once, and on
-# each alone. Costs milliseconds. Where they differ, the model is one layer, which no plan divides.
+# AdamW, Muon and LAMB update each parameter independently. Others compute one number from all parameters,
+# such as the step size of Prodigy (Mishchenko and Defazio, 2023) or the norm of all gradients: over a part of
+# the model the number would silently differ. So an optimizer is tried on small parameters, together and each
+# alone, in milliseconds. If the results differ, the model is one layer, which no plan divides.
 
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
-_EACH = 2  # parameters of a kind, which may have a number in common too
-_MOST = 16  # kinds of parameters that are tried
+_EACH = 2  # parameters of a kind, which may be coupled too
+_MOST = 16  # kinds of parameters that are tried, at most
 
 
 class _Kind(NamedTuple):
-    """Parameters of so many dimensions in groups of these options."""
+    """Number of dimensions and group options of a kind of parameters."""
 
     options: dict[str, Any]
     dimensions: int
@@ -87,10 +86,10 @@ WHY = "the optimizer computes one number of several parameters, such as a norm o
 
 
 def couples(task: Task, module: nn.Module) -> bool:
-    """Whether the task's optimizer computes one number of several parameters like those of `module`.
+    """Return whether the task's optimizer computes one number of several parameters like those of `module`.
 
-    An optimizer that draws at random cannot be held to itself, and neither can one that fails without a model, or has
-    other parameters than it is given: of these nothing is said.
+    Returns False for optimizers that cannot be tested: those that draw random numbers, fail without a model,
+    or hold other parameters than they were given.
     """
     kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
@@ -103,7 +102,7 @@ def couples(task: Task, module: nn.Module) -> bool:
 
 
 def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
-    """The kinds of parameters that are trained, each once."""
+    """Return the kinds of parameters that are trained, each once."""
     found: list[_Kind] = []
     for group in (group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer):
         wanted = {key: value for key, value in group.items() if key != "params"}
@@ -115,7 +114,9 @@ def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
 
 
 def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) -> list[Tensor]:
-    """Small parameters after some steps of one optimizer with a group for all of the same options, or of one each."""
+    """Return small parameters after some steps: of one optimizer with a group for each set of options, or of
+    one each.
+    """
     draws = torch.Generator().manual_seed(0)
     tried = [nn.Parameter(torch.randn([_SIDE] * kind.dimensions, generator=draws)) for kind in kinds]
     groups: list[dict[str, Any]] = []

@@ -1,7 +1,8 @@
-"""Plain training of a module: the oracle to which a plan is held.
+"""Plain training of a module: the reference with which a plan is compared.
 
-A loop as its owner would write it: microbatches one after the other, gradients added up in `parameter.grad`, clipping
-by `torch.nn.utils.clip_grad_norm_`, one optimizer over all parameters. It shares no code with what executes plans.
+A loop as a user would write it: microbatches one after the other, gradients summed in `parameter.grad`,
+clipping by `torch.nn.utils.clip_grad_norm_`, one optimizer over all parameters. It shares no code with the
+execution of plans.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from pipefit.capture.sample import Sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
-# ----------------------------------------------------------------------------------------------------
-# Random draws that two runs of a model have in common, though they compute in another order.
+# ---- Shared random draws of two runs that compute in another order
 #
-# The draws of a model's first forward are recorded, microbatch by microbatch, and handed out again when
-# another run comes to them: as plain training, which does not know in which layers and slices a plan draws.
-# Where they cannot be recorded, both runs get means in place of draws, under which dropout changes nothing.
+# The draws of a model's first forward are recorded for each microbatch, and replayed when another run reaches
+# them: plain training does not know in which layers and local batches a plan draws. If draws cannot be
+# recorded, both runs use means in place of draws, under which dropout changes nothing.
 
 _aten = torch.ops.aten
 _DROPOUT = _aten.native_dropout.default
@@ -38,17 +38,22 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class UnknownDraw(UsageError):
-    """An operator draws whose draws cannot be handed out again, or none is left of those that were recorded."""
+    """The draws of an operator cannot be replayed, or no recorded draw is left."""
 
 
 class Draws:
-    """The results of random operators, in the order of the forward, by whatever names a part of a forward."""
+    """Results of random operators in the order of the forward, by a key for each part of a forward."""
 
     def __init__(self) -> None:
         self.of: dict[Hashable, list[Tensor]] = {}
 
     def joined(self, parts: Sequence[Sequence[Hashable]]) -> deque[Tensor]:
-        """The draws of a whole forward: of `parts` one after the other, each of which some slices have computed."""
+        """Return the draws of a whole forward: of `parts` in order, each computed in one or several local
+        batches.
+
+        Raises:
+            UnknownDraw: the local batches of a part drew different numbers of times.
+        """
         found = deque[Tensor]()
         for slices in parts:
             drawn = [self.of.get(key, []) for key in slices]
@@ -59,12 +64,12 @@ class Draws:
 
 
 def _together(tensors: list[Tensor]) -> Tensor:
-    """Draws of slices as those of all, one after the other in the dimension of the samples, which is the first."""
+    """Concatenate draws of local batches along dimension 0, that of the samples."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class Recording(_Mode):  # type: ignore[no-untyped-call]
-    """Inside, what is drawn is recorded under `key`."""
+    """A mode that records random draws under `key`."""
 
     def __init__(self, draws: Draws, key: Hashable) -> None:
         super().__init__()
@@ -79,7 +84,7 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
 
 
 class Replaying(_Mode):  # type: ignore[no-untyped-call]
-    """Inside, random operators take their results from those recorded."""
+    """A mode in which random operators return the recorded draws."""
 
     def __init__(self, drawn: deque[Tensor]) -> None:
         super().__init__()
@@ -99,7 +104,7 @@ class Replaying(_Mode):  # type: ignore[no-untyped-call]
 
 
 class Means(_Mode):  # type: ignore[no-untyped-call]
-    """Inside, random operators give the mean of what they would draw."""
+    """A mode in which random operators return the mean of their distribution."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,10 +140,10 @@ def _alone(func: Any, result: Any) -> Tensor:
     return result
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The training loop
 
 Forward = Callable[[Any, Any], Tensor]  # the loss for inputs and targets
-Around = Callable[[int, int, int], AbstractContextManager[object]]  # of a step, a microbatch and a slice
+Around = Callable[[int, int, int], AbstractContextManager[object]]  # of a step, a microbatch and a local batch
 _FIRST_SCALE = 2.0**16
 
 
@@ -148,10 +153,11 @@ class DrawingOptimizer(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """What plain training made of a module: by names, its `tensors` (parameters and buffers), what the optimizer keeps
-    for parameters, and float32 copies; the losses, and the gradients of every step as the optimizer got them.
+    """Results of plain training, by name: tensors, optimizer state, losses and gradients.
 
-    `buffers` has those of every replica, by name.
+    - `tensors` are parameters and buffers; `optimizer` has the optimizer's tensors for each parameter.
+    - `masters` are the float32 copies of parameters; `buffers` has the buffers of every replica.
+    - `losses` has the loss and `gradients` the gradients of each step, as the optimizer received them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -162,7 +168,7 @@ class Trained:
     gradients: Sequence[Mapping[str, Tensor]] = ()
 
     def of_replica(self, name: str, replica: int) -> Tensor:
-        """A parameter or buffer, as that replica has it."""
+        """Return a parameter or buffer of a replica."""
         of_replica = self.buffers[replica] if len(self.buffers) > 1 else {}
         return of_replica.get(name, self.tensors[name])
 
@@ -179,8 +185,8 @@ def train_plainly(
 ) -> Trained:
     """Train `module`, in the task's precision, for some steps, each of some microbatches.
 
-    With `slices`, each microbatch is trained in so many slices of its samples, by replicas of which each has buffers of
-    its own. `around` is entered around each forward.
+    Each microbatch is split into `slices` local batches, one for each replica; each replica has its own
+    buffers. `around` is entered around each forward.
 
     Raises:
         DrawingOptimizer: the optimizer draws random numbers.
@@ -209,7 +215,7 @@ class _Loop:
         self._gradients: list[Mapping[str, Tensor]] = []
 
     def step(self, step: int, microbatches: Sequence[Sample]) -> float:
-        """One step; its mean loss."""
+        """Run one step; return its mean loss."""
         for parameter in self._named.values():
             parameter.grad = None
         share, total = 1 / (len(microbatches) * self._slices), 0.0
@@ -225,7 +231,7 @@ class _Loop:
         return total
 
     def _take_gradients(self) -> bool:
-        """Give the optimizer gradients without the loss scale; whether all are finite, or nothing is scaled."""
+        """Give the optimizer unscaled gradients; return False if a gradient is not finite under loss scaling."""
         for name, parameter in self._trained.items():
             one = self._worked_on[name]
             if parameter.grad is not None:
@@ -256,7 +262,7 @@ class _Loop:
                 self._named[name].copy_(copy)
 
     def trained(self, losses: Sequence[float]) -> Trained:
-        """What training has made, under all names of the module's state dict."""
+        """Return the results of training, under all names of the module's state dict."""
         every = {k: t for k, t in self._module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         names = {id(parameter): name for name, parameter in self._trained.items()}
         known = {name: names[id(tensor)] for name, tensor in every.items() if id(tensor) in names}
@@ -270,13 +276,13 @@ class _Loop:
         )
 
     def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's tensors for what it works on."""
+        """Return the optimizer's tensors for the parameter, or for its float32 copy."""
         kept = self._optimizer.state.get(parameter, {})
         return {key: value.detach().clone() for key, value in kept.items() if isinstance(value, Tensor)}
 
 
 def in_slices(batch: Sample, count: int) -> list[Sample]:
-    """A microbatch in so many equal parts of its samples."""
+    """Split a microbatch into `count` local batches of equal size."""
     if count == 1:
         return [batch]
     leaves, spec = pytree.tree_flatten(batch)
@@ -292,14 +298,16 @@ def _wide(parameter: Tensor) -> Tensor:
 def _groups(
     task: Task, trained: Mapping[str, nn.Parameter], worked_on: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups of the optimizer: one for each parameter, if the task has options for it."""
+    """Return the optimizer's groups: one for each parameter if the task has options for parameters, otherwise
+    one.
+    """
     if task.groups is None:
         return [{"params": list(worked_on.values())}]
     return [{"params": [worked_on[name]], **task.groups(name, parameter)} for name, parameter in trained.items()]
 
 
 class _Buffers:
-    """The buffers of replicas, of which the module has those of one at a time."""
+    """The buffers of replicas; the module holds those of one replica at a time."""
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         self._own = dict(module.named_buffers(remove_duplicate=False))
@@ -307,15 +315,15 @@ class _Buffers:
 
     @property
     def of_all(self) -> list[dict[str, Tensor]]:
-        """Those of every replica, by name; none where there is one alone."""
+        """The buffers of every replica, by name; empty for a single replica."""
         return self._of
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
-        """Inside, the module has the buffers of that replica."""
+        """Put the buffers of a replica into the module in the body, and save them afterwards."""
         with torch.no_grad():
             for name, value in self._of[replica].items() if self._of else ():
-                self._own[name].data.copy_(value)  # unseen by graphs that have saved it
+                self._own[name].data.copy_(value)  # invisible to graphs that saved the buffer
         yield
         if self._of:
             self._of[replica] = self._copies()

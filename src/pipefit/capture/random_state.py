@@ -1,4 +1,4 @@
-"""The random generators that a forward may draw from without naming one: torch's, Python's and numpy's."""
+"""The random generators that a forward may use without naming one: torch's, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipefit.schema.profile import Target
 
 
 def python_state() -> bytes:
-    """The states of Python's and numpy's generators, to see by whether something was drawn from them."""
+    """Return the states of Python's and numpy's generators, whose changes show draws."""
     return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
 
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Afterwards the generators of the CPU are as they were."""
+    """Restore the CPU's generators after the body."""
     own, numpys = random.getstate(), np.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -34,23 +34,21 @@ def put_back() -> Iterator[None]:
 
 
 def seed_torch(seed: int, *, target: Target) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does; those of GPUs only where GPUs compute."""
+    """Seed torch's generators like `torch.manual_seed`; those of GPUs only for the target `cuda`."""
     (torch.manual_seed if target == "cuda" else torch.default_generator.manual_seed)(seed)
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of the CPU; torch's of a GPU is left alone."""
+    """Seed the CPU's generators: torch's, Python's and numpy's."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Random numbers that a forward draws elsewhere than from torch, refused: from Python's `random` or from
-# numpy.
+# ---- Random draws from Python's `random` or numpy, which are refused
 #
-# A trace would draw once and keep those numbers for ever, and a recomputation would draw others than the
-# first forward. A draw is seen by the state that it changes; 20 microseconds for each call of a module.
+# A trace would draw once and keep the numbers, and a recomputation would draw others than the first forward.
+# Draws are detected by changes of state, in 20 microseconds for each call of a module.
 
 _REASON = (
     "its forward draws random numbers from Python's or numpy's generator, which a trace would freeze and a "
@@ -61,10 +59,10 @@ _REMEDY = "draw them with torch (torch.rand), whose draws plans repeat, or turn 
 
 @contextmanager
 def torch_draws_alone() -> Iterator[None]:
-    """Inside, a layer runs.
+    """Check that a layer running in the body draws from torch's generators only.
 
     Raises:
-        Refusal: it has drawn random numbers from another generator than torch's.
+        Refusal: it drew from another generator.
     """
     before = python_state()
     yield
@@ -73,7 +71,9 @@ def torch_draws_alone() -> Iterator[None]:
 
 
 def refuse_foreign_draws(module: nn.Module) -> None:
-    """Let `module` and its parts, a copy that is going to be traced, raise a `Refusal` in the part that draws."""
+    """Let every part of `module`, a copy to be traced, raise a `Refusal` if its forward draws outside of
+    torch.
+    """
     begun: list[object] = []
 
     def begin(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be captured, said in one sentence: which module, which line of whose code, why, and the way out."""
+"""Errors for models that cannot be captured: which module, which line of code, why, and the remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GIVE = (
     "give it among the inputs what it otherwise makes by itself, as a model of transformers may make its "
     f"attention_mask and decoder_attention_mask, or {REMEDY}"
 )
-_LONGEST = 200  # characters of a foreign exception
+_LONGEST = 200  # characters of a foreign exception that are quoted
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _OBJECT = "it computes with {}, which is no tensor, such as a torch.Generator of its own"
@@ -49,15 +49,15 @@ _REASONS = (
         r"argument of type: .*Generator",
         _OBJECT.format("an argument"),
         REMEDY,
-    ),  # torch 2.11 asks before the program is there
+    ),  # torch 2.11 raises this before the program exists
 )
 
 
 class Refusal(Exception):
-    """Raised in the middle of a forward that cannot be followed: the reason, and the way out.
+    """Raised in the middle of a forward that cannot be followed, with the reason and the remedy.
 
-    `module` is the part that does it, where it is another than the one that was running. What is not followed may still
-    be done `in_a_whole_module`.
+    `module` is the part at fault, if it is not the running one. `in_a_whole_module` says that the part can be
+    captured if it stays whole.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class Refusal(Exception):
 
 
 class LooksAtValues(UsageError):
-    """What the part at `path` does depends on the values of tensors, so that no trace can follow it.
+    """The behavior of the part at `path` depends on the values of tensors, so a trace cannot follow it.
 
-    `why` says at which line, and what turns it off where a setting does; `whole` that it was to stay whole, and cannot.
+    `why` gives the line, and the setting that turns it off, if any; `whole` says that the part was to stay
+    whole and cannot.
     """
 
     def __init__(self, sentence: str, path: str, why: str = "", *, whole: bool = False) -> None:
@@ -79,7 +80,10 @@ class LooksAtValues(UsageError):
 
 
 def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss: bool) -> NoReturn:
-    """Say why `torch.export` failed on `root`, a copy of model `name` that was to return its loss, if `own_loss`."""
+    """Raise an error that says why `torch.export` failed on `root`, a copy of model `name`.
+
+    `own_loss` says that the copy was to return its loss.
+    """
     paths = {part: path for path, part in root.named_modules()}
     where, line = _innermost(error.__traceback__, paths)
     if isinstance(error, Refusal):
@@ -101,7 +105,7 @@ def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Why torch.export failed, and the way out."""
+    """Return why torch.export failed, and the remedy."""
     frames = list(traceback.walk_tb(error.__traceback__))
     if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame, _ in frames):
         return _CAUSAL
@@ -121,38 +125,38 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _has_run(error: BaseException) -> bool:
-    """Whether it was raised when a module ran, and not before."""
+    """Return whether the error was raised while a module ran."""
     return any(frame.f_code.co_name == "_call_impl" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _definition(module: nn.Module) -> str:
-    """Where the forward of a module begins."""
+    """Return the file and line of a module's forward."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def refuse_transform(name: str, node: fx.Node) -> NoReturn:
-    """Say that the operation `node` of model `name` runs under a transform of functions."""
+    """Raise an error: the operation `node` of model `name` runs under a function transform."""
     _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func", REMEDY)
 
 
 def refuse_shape(name: str, node: fx.Node) -> NoReturn:
-    """Say that the shape of what the operation `node` of model `name` returns depends on values."""
+    """Raise an error: the shape of the result of `node` in model `name` depends on values."""
     _refuse_node(name, node, "a shape depends on the values of a tensor", VALUES)
 
 
 def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
-    """Say that the operation `node` of model `name` makes a sparse tensor."""
+    """Raise an error: the operation `node` of model `name` makes a sparse tensor."""
     _refuse_node(name, node, "it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
 
 
 def refuse_object(name: str, what: str) -> NoReturn:
-    """Say that model `name` computes with an object that is no tensor, such as a `torch.Generator`."""
+    """Raise an error: model `name` computes with an object that is not a tensor, such as a `torch.Generator`."""
     raise UsageError(_sentence(name, "", "", f"{_OBJECT.format(what)}; {REMEDY}"))
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
-    """Say why the operation `node` of model `name` cannot be part of a layer."""
+    """Raise an error: the operation `node` of model `name` cannot be part of a layer."""
     reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         reason, remedy = f"{node.target} holds a function of its own", REMEDY
@@ -166,20 +170,20 @@ def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
-    """Say that `node` of model `name` does what no layer may."""
+    """Raise an error: `node` of model `name` does something that layers may not, for this reason."""
     path = node.meta.get("stack") or ("",)
     raise UsageError(_sentence(name, path[-1], line_of(node), f"{reason}; {REMEDY}"))
 
 
 def line_of(node: fx.Node) -> str:
-    """The innermost line of the user's own code that a node comes from."""
+    """Return the innermost line of the user's code that a node comes from."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{number}" for file, number in lines if not file.startswith(_TORCH)]
     return own[-1] if own else ""
 
 
 def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
-    """The innermost module that was running, and the innermost line of the user's own code."""
+    """Return the path of the innermost running module, and the innermost line of the user's code."""
     where = line = ""
     for frame, number in traceback.walk_tb(trace):
         file, running = frame.f_code.co_filename, _first_argument(frame)
@@ -193,13 +197,13 @@ def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> t
 
 
 def _first_argument(frame: FrameType) -> Any:
-    """What a method calls self."""
+    """Return the first argument of a frame: a method's self."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     return frame.f_locals.get(names[0]) if names else None
 
 
 def _why(line: str, reason: str, setting: str = "") -> str:
-    """Why a module stays whole, and the setting that turns it off."""
+    """Return the line and the reason for which a module stays whole, and the setting that turns it off."""
     return f"{f' ({line})' if line else ''}: {reason}{f': {setting}, if it need not' if setting else ''}"
 
 

@@ -1,6 +1,7 @@
-"""Modules that cannot be captured, whatever their forward does: refused by name before anything is copied or traced.
+"""Modules and operations that cannot be captured: clear errors before or during a copy or a trace.
 
-Made in inference mode, compiled, scripted, quantised, or without shapes yet. And modules that cannot be copied.
+Modules that were made in inference mode, compiled, scripted or quantized, that have no shapes yet, or that
+cannot be copied.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from pipefit.capture.refusals import PADDED, REMEDY, Refusal
 from pipefit.capture.storages import extent, storage_key
 from pipefit.errors import UsageError, in_one_line
 
-# ----------------------------------------------------------------------------------------------------
-# What a forward may not call, refused while it is called: with the module and the line.
+# ---- Calls that a forward may not make, which raise with the module and the line
 #
-# Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model,
-# besides, would lose what works by something other than operations: hooks on tensors, inference mode,
-# gradients of its own.
+# Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model
+# would also lose effects that are not operations: hooks on tensors, inference mode, gradients computed inside
+# it.
 
 _CHECKPOINT = (
     "it calls torch.utils.checkpoint, which plans cannot hold yet",
@@ -44,7 +44,7 @@ _COMPILED = (
     "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
     "give pipefit the module or function as it was before, and torch.where for torch.cond",
 )
-_GENERATOR = (  # the first from torch 2.14 on, where the second only calls it
+_GENERATOR = (  # the first from torch 2.14 on; the second only calls it there
     "_checkpoint_without_reentrant_generator_impl"
     if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
     else "_checkpoint_without_reentrant_generator"
@@ -77,7 +77,7 @@ _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent
 
 @contextmanager
 def refusing(*, traced: bool) -> Iterator[None]:
-    """Inside, a forward that calls what it may not raises a `Refusal`; `traced` says that it is traced, not run."""
+    """Let a forward in the body raise a `Refusal` at forbidden calls; `traced` adds those that a trace loses."""
     with ExitStack() as patches:
         for owner, name, replacement in _replacements(traced=traced):
             patches.enter_context(mock.patch.object(owner, name, replacement))
@@ -85,10 +85,10 @@ def refusing(*, traced: bool) -> Iterator[None]:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Check that no part of a module that is to be traced has hooks on its backward.
+    """Check that no part of a module to be traced has hooks on its backward.
 
     Raises:
-        Refusal: one has; names it.
+        Refusal: one has. The message names it.
     """
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -98,15 +98,15 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 class RefusingStrangers(TorchFunctionMode):
-    """Inside, a forward of `module` that computes with a trained parameter of anything else raises a `Refusal`.
+    """A mode in which a forward of `module` raises a `Refusal` if it uses a foreign trained parameter.
 
-    What is traced is a copy of the module. Another parameter would become a constant: one that belongs to nobody, or
-    the module's own, reached by a name from outside.
+    The trace runs a copy of the module. A parameter that is not the copy's would become a constant: a
+    parameter of no module, or one of the original module, reached by a name from outside.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._own: set[int] = set()  # empty until the forward begins: within an export parameters are others
+        self._own: set[int] = set()  # empty until the forward begins: an export replaces parameters
         module.register_forward_pre_hook(lambda *_: self._begin(module))
 
     def _begin(self, module: nn.Module) -> None:
@@ -120,13 +120,13 @@ class RefusingStrangers(TorchFunctionMode):
 
 
 def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
-    """Whose attribute is replaced by what."""
+    """Yield (owner, attribute name, replacement) for every patch."""
     yield checkpoint, _GENERATOR, _refuser(*_CHECKPOINT)
     yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
     if hasattr(os, "fork"):
         yield os, "fork", _refuser(*_FORKS)
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None:  # else nothing is compiled
+    if compiler is not None:  # otherwise nothing is compiled
         yield compiler, "set_eval_frame", _unless_compiled(compiler.set_eval_frame)
     if traced:
         yield torch.inference_mode, "__enter__", _refuse_inference
@@ -144,7 +144,7 @@ def _refuser(reason: str, remedy: str) -> Callable[..., NoReturn]:
 
 
 def _refuse_inference(context: torch.inference_mode) -> None:
-    """Enter a context of `torch.inference_mode`, if it is turned off."""
+    """Refuse `torch.inference_mode`, unless it is turned off."""
     if context.mode:
         raise Refusal(*_INFERENCE)
     _enter_inference(context)
@@ -154,7 +154,7 @@ _enter_inference = torch.inference_mode.__enter__
 
 
 def _data(tensor: Tensor) -> Tensor:
-    """What `tensor.data` is for a model that is traced: an operation, which the trace sees."""
+    """Return `tensor.data`; for a traced model's code as an operation, which the trace sees."""
     return tensor.detach() if _asked_by_a_model() else _DATA.__get__(tensor)
 
 
@@ -168,13 +168,13 @@ _DATA: Any = Tensor.__base__.__dict__["data"]
 
 
 def _asked_by_a_model() -> bool:
-    """Whether whoever asked for an attribute is a model's code, or a layer of torch.nn, and not torch's machinery."""
+    """Return whether a model's code or a layer of torch.nn reads the attribute, not torch's internals."""
     file = sys._getframe(2).f_code.co_filename
     return file.startswith(_LAYERS) or not file.startswith(_TORCH)
 
 
 def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What compiled functions call first; others call it as well."""
+    """Return a `set_eval_frame` that refuses calls from compiled functions, but not from others."""
 
     def set_eval_frame(*args: Any) -> Any:
         if sys._getframe(1).f_code.co_name == "compile_wrapper":
@@ -184,9 +184,7 @@ def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_eval_frame
 
 
-# ----------------------------------------------------------------------------------------------------
-# Why a layer, the loss or the optimizer cannot be run over fake tensors, and the way out, by kinds of
-# exceptions.
+# ---- Errors over fake tensors in a layer, the loss or the optimizer, with remedies by message
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 _OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
@@ -228,7 +226,7 @@ _REMEDIES = (
 
 
 def why(error: BaseException) -> str:
-    """The line of the user's own code at which `error` was raised, what it says, and the way out, if one is known."""
+    """Return the line of the user's code that raised `error`, its message, and the remedy, if one is known."""
     said = in_one_line(error)
     remedy = next((words for pattern, words in _REMEDIES if re.search(pattern, said)), "")
     line = own_line(error)
@@ -236,7 +234,7 @@ def why(error: BaseException) -> str:
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line of the user's own code at which `error` was raised; empty if there is none."""
+    """Return the innermost line of the user's code that raised `error`; empty if there is none."""
     lines = [
         f"{frame.f_code.co_filename}:{number}"
         for frame, number in traceback.walk_tb(error.__traceback__)
@@ -245,14 +243,14 @@ def own_line(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Modules that cannot be planned or trained
 
 
 def refuse_module(module: nn.Module, name: str) -> None:
-    """Check that `module`, the model `name`, is one that can be planned and trained.
+    """Check that `module`, the model `name`, can be planned and trained.
 
     Raises:
-        UsageError: a part of it is not; names the part, the reason and the way out.
+        UsageError: a part cannot. The message names the part, the reason and the remedy.
     """
     for place, part in module.named_modules():
         for reason in filter(None, (refused(part) for refused in _REASONS)):
@@ -271,11 +269,12 @@ def refuse_module(module: nn.Module, name: str) -> None:
 
 
 def _refuse_shared_memory(module: nn.Module, name: str) -> None:
-    """Check that no parameters or buffers of two submodules lie in the same memory if one is trained: layers of two
-    stages have memory of their own. One tensor may have several names.
+    """Check that trained tensors of different submodules do not overlap in memory.
+
+    Layers of two stages have separate memory. One tensor may have several names.
 
     Raises:
-        UsageError: two do; names them.
+        UsageError: two tensors overlap. The message names them.
     """
     tensors = dict[int, tuple[str, Tensor]]()
     for place, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -297,7 +296,7 @@ def _refuse_shared_memory(module: nn.Module, name: str) -> None:
 
 
 def refuse_meta(module: nn.Module, name: str) -> None:
-    """Check that `module`, the model `name`, has numbers, so that it can be run.
+    """Check that `module`, the model `name`, has values, so that it can run.
 
     Raises:
         UsageError: a parameter or buffer is on the meta device.
@@ -311,10 +310,10 @@ def refuse_meta(module: nn.Module, name: str) -> None:
 
 
 def refuse_without_memory(module: nn.Module, name: str) -> None:
-    """Check that what is to be trained has its memory.
+    """Check that the parameters of `module`, the model `name`, have memory.
 
     Raises:
-        UsageError: another training in this process has taken it away; names the first tensor.
+        UsageError: another training in this process took the memory of a parameter. The message names it.
     """
     for place, tensor in module.named_parameters():
         if tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -330,10 +329,10 @@ LAZY_REMEDY = (
 
 
 def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of `module`, the model `name`, with each tensor replaced by what `convert` makes of it.
+    """Return a copy of `module`, the model `name`, with each tensor replaced by `convert(tensor)`.
 
     Raises:
-        UsageError: it cannot be copied; names the innermost part that cannot.
+        UsageError: the module cannot be copied. The message names the innermost part that cannot.
     """
     try:
         return copied(module, convert)
@@ -347,7 +346,7 @@ def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -
 
 
 def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[str, nn.Module]:
-    """The last part, from outside to inside, that cannot be copied."""
+    """Return path and module of the last part, from outside to inside, that cannot be copied."""
     found = "", module
     for place, part in module.named_modules():
         try:

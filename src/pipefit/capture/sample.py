@@ -1,4 +1,4 @@
-"""What tracing, profiling and training start from: a batch as the task makes it, and its module as it trains."""
+"""Input of tracing, profiling and training: a batch that the task makes, and its module in training mode."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ Sample = tuple[Any, Any]
 
 
 def in_mode(module: nn.Module, training: bool) -> nn.Module:
-    """`module` in the mode in which its owner trains it, which is the one it is in, or in evaluation."""
+    """Return `module` in its current mode for training, otherwise in evaluation mode."""
     return module if training else module.eval()
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
-    """A real batch of `size` samples that the task makes: (inputs, targets), each tensor with one sample behind the
-    other in memory. The caller's random state is left alone, and a fake mode too, in which samples of real data could
-    not be taken.
+    """Return a real batch of `size` samples, (inputs, targets), laid out sample by sample in memory.
+
+    The caller's random state does not change. A fake mode is suspended: samples of real data could not be
+    taken in it.
 
     Raises:
-        UsageError: the task's batch function fails, or returns something else than a pair, or tensors that wait for a
-            gradient.
+        UsageError: the task's batch function fails or does not return a pair, or a tensor requires a
+            gradient, is sparse, nested or without values.
     """
     with real(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -55,7 +56,7 @@ def _refuse_strange(batch: Sample, name: str) -> None:
     """Check that the tensors of a batch are dense, and have values.
 
     Raises:
-        UsageError: one is sparse, nested or on the meta device; names it.
+        UsageError: one is sparse, nested or on the meta device. The message names it.
     """
     for what, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
@@ -67,10 +68,10 @@ def _refuse_strange(batch: Sample, name: str) -> None:
 
 
 def _made(task: Task, size: int) -> Any:
-    """What the task's batch function returns.
+    """Return the result of the task's batch function.
 
     Raises:
-        UsageError: it fails.
+        UsageError: the function fails.
     """
     try:
         return task.batch(size)
@@ -84,10 +85,10 @@ def _made(task: Task, size: int) -> Any:
 
 
 def check_samples(batch: Sample, size: int, name: str) -> None:
-    """Check that every tensor of a batch that was asked for `size` samples holds them along dimension 0.
+    """Check that every tensor of a batch of `size` samples holds them along dimension 0.
 
     Raises:
-        UsageError: one does not; names it.
+        UsageError: one does not. The message names it.
     """
     for what, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
@@ -100,10 +101,11 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
 
 
 def pair(batch: Any, who: str) -> Sample:
-    """`batch` as (inputs, targets), each a tree that torch knows; a dictionary alone is inputs without targets.
+    """Return `batch` as (inputs, targets), trees that torch knows; a dictionary alone is inputs without
+    targets.
 
     Raises:
-        UsageError: it is something else; begins with `who`.
+        UsageError: `batch` is something else. The message begins with `who`.
     """
     if isinstance(batch, Mapping):
         return opened(batch), None

@@ -1,13 +1,13 @@
-"""Chains of a traced model for other numbers of samples, written from the chains of two.
+"""Chains of a traced model for other numbers of samples, derived from two traces.
 
-A trace holds for the number of samples that it was made with. Of two traces, with few samples and with many, each
-number in the operations is either the same in both, or as many times as large as there are more samples. Where that
-holds for all numbers, and where nothing else differs, the chain for a number of samples between has the numbers that
-are in proportion. Everything else of it is the same as in both: where layers and blocks end follows from sums of bytes,
-which are compared, and a comparison of two straight lines that comes out alike at both ends does so between.
+A trace is valid for its number of samples. In two traces, with few samples and with many, each number in the
+operations is either equal, or in proportion to the number of samples. If that holds for all numbers, and
+nothing else differs, the chain for a number of samples in between has the proportional numbers. Everything
+else is equal at both ends, so also in between: the ends of layers and blocks follow from comparisons of sums
+of bytes, and two straight lines that compare equally at both ends do so in between.
 
-A model that asks how many samples there are may compute otherwise between the two. So whoever uses such a chain holds
-it against a trace (`Family.has`). A trace of GPT-2 takes a second, and its chain for another size a tenth of that.
+A model that reads its number of samples may compute something else in between. So the user of a derived chain
+compares it with a trace (`Family.has`). A trace of GPT-2 takes a second, a derived chain a tenth of that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
 class Template(NamedTuple):
-    """Code with gaps: the text around them, and the number in each, as a text or for every sample."""
+    """Code with gaps: the text around them, and each gap's number, as text or as a multiple of the samples."""
 
     around: tuple[str, ...]
     numbers: tuple[str | int, ...]
 
     @staticmethod
     def of(few: str, a: int, many: str, b: int) -> Template | None:
-        """The template of two texts of code, for `a` and for `b` samples; None where they differ in another way."""
+        """Return the template of two texts of code, for `a` and for `b` samples; None if they differ
+        otherwise.
+        """
         around = NUMBER.split(few)
         if around != NUMBER.split(many):
             return None
@@ -46,22 +48,22 @@ class Template(NamedTuple):
         return Template(tuple(around), known) if len(known) == len(numbers) else None
 
     def at(self, samples: int) -> str:
-        """The code for so many samples."""
+        """Return the code for this number of samples."""
         numbers = (str(samples * number) if isinstance(number, int) else number for number in self.numbers)
         return "".join(part for pair in zip_longest(self.around, numbers, fillvalue="") for part in pair)
 
 
 def _each(one: str, a: int, other: str, b: int) -> int | None:
-    """What a number of `a` samples and one of `b` samples are for each; None where they are not in proportion."""
+    """Return a number per sample, given it for `a` and for `b` samples; None if not in proportion."""
     if not (one.isdigit() and other.isdigit()) or int(one) % a or int(one) * b != int(other) * a:
         return None
     return int(one) // a
 
 
 class Sketch(NamedTuple):
-    """All of a traced chain but its tensors, to be compared with another: in texts and numbers, as far as that can be.
+    """A traced chain without its tensors, for comparison: texts and numbers, and the code of each layer.
 
-    `codes` are the code of every traced layer, and its operations.
+    `codes` has for every traced layer its code, and its operations.
     """
 
     described: tuple[object, ...]
@@ -69,7 +71,7 @@ class Sketch(NamedTuple):
 
     @staticmethod
     def of(chain: Chain) -> Sketch | None:
-        """The sketch of a chain; None of one by hand."""
+        """Return the sketch of a chain; None for a chain that is not traced."""
         if not chain.traced:
             return None
         codes = (module.pipefit_code for module in _modules(chain))
@@ -80,8 +82,8 @@ class Sketch(NamedTuple):
 class Family:
     """The chains of a traced model for all numbers of samples from `few` to `many`.
 
-    `chain` is that of `few`, all that they have in common is `described`, and `codes` are the code of every layer, and
-    its operations.
+    `chain` is the chain for `few` samples, `described` is common to all, and `codes` are templates of every
+    layer's code and operations.
     """
 
     chain: Chain
@@ -92,7 +94,7 @@ class Family:
 
     @staticmethod
     def of(chain: Chain, few: int, other: Sketch | None, many: int) -> Family | None:
-        """The family of two chains; None where they differ in more than numbers that are in proportion."""
+        """Return the family of two chains; None if they differ in more than proportional numbers."""
         own = Sketch.of(chain)
         if own is None or other is None or own.described != other.described:
             return None
@@ -105,12 +107,14 @@ class Family:
         return Family(chain, few, many, own.described, tuple(codes))
 
     def write(self, chain: Chain, samples: int) -> None:
-        """Make a copy of the family's chain, which has layers of its own, one for so many samples."""
+        """Turn `chain`, a copy of the family's chain with its own layers, into one for this number of
+        samples.
+        """
         for module, (code, operations) in zip(_modules(chain), self._at(samples), strict=True):
             module.pipefit_code = module.pipefit_code.rewritten(code, operations)
 
     def has(self, chain: Chain, samples: int) -> bool:
-        """Whether a chain that was traced with so many samples is what `write` makes."""
+        """Return whether a chain traced with this number of samples equals the result of `write`."""
         return Sketch.of(chain) == Sketch(self.described, self._at(samples))
 
     def _at(self, samples: int) -> tuple[tuple[str, str], ...]:
@@ -122,7 +126,7 @@ def _modules(chain: Chain) -> Sequence[GraphLayer]:
 
 
 def _described(chain: Chain) -> Iterator[object]:
-    """All of a traced chain but its tensors and the code of its layers."""
+    """Yield everything of a traced chain except its tensors and the code of its layers."""
     yield chain.name, chain.blocks, chain.inputs, chain.outputs, chain.targets, chain.autocast, chain.packing
     yield [shared.places for shared in chain.shared]
     for layer in chain.layers:
@@ -130,7 +134,7 @@ def _described(chain: Chain) -> Iterator[object]:
 
 
 def _described_layer(layer: ChainLayer) -> Iterator[object]:
-    """All of a layer but its code: what it holds, and which functions it calls."""
+    """Yield everything of a layer except its code: names, tensors' layouts, and the functions that it calls."""
     module = layer.module
     yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves
     yield [(name, layout(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
@@ -144,7 +148,7 @@ def _described_layer(layer: ChainLayer) -> Iterator[object]:
 
 
 def _called(function: object) -> object:
-    """A function as itself, or as its name if no other has it."""
+    """Return a comparable key of a function: its name if that is unique, otherwise the function."""
     match function:
         case CustomFunction():
             return function.function
@@ -153,5 +157,5 @@ def _called(function: object) -> object:
         case OpOverload():
             return "operator", str(function)
         case float():
-            return "number", repr(function)  # one that is no number equals none
+            return "number", repr(function)  # NaN does not equal itself
     return function

@@ -1,7 +1,8 @@
-"""The shape of what goes into a model and comes out of it: tuples, dictionaries, a library's own output classes.
+"""Structure of a model's inputs and outputs: tuples, dictionaries, output classes of libraries.
 
-Between layers there are only tuples of tensors; a `Tree` turns what the user has into that and back. Leaves that are no
-tensors (numbers, flags, None) are settings of the model: remembered, and checked to be the same ever after.
+Between layers there are only tuples of tensors; a `Tree` converts the user's structures to tuples and back.
+Leaves that are not tensors (numbers, flags, None) are settings of the model: they are recorded, and checked
+to stay equal.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from pipefit.capture.storages import Orders, laid_out, sample_order
 from pipefit.errors import UsageError
 from pipefit.texts import dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# Dataclasses and mappings as torch's trees see them: what a batch or a model's outputs may be made of.
+# ---- Dataclasses and mappings in batches and outputs
 #
-# torch's trees know tuples, lists, dictionaries and the classes that were registered with them, as Hugging
-# Face registers its outputs. Any other dataclass is opened to a `Record` of its fields, and closed to an
-# equal one for whoever is to be given it; any other mapping, as a tokenizer returns, becomes a dictionary.
+# torch's trees know tuples, lists, dictionaries and registered classes, such as Hugging Face's outputs. Other
+# dataclasses are opened to a `Record` of their fields, and closed to an equal dataclass for the user's code;
+# other mappings, such as a tokenizer's, become dictionaries.
 
 
 class Record:
-    """A dataclass, opened: its class and its fields."""
+    """An opened dataclass: its class and its fields."""
 
     def __init__(self, kind: type, items: Mapping[str, Any]) -> None:
         self.kind, self.items = kind, dict(items)
 
 
 def opened(tree: Any) -> Any:
-    """`tree` without dataclasses and mappings that torch's trees do not know."""
+    """Return `tree` with dataclasses as records and mappings as dictionaries."""
     return pytree.tree_map(_opened, tree)
 
 
 def closed(tree: Any) -> Any:
-    """`tree` with dataclasses in the place of records. Their `__post_init__` is not called: it has been."""
+    """Return `tree` with records as dataclasses, without another call of `__post_init__`."""
     return pytree.tree_map(_closed, tree, is_leaf=lambda part: isinstance(part, Record))
 
 
@@ -79,7 +79,7 @@ pytree.register_pytree_node(
 )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Trees
 
 Values = tuple[Tensor, ...]
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -87,28 +87,31 @@ _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What `what` (the inputs, the outputs) look like.
+    """The structure of `what` (the inputs, the outputs).
 
-    `taken` numbers the leaves that are handed over as tensors, in the flat tuple's order; `leaves` holds the others.
-    `texts` has every leaf in words, a tensor with the shape of `n` samples; `lengths` the lengths of sequences of whole
-    numbers, such as tokens, each once; `orders` those in which dimensions of the tensors lie in memory.
+    - `taken` numbers the leaves that are passed as tensors, in the flat tuple's order; `leaves` holds the
+      others.
+    - `plain` says that the tree is a tensor, or a tuple or list of tensors, which may replace each other.
+    - `texts` describes every leaf in words, a tensor with `n` for the number of samples.
+    - `lengths` are the distinct lengths of integer sequences, such as tokens.
+    - `orders` are the memory orders of the tensors' dimensions.
     """
 
     what: str
     spec: pytree.TreeSpec
     taken: tuple[int, ...]
     leaves: tuple[Any, ...]
-    plain: bool = False  # a tensor, or a tuple or list of tensors: either will do for the other
+    plain: bool = False  # a tensor, or a tuple or list of tensors
     texts: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     orders: Orders = ()
 
     @staticmethod
     def of(what: str, tree: Any) -> Tree:
-        """The shape of `tree`, all of whose tensors are taken.
+        """Return the structure of `tree`, all of whose tensors are taken.
 
         Raises:
-            UsageError: there is no tensor, or a leaf is neither tensor, number, text, flag nor None.
+            UsageError: the tree has no tensor, or a leaf is neither tensor, number, string, flag nor None.
         """
         leaves, spec = pytree.tree_flatten(tree)
         taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -125,10 +128,10 @@ class Tree:
         return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree), _lengths(leaves), orders)
 
     def flatten(self, tree: Any) -> Values:
-        """The tensors of `tree`.
+        """Return the tensors of `tree`.
 
         Raises:
-            UsageError: it is not of this shape; says what differs.
+            UsageError: `tree` has another structure. The message says what differs.
         """
         leaves, spec = pytree.tree_flatten(self._ordered(tree))
         if self.plain and len(leaves) == len(self.taken) and _is_flat(tree):
@@ -149,27 +152,27 @@ class Tree:
         return tuple(leaves[number] for number in self.taken)
 
     def laid_out(self, tree: Any) -> Values:
-        """The tensors of `tree`, which lie in memory as they did at capture, so that kernels take the same ways.
+        """Return the tensors of `tree`, laid out in memory as at capture, so that the same kernels run.
 
         Raises:
-            UsageError: it is not of this shape; says what differs.
+            UsageError: `tree` has another structure. The message says what differs.
         """
         pairs = zip(self.flatten(tree), self.orders, strict=True)
-        # What has other dimensions, or is sparse or nested, is refused where it is held to the plan's
+        # Other dimensions, and sparse or nested tensors, are refused in the comparison with the plan
         return tuple(
             laid_out(tensor, order if tensor.ndim == len(order) else ()) if _is_plain(tensor) else tensor
             for tensor, order in pairs
         )
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
-        """A tree of this shape with the tensors `values` in it."""
+        """Return a tree of this structure that holds the tensors `values`."""
         leaves = list(self.leaves)
         for number, tensor in zip(self.taken, values, strict=True):
             leaves[number] = tensor
         return closed(pytree.tree_unflatten(leaves, self.spec))
 
     def _ordered(self, tree: Any) -> Any:
-        """A dictionary in the order of its keys at capture."""
+        """Return a dictionary with its keys in the order of the capture."""
         if self.spec.type is dict and isinstance(tree, Mapping) and set(tree) == set(self.spec.context):
             return {key: tree[key] for key in self.spec.context}
         return tree
@@ -180,29 +183,29 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_flat(tree: Any) -> bool:
-    """Whether it is a tensor, or a tuple or list of tensors."""
+    """Return whether `tree` is a tensor, or a tuple or list of tensors."""
     return isinstance(tree, Tensor) or (isinstance(tree, tuple | list) and all(isinstance(t, Tensor) for t in tree))
 
 
 def tensors(tree: Any, what: str) -> Values:
-    """The tensors of `tree`; none of None, as targets are where the model computes its own loss."""
+    """Return the tensors of `tree`; empty for None, the targets of a model that computes its loss."""
     return () if tree is None else Tree.of(what, tree).flatten(tree)
 
 
 def _texts(tree: Any) -> tuple[str, ...]:
-    """Every leaf in words, behind its place in the tree; a tensor alone has none."""
+    """Return every leaf in words, after its path in the tree; a tensor alone does not have a path."""
     named, _ = pytree.tree_flatten_with_path(tree)
     return tuple(f"{pytree.keystr(place)} {_text(leaf)}".strip() for place, leaf in named)
 
 
 def _lengths(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The different lengths of tensors of whole numbers, (samples, length)."""
+    """Return the distinct lengths of integer tensors of shape (samples, length)."""
     rows = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 2)
     return tuple(sorted({row.shape[1] for row in rows if row.dtype in _WHOLE}))
 
 
 def _text(leaf: Any) -> str:
-    """A tensor's dtype and shape, with `n` for the number of samples; other values as they are."""
+    """Return a tensor's dtype and shape, with `n` for the number of samples; the repr of other values."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     strides = leaf.stride()

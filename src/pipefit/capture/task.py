@@ -1,4 +1,4 @@
-"""What to train: a module, its batches, its loss and its optimizer, as the user has them."""
+"""The user's task: a module, its batches, its loss and its optimizer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from pipefit.schema.training import Precision
 from pipefit.schema.validation import check_types
 from pipefit.texts import kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# A model that is never built to its end, as with a trillion layers by a slip of the pen, is refused while it
-# is built.
+# ---- Limit on the size of a model under construction, such as a trillion layers by mistake
 #
-# Modules are counted as they become parts of others. Costs a tenth of a microsecond for each.
+# Modules are counted as they become parts of others, in 0.1 microseconds each.
 
-MOST_MODULES = 200_000  # of one model; a mixture of 384 experts in 61 layers has fewer
+MOST_MODULES = 200_000  # per model; a mixture of 384 experts in 61 layers has fewer
 
 
 @contextmanager
 def of_an_end(name: str) -> Iterator[None]:
-    """Inside, this thread builds the model `name`.
+    """Limit the number of modules that this thread creates in the body for the model `name`.
 
     Raises:
-        UsageError: it has more modules than any model that is trained.
+        UsageError: there are more than `MOST_MODULES`.
     """
     count, thread = 0, get_ident()
 
@@ -56,7 +54,7 @@ def of_an_end(name: str) -> Iterator[None]:
         handle.remove()
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The task
 
 _CALLABLE = {
     "module": "an nn.Module or a function that builds one",
@@ -64,7 +62,7 @@ _CALLABLE = {
     "next(iter(DataLoader(dataset, batch_size=size)))",
     "optimizer": "a function of parameter groups that returns a torch.optim optimizer, such as its class",
 }
-# What `module.to(dtype)` makes of complex numbers has no imaginary parts; these leave them as they are
+# `module.to(dtype)` drops imaginary parts of complex numbers; these methods leave complex tensors unchanged
 _CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.float64: lambda module: module.double(),
     torch.float32: lambda module: module.float(),
@@ -80,27 +78,27 @@ class Task:
     """A training task.
 
     Args:
-        module: any `nn.Module` that `torch.export` can follow, or a function that builds one. An `nn.Sequential` is
-            taken as it stands, each part a layer; its parts pass a tensor, or a tuple or list of tensors. Profiles and
-            dry runs call a function under fake tensors, so that a model too large for this machine is never allocated.
-        batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries of
-            such, none of which requires a gradient. A tuple of inputs is the module's positional arguments, a
-            dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. A dictionary
-            alone is inputs without targets. Draws from torch's default generator, so that a seed before the call fixes
-            the batch.
+        module: any `nn.Module` that `torch.export` can trace, or a function that builds one. An `nn.Sequential` is
+            used as it is, each part a layer; its parts pass a tensor, or a tuple or list of tensors. Profiles and dry
+            runs call a function under fake tensors, so a model too large for this machine is never allocated.
+        batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries
+            of such tensors, without gradients. A tuple of inputs is the module's positional arguments, a dictionary
+            its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. A dictionary alone is
+            inputs without targets. Use torch's default generator, so that a seed before the call fixes the batch.
         loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs are as the module returns them.
-            None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The targets may
-            be None then.
-        optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes one of its own, with a group a layer.
+            None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The targets
+            may be None then.
+        optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes its own, with a group per layer.
         groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}` for biases.
         scheduler: optimizer -> learning-rate scheduler, stepped after every update.
         precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data. So does
             `master-bfloat16` or `master-float16`, and the optimizer then works on float32 copies of the parameters.
             `mixed-bfloat16` or `mixed-float16` runs the module under `torch.autocast`. With `mixed-float16` and
             `master-float16` the loss is scaled.
-        granularity: where a stage may end in a module that is no `nn.Sequential`: after `blocks` (a module's own
-            blocks, such as transformer.h.3), after `halves` (attention and MLP apart), or after any of its `layers`.
-        name: for people, and for files.
+        granularity: where a stage may end in a module that is not an `nn.Sequential`: after `blocks` (a module's own
+            blocks, such as transformer.h.3), after `halves` (attention and MLP separately), or after any of its
+            `layers`.
+        name: name in reports, messages and file names.
     """
 
     module: nn.Module | Callable[[], nn.Module]
@@ -130,26 +128,26 @@ class Task:
             )
 
     def __repr__(self) -> str:
-        """A line; a module's own has one for every layer."""
+        """Return one line, unlike a module's own repr with a line for every layer."""
         module, optimizer = (getattr(one, "__name__", type(one).__name__) for one in (self.module, self.optimizer))
         return f"<Task: {self.name}, {module} trained by {optimizer}>"
 
     def build(self) -> nn.Module:
-        """The module itself, in the task's precision; a factory is called."""
+        """Return the module in the task's precision; call the factory if there is one."""
         module = self.module if isinstance(self.module, nn.Module) else self._made()
         return module if self.dtype is None else _CASTS[self.dtype](module)
 
     def _made(self) -> nn.Module:
-        """What the factory builds.
+        """Return the module that the factory builds.
 
         Raises:
-            UsageError: it fails, or builds something other than a module.
+            UsageError: the factory fails, or returns something other than a module.
         """
         assert not isinstance(self.module, nn.Module)
         try:
             with of_an_end(self.name):
                 made = self.module()
-        except (PipefitError, DataDependentOutputException):  # the latter: it reads numbers from tensors without bytes
+        except (PipefitError, DataDependentOutputException):  # the latter: the factory reads numbers from fake tensors
             raise
         except Exception as error:
             remedy = (
@@ -165,12 +163,12 @@ class Task:
         return made
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """`tensor` in the task's precision, if it holds floating-point numbers."""
+        """Return `tensor` in the task's precision if it is floating point, otherwise unchanged."""
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What parameters and data are cast to; None where they are left alone."""
+        """Dtype to which parameters and data are cast; None if they are not cast."""
         if self.precision is None or self.precision.startswith("mixed-"):
             return None
         found: torch.dtype = getattr(torch, self.precision.removeprefix("master-"))
@@ -178,12 +176,12 @@ class Task:
 
     @property
     def master_weights(self) -> bool:
-        """Whether the optimizer works on float32 copies of the parameters."""
+        """True if the optimizer works on float32 copies of the parameters."""
         return self.precision is not None and self.precision.startswith("master-")
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What autocast computes in; None without."""
+        """Dtype of autocast; None without autocast."""
         if self.precision is None or not self.precision.startswith("mixed-"):
             return None
         found: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))

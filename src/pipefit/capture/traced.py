@@ -1,7 +1,7 @@
-"""A traced model as a chain: pieces of the program become modules, with the model's own parameters in them.
+"""A traced model as a chain: pieces of the program become modules that hold the model's own parameters.
 
-Every layer holds, under local names, the parameters and buffers that it uses: the same objects as the model's, so that
-training the chain trains the model. What the program does not use goes along with the layer nearest by name.
+Every layer holds, under local names, the parameters and buffers that it uses: the model's own objects, so
+training the chain trains the model. Tensors that the program does not use go to the layer nearest by name.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ from pipefit.capture.whole_modules import wider
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Block, Target
 
-# ----------------------------------------------------------------------------------------------------
-# The units of a traced model: which module, of the size of a block or of half a block, each operation belongs
-# to.
+# ---- Units of a traced model: the module, a block or half a block in size, of each operation
 #
 # A block is a part of a container whose parts are of one class, such as transformer.h.3, or a module without
-# blocks inside. A module that does most of the model is split into its parts. Linear in the number of
-# operations and modules.
+# blocks inside. A module that runs most of the model's operations is split into its parts. Takes time linear
+# in the number of operations and modules.
 
-_WAIST = 1.25  # times the bytes around a unit may cross between the blocks inside it
+_WAIST = 1.25  # a factor: bytes between blocks in a unit, relative to around it
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Units:
-    """For every operation the unit it belongs to: one of the modules that it ran in."""
+    """The unit of every operation: one of the modules that the operation ran in."""
 
     def __init__(self, flow: Flow, module: nn.Module, *, deeper: bool) -> None:
         self.flow, self.deeper = flow, deeper
@@ -53,9 +51,9 @@ class Units:
 
     @cached_property
     def of_all(self) -> list[str]:
-        """The unit of each operation; "" for those of no unit."""
+        """The unit of each operation; "" for operations without a unit."""
         found, lone = self._found(frozenset()), frozenset[str]()
-        while more := self._too_large(found) - lone:  # a module that is most of the model is split into its parts
+        while more := self._too_large(found) - lone:  # split a module with most of the model's operations
             lone |= more
             found = self._found(lone)
         return found
@@ -66,11 +64,11 @@ class Units:
 
     @cached_property
     def _paths(self) -> frozenset[tuple[str, ...]]:
-        """The modules that operations ran in: one path for all operations of one innermost module."""
+        """The module paths of all operations, one for each innermost module."""
         return frozenset(stack(node) for node in self.flow.order)
 
     def _of(self, path: Sequence[str], lone: frozenset[str]) -> str:
-        """The unit of an operation that ran in the modules of `path`."""
+        """Return the unit of an operation that ran in the modules of `path`."""
         inside = [part for part in path if part]
         depth = next((n for n, part in enumerate(inside) if part not in lone and self._is_unit(part)), None)
         if depth is None:
@@ -86,7 +84,7 @@ class Units:
         return path not in self._holds and not isinstance(module, _CONTAINERS)
 
     def _parts_are_blocks(self, path: str, module: nn.Module) -> bool:
-        """Whether it is a container whose parts are blocks: all of one class, or without blocks inside."""
+        """Return whether `module` is a container of blocks: parts of one class, or without blocks inside."""
         if not isinstance(module, _CONTAINERS):
             return False
         classes = [type(part) for part in module.children()]
@@ -94,7 +92,7 @@ class Units:
         return (len(set(classes)) == 1 and len(classes) > 1) or self._holds.isdisjoint(inside)
 
     def _too_large(self, units: Sequence[str]) -> frozenset[str]:
-        """Units with parts of their own that hold more than half of all operations."""
+        """Return units that have parts and run more than half of all operations."""
         return frozenset(
             unit
             for unit, count in Counter(units).items()
@@ -106,9 +104,11 @@ class Units:
 
     @cached_property
     def _rows(self) -> frozenset[str]:
-        """The containers inside units whose parts are blocks in a row: between them no more crosses than around.
+        """Containers in units whose parts are blocks in a row, with no more crossing between them than
+        around.
 
-        So the stages of a vision model are divided; the experts of a block are not, nor is what a shortcut leaps over.
+        So the stages of a vision model are divided, but not the experts of a block, nor modules that a
+        shortcut skips.
         """
         around, spans, found = self._around_containers(), self._spans(), set[str]()
         calls = defaultdict[str, list[tuple[int, int]]](list)
@@ -121,7 +121,7 @@ class Units:
         return frozenset(found)
 
     def _around_containers(self) -> Mapping[str, set[tuple[str, ...]]]:
-        """For every module with parts that ran, the modules around its parts, outermost first, in each of its calls."""
+        """Return for every module with parts the modules around them, outermost first, in each of its calls."""
         found = defaultdict[str, set[tuple[str, ...]]](set)
         for path in {tuple(filter(None, path)) for path in self._paths}:
             first: dict[str, int] = {}
@@ -133,11 +133,11 @@ class Units:
         return found
 
     def _innermost(self, path: tuple[str, ...], rows: set[str]) -> str:
-        """The innermost unit, or block in a row, of a path; empty where there is none."""
+        """Return the innermost unit, or block in a row, of a path; empty if there is none."""
         return next((part for part in reversed(path) if _parent(part) in rows or self._is_unit(part)), "")
 
     def _spans(self) -> dict[str, tuple[int, int]]:
-        """The first and last operation of every call of a module."""
+        """Return the first and last operation of every call of a module."""
         found: dict[str, tuple[int, int]] = {}
         for number, node in enumerate(self.flow.order):
             for part in filter(None, stack(node)):
@@ -145,7 +145,7 @@ class Units:
         return found
 
     def _is_row(self, container: str, around: tuple[int, int], calls: Sequence[tuple[int, int]]) -> bool:
-        """Whether nothing more crosses between these calls of a container's parts than around the unit they are in."""
+        """Return whether no more crosses between these calls of a container's parts than around their unit."""
         module = self.modules.get(container)
         if len(calls) < 2 or not isinstance(module, _CONTAINERS) or not _are_blocks(list(module.children())):
             return False
@@ -161,7 +161,7 @@ class Units:
 
 
 def _are_blocks(parts: Sequence[nn.Module]) -> bool:
-    """Whether they are of one class, and have parts of their own."""
+    """Return whether the modules are of one class, and have parts."""
     return len({type(part) for part in parts}) == 1 and any(True for _ in parts[0].children())
 
 
@@ -170,7 +170,7 @@ def _parent(path: str) -> str:
 
 
 def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """The modules with blocks inside, or that hold some: a container of modules that have parts themselves."""
+    """Return the paths of modules that contain blocks: a container of modules that have parts themselves."""
     found = set[str]()
     for path, module in modules.items():
         if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
@@ -181,25 +181,24 @@ def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     return frozenset(found)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where to cut a traced model: into fine layers, and into blocks of them, between which a stage may end.
+# ---- Cuts of a traced model: fine layers, and blocks of layers between which a stage may end
 #
-# Every operation belongs to a unit: a module of the size that the granularity asks for. Between two units
-# that hold parameters a block ends in one place, where the fewest bytes cross; of several such places the
-# last, so that equal units become equal blocks. Operations without parameters (reshapes, masks, dropout, the
-# loss) join a neighbouring block. A place where many times more bytes cross than at the next one is given up.
+# Every operation belongs to a unit: a module of the size that the granularity requests. Between two units
+# with parameters there is one block boundary, at the cut with the fewest bytes; of several such cuts the
+# last, so equal units become equal blocks. Operations without parameters (reshapes, masks, dropout, the loss)
+# join a neighboring block. A cut with many times more bytes than the next one is dropped.
 #
-# Layers are finer. One ends wherever the innermost module changes, and where one module goes on to a further
-# parameter; but two uses of a parameter in one block stay in one layer. They are the same for every
-# granularity, and so are the random numbers that they draw. Linear in the number of operations.
+# Layers are finer. A layer ends when the innermost module changes, or when a module proceeds to another
+# parameter; but all uses of a parameter in one block stay in one layer. Layers are equal for every
+# granularity, and so are their random draws. Takes time linear in the number of operations.
 
-_FAR_MORE = 4  # times the bytes of the next cut
-_LITTLE = 1000  # only a cut next to a piece with less than one in so many of all parameters is given up for that
-_SMALL = 100  # what has less than one in so many of the largest unit's parameters joins a neighbour
+_FAR_MORE = 4  # a factor: bytes of a cut relative to the next one
+_LITTLE = 1000  # drop such a cut only next to a piece with less than 1/1000 of all parameters
+_SMALL = 100  # a unit with less than 1/100 of the largest unit's parameters joins a neighbor
 
 
 class Piece(NamedTuple):
-    """Operations `start` to `stop - 1`, to become the layer `name`."""
+    """Operations `start` to `stop - 1`, which become the layer `name`."""
 
     start: int
     stop: int
@@ -207,7 +206,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The layers to be, in order, and the blocks that they form; none where each is a block of its own."""
+    """The layers in order, and their blocks; without blocks, each layer is one."""
 
     layers: tuple[Piece, ...]
     blocks: tuple[Block, ...]
@@ -217,15 +216,15 @@ WHOLE = "whole"  # the name of a model's only layer
 
 
 def all_in_one(flow: Flow, why: str) -> Pieces:
-    """The model as one layer and one block, for this reason."""
+    """Return the model as one layer and one block, with the reason."""
     piece = Piece(0, len(flow.order), WHOLE)
     return Pieces((piece,), (Block(name=WHOLE, layers=1, undivided=why),))
 
 
 def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mapping[str, str]) -> Pieces:
-    """The layers of a model, and the blocks that a granularity makes of them.
+    """Return the layers of a model, and the blocks that a granularity makes of them.
 
-    `kept` are the paths of modules that stay whole, and why.
+    `kept` maps the paths of modules that stay whole to the reasons.
     """
     blocks, halves = (_Runs(flow, Units(flow, module, deeper=deeper)) for deeper in (False, True))
     is_free = _free(flow, blocks.cuts)
@@ -252,7 +251,7 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mappin
 
 
 def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
-    """Which modules that have blocks stay whole among these operations, and why."""
+    """Yield which modules with blocks stay whole among these operations, and why."""
     called = (meaning.name for node in nodes for source in node.all_input_nodes if (meaning := role(source)))
     divisible = with_blocks(dict(module.named_modules(remove_duplicate=False)))
     for path in dict.fromkeys(called):
@@ -261,7 +260,7 @@ def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str])
 
 
 def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> Iterator[Piece]:
-    """The pieces between cuts, each by the name of its operations, and a number where the name was there before."""
+    """Yield the pieces between cuts, named after their operations, with a number for repeated names."""
     met: dict[str, int] = {}
     for start, stop in pairwise([0, *(cut + 1 for cut in cuts), len(flow.order)]):
         own = plain(name(start, stop))
@@ -270,9 +269,9 @@ def _named(flow: Flow, cuts: Sequence[int], name: Callable[[int, int], str]) -> 
 
 
 def _fine(flow: Flow, given: Set[int], is_free: Sequence[bool]) -> list[int]:
-    """The cuts given, and those where the innermost module changes or goes on to a further parameter.
+    """Return the given cuts, and those where the innermost module changes or proceeds to another parameter.
 
-    Operations that only look at memory in another way, as a reshape does, are no layer of their own.
+    Operations that only make views, such as a reshape, do not form a layer.
     """
     cuts, met, computes = list[int](), set[fx.Node](), False
     for cut, (before, after) in enumerate(zip(flow.order, [*flow.order[1:], None], strict=True)):
@@ -289,22 +288,24 @@ def _fine(flow: Flow, given: Set[int], is_free: Sequence[bool]) -> list[int]:
 
 
 def _changes(flow: Flow, met: Set[fx.Node], before: fx.Node, after: fx.Node) -> bool:
-    """Whether the innermost module changes, or goes on to a parameter that is not among those met."""
+    """Return whether the innermost module changes, or proceeds to a parameter that is not among those met."""
     goes_on = bool(met) and not _parameters(flow, after) <= met
     return goes_on or stack(before)[-1:] != stack(after)[-1:]
 
 
 def _innermost(flow: Flow, start: int, stop: int) -> str:
-    """The innermost module of the operations that use the most parameters, or of the first one."""
+    """Return the innermost module of the operation with the most parameter bytes, by default the first one."""
     nodes = flow.order[start:stop]
     most = max(nodes, key=lambda node: sum(map(nbytes, _parameters(flow, node))))
     return "".join(stack(most)[-1:]) or _of_the_root(flow, nodes)
 
 
 def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
-    """A name for what the root module does: its largest parameter, otherwise the first operation that computes.
+    """Return a name for operations of the root module: its largest parameter, or the first operation that
+    computes.
 
-    Of parameters of one size it is the first by name, so that every trace of the model has the same.
+    Among parameters of equal size the first by name is taken, so every trace of the model gives the same
+    name.
     """
     own = [node for node in nodes if not any(stack(node))] or nodes
     used = (parameter for node in own for parameter in _parameters(flow, node))
@@ -315,7 +316,7 @@ def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
 
 
 def _free(flow: Flow, block_cuts: Sequence[int]) -> list[bool]:
-    """Whether each cut leaves all that a block does with a parameter, buffer or constant in one layer."""
+    """Return for each cut whether all uses of a parameter, buffer or constant in a block stay in one layer."""
     last: dict[fx.Node, int] = {}
     closed = []
     for number, node in enumerate(flow.order):
@@ -330,13 +331,13 @@ def _free(flow: Flow, block_cuts: Sequence[int]) -> list[bool]:
 
 
 class _Runs:
-    """Consecutive operations of one unit, and the parameters that each operation is the first to use."""
+    """Consecutive operations of one unit, and the parameter bytes that each operation is the first to use."""
 
     def __init__(self, flow: Flow, units: Units) -> None:
         self.flow, self.units, self.deeper = flow, units.of_all, units.deeper
-        # The first operations of units that no cut parts from the unit before, each with the reason
+        # First operations of units that cannot be cut from the unit before, each with the reason
         self.undivided: list[tuple[int, str]] = []
-        self.weights: list[int] = []  # parameter bytes first needed by each operation
+        self.weights: list[int] = []  # parameter bytes that each operation is the first to use
         met: set[fx.Node] = set()
         for node in self.flow.order:
             fresh = _parameters(self.flow, node) - met
@@ -346,7 +347,7 @@ class _Runs:
         self.cuts = self._worthwhile(list(self._cheapest()))
 
     def _cheapest(self) -> Iterator[int]:
-        """One cut between any two neighbouring units with parameters, if there is one."""
+        """Yield one cut between any two neighboring units with parameters, if there is a legal one."""
         for (_, end), (start, _) in pairwise(self._heavy()):
             candidates = [cut for cut in range(end, start) if self.flow.legal[cut]]
             if candidates:
@@ -356,7 +357,7 @@ class _Runs:
                 self.undivided.append((start, f"{one} and {other}: {self.flow.obstacle(start - 1)}"))
 
     def name(self, start: int, stop: int) -> str:
-        """The unit that uses the most parameters in a piece."""
+        """Return the unit that uses the most parameter bytes in a piece."""
         used: dict[str, set[fx.Node]] = {}
         for unit, node in zip(self.units[start:stop], self.flow.order[start:stop], strict=True):
             if unit:
@@ -365,7 +366,7 @@ class _Runs:
         return most or _of_the_root(self.flow, self.flow.order[start:stop])
 
     def _heavy(self) -> list[tuple[int, int]]:
-        """First and last operation of every run of a unit that uses parameters."""
+        """Return first and last operation of every run of a unit that uses parameters."""
         found: list[tuple[int, int]] = []
         previous, light = None, self._light()
         for number, (unit, node) in enumerate(zip(self.units, self.flow.order, strict=True)):
@@ -379,7 +380,9 @@ class _Runs:
         return [(first, end) for (first, _), end in zip(found, ends, strict=True)]
 
     def _light(self) -> set[str]:
-        """The units too small to be blocks, by their parameters; of whole modules only what is outside of them."""
+        """Return units with too few parameters to be blocks; without halves, only operations outside of all
+        units.
+        """
         sizes: dict[str, int] = {}
         for unit, weight in zip(self.units, self.weights, strict=True):
             sizes[plain(unit)] = sizes.get(plain(unit), 0) + weight
@@ -388,7 +391,7 @@ class _Runs:
         return small if self.deeper else small & {""}
 
     def _begin(self, number: int) -> int:
-        """The first operation of the run that `number` is in."""
+        """Return the first operation of the run that contains `number`."""
         while number and self.units[number - 1] == self.units[number]:
             number -= 1
         return number
@@ -399,7 +402,9 @@ class _Runs:
         return number
 
     def _worthwhile(self, cuts: list[int]) -> list[int]:
-        """The cuts, without those where far more bytes cross than at a neighbour with hardly any parameters between."""
+        """Return the cuts without costly ones: far more bytes than a neighbor, with hardly any parameters
+        between.
+        """
         kept = list(cuts)
         for cut in sorted(cuts, key=self.flow.cost.__getitem__, reverse=True):
             place = kept.index(cut)
@@ -415,7 +420,7 @@ def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
     return {source for source in flow.needs(node) if (meaning := role(source)) and meaning.kind == "parameter"}
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Capture by a trace
 
 _INSIDE = (
     "let a module of the model do it, which stays whole (each block by itself, where blocks are left out at random)"
@@ -425,12 +430,12 @@ _INSIDE = (
 def traced_chain(
     task: Task, module: nn.Module, inputs: Any, targets: Tree | None, target: Target, *, whole: bool
 ) -> Chain:
-    """The chain of `module`, traced on `inputs`, with the types that its values have on the target.
+    """Return the chain of `module`, traced on `inputs`, with the dtypes that its values have on the target.
 
-    One that is to stay `whole`, because its optimizer couples all parameters, is one layer.
+    If the module stays `whole`, because its optimizer couples all parameters, it is one layer.
 
     Raises:
-        UsageError: it cannot be traced, or returns no loss where it should.
+        UsageError: the module cannot be traced, computes nothing, or does not return the required loss.
     """
     shape = Tree.of("the inputs", inputs)
     program, graph, kept = _traced(task, module, inputs, target)
@@ -456,10 +461,10 @@ def traced_chain(
 def _traced(
     task: Task, module: nn.Module, inputs: Any, target: Target
 ) -> tuple[ExportedProgram, fx.Graph, Mapping[str, str]]:
-    """The program of `module`, its graph, and the paths of parts that stay whole, because they look at values, and why.
+    """Return the program of `module`, its graph, and the paths of parts that stay whole, with reasons.
 
     Raises:
-        UsageError: it cannot be traced.
+        UsageError: the module cannot be traced.
     """
     whole, first = dict[str, str](), None
     while True:
@@ -485,7 +490,7 @@ def _traced(
 def _layers(
     flow: Flow, module: nn.Module, cut: Sequence[Piece], program: ExportedProgram, first: Sequence[fx.Node]
 ) -> Iterator[ChainLayer]:
-    """The layers, one a piece; each takes what the one before gives."""
+    """Yield the layers, one for each piece; each takes the values that the layer before it returns."""
     binding, found, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
     for piece in cut:
         leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
@@ -501,13 +506,15 @@ def _layers(
 
 
 def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
-    """The class of a layer: named after the module it is made of."""
+    """Return the class of a layer, named after the class of the module that it comes from."""
     found = dict(module.named_modules(remove_duplicate=False)).get(plain(name))
     return layer_class(type(found or module).__name__)
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
-    """End the graph in tensors alone: the loss, if the model computes it, else all the model returns; their shape."""
+    """End the graph in tensors alone: the loss if the model computes it, else all outputs; return their
+    structure.
+    """
     end, spec = graph.output_node(), program.call_spec.out_spec
     assert spec is not None
     leaves = list(end.args[0])  # type: ignore[arg-type]
@@ -520,7 +527,7 @@ def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
 
 
 def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[fx.Node]) -> Tree:
-    """The shape of the inputs, in the order of the program, of which the first layer takes those it needs."""
+    """Return the structure of the inputs in the program's order; the first layer takes those that it needs."""
     if isinstance(inputs, dict):
         assert program.call_spec.in_spec is not None
         keys = program.call_spec.in_spec.child(1).context

@@ -1,12 +1,12 @@
-"""Modules of a traced model that stay whole, because what they do depends on the values of tensors.
+"""Modules of a traced model that stay whole, because their behavior depends on the values of tensors.
 
-A trace would take one of their ways for ever. So while a model is traced, each call of such a module is one operation
-of the program, and in a layer the operation calls the module itself, as a layer by hand is called: its forward is run
-anew each time, and recorded by autograd. What it needs is measured as that of a layer by hand (`by_value`).
+A trace would record one of their paths forever. So each call of such a module is one operation of the
+program, and a layer calls the module itself, as in a written chain: its forward runs anew each time, and
+autograd records it. Its memory is measured as for a written layer (`capture.by_value`).
 
-The rest of the program is fixed, and so is what it is given: as many tensors, of the same shapes and dtypes, and the
-same numbers. A module of which two runs, with other values, return something else does not stay whole; one that does
-so later stops training with a sentence.
+The rest of the program is fixed, and so are the module's results: the number of tensors, their shapes and
+dtypes, and plain numbers. A module whose results differ in these between two runs with other values cannot
+stay whole; a module whose results change later stops training with an error.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import dtype_name, kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# Calls that stay whole in a trace: what each is given, and the operations that stand for them in the program.
+# ---- Calls that stay whole: their arguments, and the operations that stand for them
 
 
 class Given(NamedTuple):
-    """The arguments of a call, flat: tensors, which the program hands on, and all else, which it does not know."""
+    """The flat arguments of a call: tensors, which the program passes, and other values, which it does not
+    know.
+    """
 
     leaves: list[Any]
     spec: pytree.TreeSpec
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """These arguments."""
+        """Return the flat form of these arguments."""
         return Given(*pytree.tree_flatten((args, kwargs)))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among them."""
+        """The tensors among the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def other_than(self, kinds: tuple[type, ...]) -> Any:
-        """The first that is neither a tensor nor of these kinds; None if there is none."""
+        """Return the first argument that is neither a tensor nor of these types; None if there is none."""
         return next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *kinds))), None)
 
     def with_tensors(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with others in the place of the tensors."""
+        """Return the arguments with the tensors replaced."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -64,27 +65,25 @@ class Given(NamedTuple):
 
 
 def nodes_of(program: ExportedProgram, operator: Any) -> Iterator[Any]:
-    """The operations of a program, nested ones too, that call an operator."""
+    """Yield the operations of a program that call an operator, in nested graphs too."""
     for part in program.graph_module.modules():
         if isinstance(part, fx.GraphModule):
             yield from (node for node in part.graph.nodes if node.target is operator)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Custom `autograd.Function`s in a traced model: each call stays whole, with the backward that its author
-# wrote.
+# ---- Custom `autograd.Function`s: each call stays whole, with its author's backward
 #
-# torch.export follows the forward of such a function as if it were plain code, and its backward is lost. So
-# while a model is traced, each call is one operation of the program, whose shapes are those of a forward over
-# fake tensors. In a layer the operation calls the function itself.
+# torch.export traces the forward of such a function like plain code, and loses its backward. So each call
+# during a trace is one operation of the program, with the shapes of a forward over fake tensors. In a layer
+# the operation calls the function itself.
 #
-# Models often bind `Function.apply` to a name of their own, `my_relu = MyReLU.apply`, and from torch 2.14 on
-# its code is compiled. So it is not replaced: what it asks of the class is answered otherwise during a trace.
-# In every release it asks for `_backward_cls`, which nobody else does, then for `forward`, and for
-# `setup_context` once that has returned.
+# Models often bind `Function.apply` to a name, `my_relu = MyReLU.apply`, and from torch 2.14 on the code of
+# `apply` is compiled. So `apply` is not replaced; instead, attribute reads on the class return other values
+# during a trace. Every release reads `_backward_cls`, which no other code does, then `forward`, and
+# `setup_context` after the forward returned.
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
-_OPERATORS = "GeneratedBackwardFor_"  # how torch.library names the backward of an operator, which traces keep whole
+_OPERATORS = "GeneratedBackwardFor_"  # torch.library's backward of operators, which traces keep whole
 
 
 class CustomFunction:
@@ -93,7 +92,7 @@ class CustomFunction:
     def __init__(self, function: type[Function]) -> None:
         self.function = function
         self.__name__ = self.__qualname__ = function.__qualname__.replace("<locals>", "").replace(".", "_")
-        self.__module__ = f"{__name__}.{function.__module__}"  # code of a layer would call one of torch's by its name
+        self.__module__ = f"{__name__}.{function.__module__}"  # generated code would call a torch function by name
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -115,14 +114,15 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the call in messages."""
         return f"{self.function.__qualname__}.apply"
 
     def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Fake tensors like those of the result, and `packing`, for fake arguments.
+        """Return fake tensors like the function's results for fake arguments; set `packing` and `returned`.
 
         Raises:
-            Refusal: the function changes an argument in place, or returns something other than tensors and None.
+            Refusal: the function changes an argument in place, or returns something other than tensors and
+                None.
         """
         versions = [tensor._version for tensor in tensors]
         args, kwargs = self.given.with_tensors(tensors)
@@ -136,7 +136,7 @@ class _Call:
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in found]
 
     def packed(self, results: Sequence[Tensor]) -> Any:
-        """`results` as the function returns them."""
+        """Return `results` in the structure that the function returns."""
         given = iter(results)
         return pytree.tree_unflatten([next(given) if there else None for there in self.returned], self.packing)
 
@@ -145,15 +145,15 @@ class _Call:
 
 
 class _Trace:
-    """The calls of a trace, and how far torch got with the one that it is making."""
+    """The calls of a trace, and torch's progress with the current one."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.begun: type[Function] | None = None  # its forward is asked for next
-        self.returned: type[Function] | None = None  # its context is filled next
+        self.begun: type[Function] | None = None  # torch reads its forward next
+        self.returned: type[Function] | None = None  # torch reads its setup_context next
 
     def answer(self, function: type[Function], name: str, found: Any) -> Any:
-        """What torch is told where it asks `function` for an attribute, which is `found`."""
+        """Return the attribute `name` of `function` that torch sees during a trace; `found` is the real one."""
         if name == "_backward_cls" and not function.__name__.startswith(_OPERATORS):
             self.begun = function
         elif name == "forward" and self.begun is function:
@@ -165,7 +165,7 @@ class _Trace:
         return found
 
     def _forward(self, function: type[Function], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a call: one operation; the function's own where no tensor is given."""
+        """Return a forward that records the call as one operation, or runs `plain` if no tensor is given."""
         has_context = function.setup_context is Function.setup_context
 
         def forward(*given: Any) -> Any:
@@ -181,26 +181,26 @@ class _Trace:
 
 
 def _nothing_is_kept(*_: Any) -> None:
-    """The context of an operation that stands for a call: no backward will ask for it."""
+    """Do nothing in place of `setup_context`: the traced operation has no backward that reads the context."""
 
 
 _trace: ContextVar[_Trace | None] = ContextVar("the trace that is going on", default=None)
 
 
-torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces alone
+torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces only
 
 
 @torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
-    """The results of a call, over fake tensors."""
+    """Return the results of a call over fake tensors."""
     trace = _trace.get()
     assert trace is not None
-    with not_kept():  # functions inside the function are a part of it
+    with not_kept():  # custom functions inside this one belong to it
         return trace.calls[call].results(tensors)
 
 
 def _asked(function: type[Function], name: str) -> Any:
-    """The attribute of a function's class, as torch is to see it."""
+    """Return the attribute of a function's class that torch sees."""
     found = type.__getattribute__(function, name)
     trace = _trace.get()
     return found if trace is None else trace.answer(function, name, found)
@@ -208,7 +208,7 @@ def _asked(function: type[Function], name: str) -> Any:
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """Inside, custom functions are called as they are, as by whatever is itself an operation of the trace."""
+    """Call custom functions in the body as they are, inside code that is one operation of the trace."""
     token = _trace.set(None)
     try:
         yield
@@ -218,7 +218,7 @@ def not_kept() -> Iterator[None]:
 
 @contextmanager
 def kept_whole() -> Iterator[list[_Call]]:
-    """Inside, a call of a custom function that is traced becomes one operation; gives the list of the calls."""
+    """Turn calls of custom functions traced in the body into single operations; yield the list of calls."""
     trace = _Trace()
     token = _trace.set(trace)
     FunctionMeta.__getattribute__ = _asked  # type: ignore[method-assign,assignment]
@@ -238,9 +238,9 @@ def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
         node.args, node.kwargs = call.given.with_tensors(tensors)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Modules that stay whole
 
-Form = tuple[str, tuple[int, ...]] | int | float | str | bool | type | None  # of a tensor; plain values as they are
+Form = tuple[str, tuple[int, ...]] | int | float | str | bool | type | None  # (dtype, shape) of a tensor
 
 _WHOLE_MODULES_PLAIN = (int, float, str, bool, type(None))
 _GIVEN = (*_WHOLE_MODULES_PLAIN, torch.dtype, torch.device)
@@ -254,14 +254,15 @@ def call_whole(
     *,
     opposite: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The tensors that the forward of `module` returns.
+    """Return the tensors that the forward of `module` returns.
 
-    The target of a node, which has two arguments more behind the module: its parameters, which the operation reads, and
-    its buffers, which it may change. `forms` is what it returned in the trace. `opposite` says that its forward raises
-    an exception where every condition holds, so that over fake tensors none does.
+    The target of a node, which has two more arguments after the module: its parameters, which the operation
+    reads, and its buffers, which it may change. `forms` describes the results in the trace. `opposite` says
+    that the forward raises an exception when every condition holds, so conditions do not hold over fake
+    tensors.
 
     Raises:
-        UsageError: it returns something else now, or changes an argument in place.
+        UsageError: the results differ from `forms`, or the forward changes an argument in place.
     """
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     versions = _versions(given)
@@ -287,14 +288,14 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _form(leaf: Any) -> Form:
-    """What a returned leaf is; of something that is neither a tensor nor plain it is the class."""
+    """Return dtype and shape of a tensor, a plain value itself, and the class of anything else."""
     if isinstance(leaf, Tensor):
         return dtype_name(leaf.dtype), tuple(leaf.shape)
     return leaf if isinstance(leaf, _WHOLE_MODULES_PLAIN) else type(leaf)
 
 
 def _words(forms: Sequence[Form]) -> str:
-    """For people."""
+    """Return the forms in words, for messages."""
     return ", ".join(f"{one[0]} {one[1]}" if isinstance(one, tuple) else repr(one) for one in forms) or "nothing"
 
 
@@ -302,7 +303,7 @@ def _words(forms: Sequence[Form]) -> str:
 
 
 class _WholeModulesCall(NamedTuple):
-    """A call during a trace: all that `call_whole` is given but tensors, and like what the tensors are returned."""
+    """A call during a trace: the non-tensor arguments of `call_whole`, and fake tensors like its results."""
 
     path: str
     given: Given
@@ -322,7 +323,7 @@ torch.library.define(
 
 @torch.library.register_fake("pipefit::whole_module")  # type: ignore[untyped-decorator]
 def _whole_modules_(parameters: list[Tensor], buffers: list[Tensor], given: list[Tensor], call: int) -> list[Tensor]:
-    """Tensors like those that the call returned, over fake tensors."""
+    """Return fake tensors like the results of the call."""
     calls = _calls.get()
     assert calls is not None
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in calls[call].results]
@@ -330,7 +331,7 @@ def _whole_modules_(parameters: list[Tensor], buffers: list[Tensor], given: list
 
 @contextmanager
 def whole_modules(root: nn.Module, paths: Collection[str]) -> Iterator[list[_WholeModulesCall]]:
-    """Inside, the parts of `root`, a fake copy that is traced, with these paths stay whole; gives the list of calls."""
+    """Keep the parts of `root`, a traced fake copy, at `paths` whole in the body; yield the list of calls."""
     calls: list[_WholeModulesCall] = []
     token = _calls.set(calls)
     for path in paths:
@@ -350,7 +351,7 @@ class _Whole:
     def __init__(self, path: str, part: nn.Module, calls: list[_WholeModulesCall]) -> None:
         self._path, self._part, self._calls = path, part, calls
         self._mode = _Assuming(allow_non_fake_inputs=True)
-        self._like = copied(part, self._fake)  # what is run to see what a call returns
+        self._like = copied(part, self._fake)  # a fake copy that is run for the results of calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
         return self
@@ -371,7 +372,7 @@ class _Whole:
         return pytree.tree_unflatten([next(results) if isinstance(form, tuple) else form for form in forms], packing)
 
     def _run(self, given: Given) -> tuple[Any, bool]:
-        """What a call returns, and whether that is so only as if no condition held."""
+        """Return the results of a call, and True if it only succeeds when no condition holds."""
         found, error = dict[bool, Any](), Exception()
         for opposite in (False, True):
             try:
@@ -391,7 +392,7 @@ class _Whole:
         return next(iter(found.values())), False not in found
 
     def _once(self, given: Given) -> Any:
-        """What a call returns over fake tensors of its own."""
+        """Return the results of a call over separate fake tensors."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), not_kept(), reading(Reading()):
             fakes = [self._argument(tensor) for tensor in given.tensors]
             args, kwargs = given.with_tensors(fakes)
@@ -405,7 +406,7 @@ class _Whole:
             return returned
 
     def _argument(self, tensor: Tensor) -> Tensor:
-        """A fake of an argument, which an operation has made, so that it may be changed in place."""
+        """Return a fake copy of an argument that is not a leaf, so it may be changed in place."""
         made = self._fake(tensor).requires_grad_(tensor.requires_grad)
         with self._mode:
             return made.clone()
@@ -419,7 +420,7 @@ class _Whole:
 
 
 class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """`FakeTensorMode` in which operations whose results depend on values return what is assumed of them."""
+    """A `FakeTensorMode` in which value-dependent operations return their assumed results."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -433,7 +434,7 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def call_the_modules(program: ExportedProgram, calls: Sequence[_WholeModulesCall]) -> None:
-    """Let the operations that stand for `calls` call the modules, each of which they name by its path."""
+    """Let the operations that stand for `calls` call the modules, which they name by path."""
     for node in nodes_of(program, torch.ops.pipefit.whole_module.default):
         parameters, buffers, tensors, number = node.args
         call = calls[number]
@@ -446,10 +447,10 @@ def call_the_modules(program: ExportedProgram, calls: Sequence[_WholeModulesCall
 
 
 def wider(module: nn.Module, whole: Mapping[str, str], refused: LooksAtValues) -> dict[str, str] | None:
-    """The paths of the parts of `module` that are to stay whole, and why, after a trace with `whole` was refused.
+    """Return the paths of parts to keep whole, with reasons, after a trace with `whole` was refused.
 
-    They are more by the part that looks at values, and by all others of its class, which do the same. Where one of
-    those cannot stay whole either, the part around it is to. None where that is the model.
+    The part that looks at values is added, with all others of its class. If one of these cannot stay whole
+    either, the part around it is added instead. Returns None if that is the model itself.
     """
     parts = dict(module.named_modules())
     path = _around(refused.path, parts) if refused.whole else refused.path
@@ -462,7 +463,7 @@ def wider(module: nn.Module, whole: Mapping[str, str], refused: LooksAtValues) -
 
 
 def _around(path: str, parts: Mapping[str, nn.Module]) -> str:
-    """The path of the module that calls the one at `path`: the next one around it that has a forward."""
+    """Return the path of the module that calls the one at `path`: the next one around it with a forward."""
     while path := path.rpartition(".")[0]:
         if type(parts[path]).forward is not nn.Module.forward:
             break
