@@ -1,4 +1,6 @@
-"""Executes programs: over fake tensors (the dry run), in one process, or in one worker process per device."""
+"""Execution of programs: over fake tensors (the dry run), in one process, or in one worker process per
+device.
+"""
 
 from pipefit.runtime.checks.comparison import certify_numbers
 from pipefit.runtime.dry_run.certify import certify

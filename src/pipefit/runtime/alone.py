@@ -1,7 +1,8 @@
-"""One stage of a plan trained without its neighbours, for profiling: it receives zeros, and what it sends is dropped.
+"""Trains one stage of a plan without its neighbors, for profiling: it receives zeros, and its messages are
+dropped.
 
-The stage runs its own program with tensors of the true shapes, so that its memory is, to the byte, that in the whole
-pipeline, and no other part of the model needs a device. The values that it computes mean nothing.
+The stage runs its own program with tensors of the true shapes, so its memory is, to the byte, its memory in
+the whole pipeline, and no other part of the model needs a device. The computed values mean nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pipefit.runtime.hardware import check_backwards
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 
-_SEED = 0  # of values that mean nothing
+_SEED = 0  # any seed: the computed values mean nothing
 
 
 class LoneStages:
-    """A model of which single stages are trained alone, on devices with the kernels of `target`.
+    """A model whose single stages are trained alone, on devices with the kernels of `target`.
 
-    It is built once; an existing module is copied, not changed.
+    The model is built once; an existing module is copied, not changed.
 
     Raises:
         UsageError: the module cannot be captured.
@@ -42,7 +43,7 @@ class LoneStages:
         self.task, self._target = task, target
         with recording("profiling"):
             self.chain = self._chain(microbatch_size)
-        self.shared = self.chain.shared  # before a stage is given copies of its own
+        self.shared = self.chain.shared  # before a stage is given its own copies
 
     def _chain(self, samples: int) -> Chain:
         return build_chain(on_a_copy(self.task), samples, seed=_SEED, target=self._target)
@@ -50,14 +51,15 @@ class LoneStages:
     def train(
         self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int | None = None
     ) -> int:
-        """The peak in bytes of a stage of `plan` in so many steps on `device`; then its layers go back to the host.
+        """Return the peak bytes of a stage of `plan` over `steps` steps on `device`; its layers then return
+        to the host.
 
-        Without `steps`, in as many as differ.
+        Default of `steps`: the number of distinct steps of the plan.
 
         Raises:
             OutOfMemory: the stage passed the meter's cap.
             FileError: the plan was made for another task; says what differs.
-            UsageError: torch runs no backward on that GPU in this process.
+            UsageError: torch cannot run a backward on this GPU in this process.
         """
         check_backwards([device])
         check_casts(plan, self.task)

@@ -15,10 +15,10 @@ from pipefit.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One training step, as one worker saw it. The loss is the same on all of them.
+    """One training step, as one worker saw it. The loss is the same on all workers.
 
-    `peak_bytes` maps every device to its peak in the step, 0 where no meter counts. `gradient_norm` is None unless
-    gradients are clipped or the loss is scaled.
+    `peak_bytes` maps every device to its peak in the step, 0 if no meter counts. `gradient_norm` is None
+    unless gradients are clipped or the loss is scaled.
     """
 
     step: int

@@ -1,4 +1,6 @@
-"""Where this machine runs the devices of a cluster: on GPUs or the CPU, with which backend and which memory meter."""
+"""Hardware for the devices of a cluster: GPUs or the CPU, with backend and memory meter; free memory of the
+host.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,28 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import CATEGORIES, Category, MemorySample
 
-# ----------------------------------------------------------------------------------------------------
-# What memory this host has to spare, for what runs beside the training.
+# ---- Free memory of this host
 
 _MEMINFO, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
-    """Bytes that a process may still take: of the machine, and of the container that it is in.
+    """Return the bytes that a process may still allocate within the limits of the machine and of its
+    container.
 
-    Where the system does not tell what is free, half of the memory that it has.
+    If the system does not report free memory, half of the machine's memory.
     """
     free = _number(meminfo, r"MemAvailable:\s+(\d+) kB")
     machine = free * 1024 if free is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit, used = _number(container / "memory.max", r"(\d+)"), _number(container / "memory.current", r"(\d+)")
     if limit is None or used is None:
         return machine
-    files = _number(container / "memory.stat", r"inactive_file (\d+)") or 0  # given up when memory is needed
+    files = _number(container / "memory.stat", r"inactive_file (\d+)") or 0  # reclaimable file cache
     return min(machine, limit - used + files)
 
 
 def _number(path: Path, pattern: str) -> int | None:
-    """The first number in a file behind what `pattern` says; None where there is none."""
+    """Return the number that `pattern` captures in a file; None if the file or the number is missing."""
     try:
         found = re.search(pattern, path.read_text())
     except OSError:
@@ -52,11 +54,9 @@ def _number(path: Path, pattern: str) -> int | None:
     return int(found[1]) if found else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Out of memory, whoever says it: torch's allocator, or a library that asks the driver for memory by itself.
-#
-# cuBLAS, cuDNN, NCCL and others allocate a part of their memory outside of torch. Where the device has none
-# left, they fail with errors of their own, which torch passes on as a plain `RuntimeError`:
+# ---- Out-of-memory errors of torch's allocator and of other libraries
+# cuBLAS, cuDNN, NCCL and others allocate part of their memory outside of torch. If the device has none left,
+# they fail with their own errors, which torch passes on as a plain `RuntimeError`:
 # "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", or "ncclUnhandledCudaError: Call to CUDA
 # function failed. Cuda failure 2 'out of memory'".
 
@@ -65,16 +65,19 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 class Moment(NamedTuple):
-    """A device that has run out: what it would have held with what was asked for, and what that was, 0 if unknown."""
+    """Memory of a device that ran out, including the failed allocation, and that allocation's bytes, 0 if
+    unknown.
+    """
 
     sample: MemorySample
     asked_bytes: int
 
 
 def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: float) -> Moment | None:
-    """The moment at which an error says that memory ran out, in the action that a meter has begun; None without one.
+    """Return the moment of an out-of-memory error in the action that a meter has begun; None without a meter.
 
-    A meter of our own has counted what was asked for; torch's allocator says it, in two digits, and has not.
+    The project's meter includes the failed allocation in its sample. Torch's allocator does not: it only
+    prints the size, to a few digits, and the size is added here to temporary memory.
     """
     if meter is None:
         return None
@@ -89,30 +92,32 @@ def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: 
 
 
 def named(error: BaseException, device: int, action: str) -> str:
-    """What an error says of memory that ran out at an action, with the device; our own meters name it themselves."""
+    """Return the message of an out-of-memory error with device and action; the project's meters already name
+    them.
+    """
     if isinstance(error, OverCap):
         return str(error)
     return f"device {device} ran out of memory at {action}: {all_lines(error)}"
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """Return whether an error says that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or no_memory(error)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Devices of a plan on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What this machine runs the devices of a plan on; `shared` where its first GPU is all of them."""
+    """This machine as the hardware of a plan's devices; with `shared`, its first GPU is all of them."""
 
     plan: Plan
     shared: bool = False
 
     @property
     def backend(self) -> str:
-        """The backend of `torch.distributed` for the plan's workers, which NCCL is not for those that share a GPU.
+        """Backend of `torch.distributed` for the plan's workers: gloo, or NCCL for workers with a GPU each.
 
         Raises:
             UsageError: the plan is for GPUs, and this machine has none.
@@ -128,10 +133,10 @@ class Hardware:
         return "gloo" if self.shared else "nccl"
 
     def device(self, number: int) -> torch.device:
-        """Where it runs one of the plan's devices: on its GPU for it, on one that all share, or on the CPU.
+        """Return the torch device of one of the plan's devices, and make a GPU the current one.
 
         Raises:
-            UsageError: it has no such GPU.
+            UsageError: the machine lacks this GPU.
         """
         if self.plan.cluster.backend != "cuda":
             return torch.device("cpu")
@@ -140,19 +145,19 @@ class Hardware:
         return device
 
     def gpu(self, number: int) -> torch.device:
-        """Its GPU for one of the plan's devices, which is the first for all where they share it.
+        """Return this machine's GPU for one of the plan's devices; the first GPU if all devices share it.
 
-        Its number is the device's, or, where workers run on several machines, the device's among those of its host.
-        Where a launcher shows every worker a single GPU, it is that one.
+        The GPU's number is the device's number or, if workers run on several machines, the device's index on
+        its host. If a launcher shows every worker a single GPU, it is that GPU.
 
         Raises:
-            UsageError: it has no such GPU.
+            UsageError: the machine lacks this GPU.
         """
         if self.shared:
             return torch.device("cuda", 0)
         there, shown = _number_here(self.plan.cluster, number), torch.cuda.device_count()
         if shown == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-            return torch.device("cuda", 0)  # as SLURM does; torchrun would tell how many workers see the same GPU
+            return torch.device("cuda", 0)  # as under SLURM; torchrun sets LOCAL_WORLD_SIZE
         if there >= shown:
             raise UsageError(
                 f"{self.plan.cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of "
@@ -161,9 +166,10 @@ class Hardware:
         return torch.device("cuda", there)
 
     def cap_bytes(self, program: Program, number: int) -> int | None:
-        """What the allocator of a GPU may reserve for a device: its memory less what a process takes of it besides.
+        """Return the bytes a GPU's allocator may reserve for a device: its memory minus CUDA context and
+        communicators.
 
-        None where the GPU is all of them: its allocator has room for all.
+        None if one GPU is all devices: its allocator needs memory for all of them.
         """
         if self.shared:
             return None
@@ -175,9 +181,11 @@ class Hardware:
     def meter(
         self, number: int, device: torch.device, kernels: Kernels, *, gpu_bytes: int | None = None
     ) -> MemoryMeter | None:
-        """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free.
+        """Return the memory meter of a device: capped for emulated devices, the allocator's for GPUs, None
+        for a plain CPU.
 
-        `gpu_bytes` are what the allocator of a GPU may reserve; None leaves that to the process.
+        `gpu_bytes` is the limit of memory that a GPU's allocator may reserve; None leaves the limit to the
+        process.
         """
         if device.type == "cuda":
             return CudaMeter(device, cap_bytes=gpu_bytes)
@@ -187,7 +195,9 @@ class Hardware:
 
 
 def _number_here(cluster: Cluster, number: int) -> int:
-    """The number of a device on this machine: its own, or among those of its host where not all workers are here."""
+    """Return a device's number on this machine: its own, or its index on its host if other machines run
+    workers too.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return number
     host = cluster.devices[number].host
@@ -195,7 +205,8 @@ def _number_here(cluster: Cluster, number: int) -> int:
 
 
 def check_hosts(plan: Plan, rank: int) -> None:
-    """Check that the workers which torchrun has started on the machine of `rank` are all those of one host of the plan.
+    """Check that the workers which torchrun started on the machine of `rank` are exactly those of one host of
+    the plan.
 
     Raises:
         UsageError: they are not; says which workers belong together.
@@ -203,7 +214,7 @@ def check_hosts(plan: Plan, rank: int) -> None:
     told = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     local, count = (int(text or -1) for text in told)
     if plan.cluster.backend != "cuda" or None in told or count == len(plan.workers):
-        return  # not told, or all on this machine, wherever the plan thinks that their devices are
+        return  # unknown, or all on this machine, on whatever hosts the plan has their devices
     hosts = [plan.cluster.devices[device].host for device in plan.workers]
     started, host = list(range(rank - local, rank - local + count)), hosts[rank]
     together = [number for number, other in enumerate(hosts) if other == host]
@@ -216,7 +227,7 @@ def check_hosts(plan: Plan, rank: int) -> None:
 
 
 def check_backwards(devices: Iterable[torch.device]) -> None:
-    """Check that torch can run backwards on these devices: in a process with a fake GPU it cannot on real ones.
+    """Check that torch can run backwards on these devices: a process with a fake GPU cannot on real GPUs.
 
     Raises:
         UsageError: one is a GPU, in such a process.

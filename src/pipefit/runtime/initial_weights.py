@@ -1,16 +1,16 @@
-"""The layers that a training starts from, with the weights of plain training under the same seed.
+"""Initial layers of a training, with the weights of plain training under the same seed.
 
-Of several workers the first builds the model as its owner wrote it. The others build it over fake tensors, which have
-no bytes, and the first sends each the parameters, buffers and constants of its own stages, over gloo; where replicas
-divide parameters, those of the layers that it owns. So a host holds the model once and the workers' parts of it,
-however many workers there are, and the random numbers are those of one plain initialisation. What the first worker does
-not train is freed before its first step.
+With several workers, the first one builds the model as the user wrote it. The others build it over fake
+tensors, which have no bytes, and the first one sends each worker the parameters, buffers and constants of its
+stages over gloo; of ZeRO-sharded parameters, those of the layers that the worker owns. So a host holds the
+model once plus the workers' parts of it, for any number of workers, and the random numbers are those of one
+plain initialisation. Layers that the first worker does not train are freed before its first step.
 
-A worker builds the whole model itself where it cannot do without the bytes: the task has a module, and no function that
-builds one; the function returns a module that exists already; parameters share memory; a layer holds a tensor that
-copies of it do not reach, as one that a function of C holds; or the plan has tensor shards, which are parts of a whole.
-It takes up the first worker's weights then too, as the random numbers of its own module may have been others: replicas,
-shards and weights that stages share have to begin alike.
+A worker builds the whole model if it needs the bytes: the task has a module and no factory; the factory
+returns an existing module; parameters share memory; a layer holds a tensor that copies of the layer do not
+reach, for example in a C function; or the plan has tensor shards, which are parts of a whole. It then
+receives the first worker's weights too, because its own module may have drawn other random numbers, and
+replicas, shards and tied weights must begin equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipefit.runtime.dry_run.devices import kept_layers
 from pipefit.runtime.engine.tensor_groups import lost
 from pipefit.schema.plan import Plan
 
-_PIECE_BYTES = 64 << 20  # between two signs of life
+_PIECE_BYTES = 64 << 20  # between two calls of `on_weights`
 _PATIENCE = timedelta(days=1)  # building may take any time, and a worker that ends breaks the connection
 
 OnWeights = Callable[[bool], None]
@@ -60,11 +60,12 @@ class Start(NamedTuple):
 
 
 def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWeights) -> Start:
-    """The model as this worker needs it, captured with `first`, a microbatch: with bytes at least for its own layers.
+    """Return the model for this worker, captured with the microbatch `first`, with memory at least for its
+    own layers.
 
-    All workers must call it. `on_weights` is called with whether this worker waits for another, again and again. In a
-    single process, and where the task has a module that exists, it is the whole model; all workers train the weights
-    of the first one's.
+    All workers must call it. `on_weights` is called repeatedly with whether this worker waits for another. In
+    a single process, and if the task has an existing module, it is the whole model; all workers train the
+    first worker's weights.
 
     Raises:
         UsageError: the model cannot be built or captured.
@@ -100,11 +101,13 @@ def _whole(task: Task, plan: Plan, seed: int, first: Sample) -> Start:
     return Start(whole, capture(whole, *first, target=target))
 
 
-# -------------------------------------------------------------------- a model without bytes
+# ---- Models without bytes
 
 
 def _without_bytes(task: Task, plan: Plan, seed: int, first: Sample) -> Start | None:
-    """The model with memory, of any content, for this worker's layers alone; None where it has to have all of it."""
+    """Return the model with uninitialised memory for this worker's layers alone; None if it needs the whole
+    model.
+    """
     target = plan.cluster.target
     try:
         with put_back(), FakeTarget("cpu") as fake:
@@ -115,12 +118,14 @@ def _without_bytes(task: Task, plan: Plan, seed: int, first: Sample) -> Start | 
             bare = faked(replace(task, module=module), fake)
             chain = capture(bare, *first, target=target)
     except PipefitError:
-        return None  # where the task itself is to blame, building the model tells so
+        return None  # building the whole model reports errors of the task
     return _with_memory(bare, chain, _own(chain, plan, dist.get_rank()))
 
 
 def _is_new(module: nn.Module) -> bool:
-    """Whether a module was built without bytes, and none of its parameters shares memory with another tensor."""
+    """Return whether a module was built without bytes and none of its parameters shares memory with another
+    tensor.
+    """
     parameters = list(module.parameters())
     keys = [storage_key(parameter) for parameter in parameters]
     others = {storage_key(tensor) for tensor in _strided((*module.buffers(), *constants(module)))}
@@ -129,7 +134,9 @@ def _is_new(module: nn.Module) -> bool:
 
 
 def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start | None:
-    """A copy of a module and its chain in which the layers `own` have memory; None where not all of theirs is seen."""
+    """Copy a module and its chain with memory for the layers `own`; None if one of them still holds a fake
+    tensor.
+    """
     assert isinstance(bare.module, nn.Module)
     modules = [layer.module for layer in own]
     wanted = {storage_key(t) for m in modules for t in _strided((*m.parameters(), *m.buffers(), *constants(m)))}
@@ -149,7 +156,7 @@ def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start |
 
 
 def _holds_fakes(module: nn.Module) -> bool:
-    """Whether a tensor without bytes can be reached from a module, by whatever way."""
+    """Return whether a fake tensor can be reached from a module by any chain of references."""
     pending: list[Any] = [module]
     met = {id(module)}
     while pending:
@@ -164,23 +171,25 @@ def _holds_fakes(module: nn.Module) -> bool:
     return False
 
 
-# -------------------------------------------------------------------- what is sent
+# ---- Sending weights between workers
 
 
 def _numbers(plan: Plan, worker: int) -> Iterator[int]:
-    """The layers of a worker's stages, by their numbers."""
+    """Yield the numbers of the layers of a worker's stages."""
     for number in plan.stages_of(plan.workers[worker]):
         yield from range(plan.stages[number].start, plan.stages[number].stop)
 
 
 def _own(chain: Chain, plan: Plan, worker: int) -> list[ChainLayer]:
-    """The layers of a worker's stages."""
+    """Return the layers of a worker's stages."""
     return [chain.layers[number] for number in _numbers(plan, worker)]
 
 
 def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container[int]]) -> list[Tensor]:
-    """Parameters of the layers of which a worker's device keeps them, and the storages of all other tensors of its
-    layers, each once and in one order.
+    """Return the tensors that a worker receives, in a fixed order, each once.
+
+    These are the parameters of the layers in `kept` for the worker's device, and the storages of all other
+    tensors of its layers.
     """
     found: dict[tuple[bool, int], Tensor] = {}
     for number in _numbers(plan, worker):
@@ -204,7 +213,9 @@ def _form(tensor: Tensor) -> Form:
 def _compared(
     forms: list[Form], chain: Chain, plan: Plan, group: dist.ProcessGroup, kept: Mapping[int, Container[int]]
 ) -> list[bool]:
-    """For every worker, whether its tensors have the `forms` of those that worker 0 has in its `chain`."""
+    """Return for every worker whether its tensors have the shapes and dtypes (`forms`) that worker 0 has for
+    it.
+    """
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, forms, group=group)
     same: list[Any] = [None]
@@ -217,7 +228,7 @@ def _compared(
 
 @contextmanager
 def _between_workers(plan: Plan) -> Iterator[dist.ProcessGroup]:
-    """A process group for what is on the host, whatever the workers' own backend is.
+    """Open a gloo process group for tensors on the host, whatever the workers' backend is.
 
     Raises:
         PeerLost: another worker failed.
@@ -239,7 +250,9 @@ def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnW
 
 
 def _receive(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:
-    """Take up what worker 0 sends; bytes that are the same are not written, as pages of a file may be shared."""
+    """Receive a tensor from worker 0; equal bytes are not written, because pages of a mapped file may be
+    shared.
+    """
     dense, differs = tensor.contiguous(), False
     for piece in _pieces(dense):
         on_weights(True)
@@ -253,5 +266,5 @@ def _receive(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: 
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """The bytes of a contiguous tensor, in pieces that share its memory."""
+    """Split the bytes of a contiguous tensor into views."""
     return torch.split(tensor.reshape(-1).view(torch.uint8), _PIECE_BYTES) if tensor.numel() else ()

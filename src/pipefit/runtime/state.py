@@ -1,7 +1,8 @@
-"""What training changes in a stage, under the names of the original module.
+"""State of stages: parameters, buffers and optimizer state, under the names of the original module.
 
-Parameters, buffers and the optimizer's state have names that do not depend on stages, so that another plan, with other
-stages on other devices, can continue the training.
+The names do not depend on stages, so another plan, with other stages on other devices, can continue the
+training. `Names` maps the names of tied parameters to stored names, `StageState` reads and loads the state of
+stages as each rank has it, and `Told` joins the parts of tensor-parallel ranks to whole tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import copies_of
 from pipefit.texts import kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# Under which name a checkpoint stores each tensor of a model, and which stage stores it.
-#
-# A tied parameter has several names and, on several stages, several copies, which are equal. It is stored
-# once, under the first name, by the first stage that has it.
+# ---- Names of stored tensors
+# A tied parameter has several names and, on several stages, several equal copies. It is stored once, under
+# its first name, by the first stage that has it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """`stored` has for every original name the one under which its tensor is stored; `first`, for each of these, the
-    number of the first layer that holds it.
+    """Names under which tensors are stored.
+
+    `stored` maps every original name to its stored name; `first` maps every stored name to the number of the
+    first layer that holds the tensor.
     """
 
     stored: Mapping[str, str]
@@ -40,7 +41,7 @@ class Names:
 
     @staticmethod
     def of(layers: Sequence[ChainLayer]) -> Names:
-        """Those of a whole chain, before stages have copies of their own."""
+        """Return the names of a whole chain, before stages have their own copies of shared parameters."""
         stored: dict[str, str] = {}
         first: dict[str, int] = {}
         met: dict[int, str] = {}
@@ -53,28 +54,30 @@ class Names:
 
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
-        """Names under which nothing is stored, each with the one under which its tensor is."""
+        """Original names without a stored tensor, each with the stored name of its tensor."""
         return tuple((name, stored) for name, stored in self.stored.items() if name != stored)
 
     def are_of(self, name: str, start: int, stop: int) -> bool:
-        """Whether the stage of layers `start` to `stop - 1` stores the tensor of that name, and under it."""
+        """Return whether the stage of layers `start` to `stop - 1` stores a tensor under exactly this name."""
         return self.stored[name] == name and start <= self.first[name] < stop
 
 
 def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
-    """What a layer holds and no state dict has, such as buffers that are not persistent, each with a name."""
+    """Yield the named tensors of a layer that are not in its state dict, such as non-persistent buffers."""
     known = layer.module.state_dict(keep_vars=True).keys()
     others = ((name, buffer) for name, buffer in layer.module.named_buffers() if name not in known)
     for local, tensor in (*others, *named_constants(layer.module)):
-        if tensor.layout is torch.strided:  # no forward changes another in place
+        if tensor.layout is torch.strided:  # forwards change no other layout in place
             yield f"{layer.name}.{local}", tensor
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- State of stages
 
 
 class Entry(NamedTuple):
-    """One tensor of a state: of the `model`, a `master` copy, or the `optimizer`'s with its name there."""
+    """Key of one state tensor: a tensor of the `model`, a `master` copy, or an `optimizer` tensor, called
+    `state` there.
+    """
 
     kind: Literal["model", "master", "optimizer"]
     name: str
@@ -83,11 +86,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """The state of stages, by names in the original module; of tensor shards, what a rank has, or the whole.
+    """State of stages, by names in the original module; of tensor shards, the part of one rank or the whole.
 
-    `tensors` has parameters and buffers; `optimizer` has for every parameter the optimizer's tensors, by their names
-    there; `master_weights` has the float32 copies of parameters; `numbers` has what else the optimizer keeps for a
-    parameter, such as a count of its updates.
+    `tensors` has parameters and buffers; `optimizer` has the optimizer's tensors of every parameter, by their
+    names in the optimizer; `master_weights` has the float32 copies of parameters; `numbers` has non-tensor
+    optimizer state of a parameter, such as the count of its updates.
     """
 
     tensors: Mapping[str, Tensor]
@@ -97,11 +100,12 @@ class StageState:
 
     @staticmethod
     def of(stages: Sequence[StageRunner], *, once: bool = False) -> StageState:
-        """The state of these stages, as they have it; of each tensor that several replicas have, with `once` the one
-        that is stored. Tensors are not copied, unless they are away.
+        """Return the state of these stages. Tensors are not copied, unless they are offloaded.
+
+        With `once`, a tensor that several replicas have is included only for the replica that stores it.
 
         Raises:
-            UsageError: a layer has something in its state dict that is no tensor; names it.
+            UsageError: a layer's state dict holds an object that is not a tensor; names it.
         """
         tensors: dict[str, Tensor] = {}
         kept: dict[str, dict[str, Tensor]] = {}
@@ -125,14 +129,14 @@ class StageState:
         return StageState(tensors, kept, masters, numbers)
 
     def entries(self) -> dict[Entry, Tensor]:
-        """All tensors."""
+        """Return all tensors by their keys."""
         found: dict[Entry, Tensor] = {Entry("model", name): tensor for name, tensor in self.tensors.items()}
         found |= {Entry("master", name): tensor for name, tensor in self.master_weights.items()}
         kept = ((name, key, tensor) for name, own in self.optimizer.items() for key, tensor in own.items())
         return found | {Entry("optimizer", name, key): tensor for name, key, tensor in kept}
 
     def of_tensors(self, tensors: Mapping[Entry, Tensor]) -> StageState:
-        """The same with other tensors."""
+        """Return a copy of this state with other tensors."""
         return StageState(
             tensors={name: tensors[Entry("model", name)] for name in self.tensors},
             optimizer={
@@ -144,10 +148,10 @@ class StageState:
         )
 
     def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
-        """Load this state, of whole tensors, into these stages, whatever plan it was trained under.
+        """Load this state of whole tensors into these stages, whatever plan it was trained under.
 
-        With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a
-        float32 copy gets that copy's value, rounded to its own precision.
+        With `replace`, parameters without optimizer state here have none afterwards. A parameter with a
+        float32 copy gets the copy's value, rounded to the parameter's precision.
 
         Raises:
             UsageError: a tensor of the stages is missing in this state, or has another shape.
@@ -158,7 +162,7 @@ class StageState:
                 self._load(values, stage, replace=replace)
 
     def _load(self, values: Mapping[str, Tensor], stage: StageRunner, *, replace: bool) -> None:
-        """Load this state into a stage, all of which is on its device."""
+        """Load this state into a stage whose tensors are all on its device."""
         for layer in stage.layers:
             for local, tensor in layer.module.state_dict(keep_vars=True).items():
                 name, trained = layer.originals[local], stage.updates.worked_on(tensor)
@@ -204,36 +208,35 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankSh
 
 
 def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
-    """A copy of an optimizer's tensor on the parameter's device, or a `single` number's where it is, on the host."""
+    """Copy an optimizer tensor to the parameter's device; a `single` number stays on its device, the host."""
     return value.clone() if value.ndim == 0 and single else value.to(parameter.device, copy=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What stages tell of their state: whole tensors, under the names of the original module, whoever has parts of
-# them.
-#
-# Where one process runs all ranks of a tensor group, their parts are put together in its memory. A worker has
-# one rank, and gathers the parts of the others, tensor by tensor, so that all workers of a group have to ask
-# together. Whole tensors are on the host; what is not divided is as the stage has it.
+# ---- Whole tensors
+# If one process runs all ranks of a tensor group, their parts are joined in its memory. A worker has one rank
+# and gathers the parts of the others tensor by tensor, so all workers of a group must call together. Whole
+# tensors are on the host; undivided tensors stay on the stage's device.
 
-Ranks = Sequence[StageRunner]  # of one replica of a stage: all of its ranks in order, or that of this process
+Ranks = Sequence[StageRunner]  # ranks of one replica of a stage: all in order, or the one of this process
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The state of some stages, and by name what their layers hold that no state dict has."""
+    """Whole state of some stages, and by name the tensors of their layers that are in no state dict."""
 
     state: StageState = field(default_factory=lambda: StageState({}, {}))
     held: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(stages: Iterable[Ranks], *, once: bool = False) -> Told:
-        """What stages tell; of what several replicas have, with `once` what is stored."""
+        """Return the whole state of stages; with `once`, a tensor of several replicas only for the replica
+        that stores it.
+        """
         return Told.joined([_of_stage(ranks, once=once) for ranks in stages])
 
     @staticmethod
     def joined(parts: Iterable[Told]) -> Told:
-        """All of these together."""
+        """Join the states of several stages."""
         state, held = StageState({}, {}), dict[str, Tensor]()
         for part in parts:
             own, held = part.state, {**held, **part.held}
@@ -247,9 +250,10 @@ class Told:
 
 
 def held_by(stage: StageRunner, layer: ChainLayer) -> dict[str, Tensor]:
-    """What a layer of a stage holds that no state dict has, by its name in the whole layer, as the stage has it.
+    """Return the tensors of a stage's layer that are in no state dict, by their names in the whole layer, as
+    on the stage.
 
-    What a rank's code holds beside that, because it computes with it, is nobody's state.
+    Tensors that only the code of a tensor-parallel rank computes with are not state and are left out.
     """
     if stage.shards is None:
         return dict(held_tensors(layer))
@@ -277,9 +281,11 @@ def _held(stage: StageRunner) -> dict[str, Tensor]:
 
 
 def _joined(first: StageRunner, name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor of the parts of all ranks in this process, or of a worker's, which others have beside it.
+    """Return the whole tensor from the parts of all ranks: those in this process, or gathered from other
+    workers.
 
-    State that is on the host is gathered by way of the device, as NCCL knows no other way, and is on the host again.
+    State on the host is gathered through the device, because NCCL gathers only there, and then returned to
+    the host.
     """
     own, shards = parts[0], first.shards
     if shards is None or not shards.is_part(name, own):

@@ -4,11 +4,11 @@
     for batch in data:
         loss = trainer.step(batch)
 
-The same script runs in one process (`python train.py`: all devices in turn) and in many (`torchrun --nproc-per-node 4
-train.py`: one worker a device).
+The same script runs in one process (`python train.py`: all devices in turn) and in several (`torchrun
+--nproc-per-node 4 train.py`: one worker per device).
 
-Under an endless schedule a step ends with microbatches in flight, and nobody waits for them: `step` returns the loss of
-an earlier batch, and `finish` ends what is in flight.
+Under an asynchronous schedule a step ends with microbatches in flight: `step` returns the loss of an earlier
+batch, and `finish` completes the microbatches in flight.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ from pipefit.schema.trace import Trace
 from pipefit.schema.validation import LONGEST_SECONDS, instance, number, seed_number, whole
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# What is told of a step: a report for callbacks, whose loss may still be on its way between the workers.
+# ---- Reports for callbacks
 
 
 class Untold(NamedTuple):
@@ -71,7 +70,7 @@ class Untold(NamedTuple):
     report: StepReport
 
     def tell(self, callbacks: Sequence[Callback]) -> float:
-        """The loss, when all workers have told theirs; callbacks learn of it too."""
+        """Wait for the loss of all workers, pass the completed report to the callbacks, and return the loss."""
         loss, peaks = self.result.joined()
         for callback in callbacks:
             callback(replace(self.report, loss=loss, peak_bytes=peaks))
@@ -79,7 +78,7 @@ class Untold(NamedTuple):
 
 
 def report_of(stage: StageRunner, step: int, seconds: float, samples: int) -> StepReport:
-    """The report of a step that `stage` has just ended, without loss and peaks."""
+    """Return the report of the step that `stage` has just ended, without loss and peaks."""
     agreement = stage.agreement
     scale = None if agreement is None else agreement.scale
     rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
@@ -96,16 +95,16 @@ def report_of(stage: StageRunner, step: int, seconds: float, samples: int) -> St
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a training that ran out of memory leaves: the post-mortem that its error brings along.
+# ---- The post-mortem of a training that ran out of memory
 
 
 def add_post_mortem(
     error: BaseException, plan: Plan, runners: Sequence[DeviceRunner], step_seconds: Sequence[float]
 ) -> None:
-    """Add to an error what was there as a device of this process ran out of memory, if one did at an action.
+    """Attach a post-mortem to an out-of-memory error if a device of this process ran out of memory at an
+    action.
 
-    With it are the traces of all devices of the process; those of other workers end with them.
+    The post-mortem holds the traces of the devices of this process only.
     """
     if not isinstance(error, OutOfMemory):
         return
@@ -129,41 +128,51 @@ def add_post_mortem(
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The trainer
 
 
 class Trainer:
-    """Trains `task` by `plan`: the stages of this worker, or in a single process all stages.
+    """Trains `task` by `plan`: the stages of this worker, or all stages in a single process.
 
     Args:
-        task: what to train. A module that exists is trained in place; if one process trains stages that have no whole
-            parameters, it follows a copy after every step (`runtime.whole_module`). A factory is called after
-            `torch.manual_seed(seed)`. Of several workers the first hands out what it builds.
-        plan: made for this task, or for one with the same fingerprint.
-        seed: of the factory's initialisation, and of all random layers.
-        timeout_seconds: how long a worker waits for another before it gives up; on GPUs NCCL's own ten minutes hold.
+        task: the task to train. An existing module is trained in place; if a single process trains stages
+            without whole parameters, a copy is trained and the module is updated after every step
+            (`runtime.whole_module`). A factory is called after `torch.manual_seed(seed)`. With several
+            workers, the first one sends its weights to the others.
+        plan: a plan for this task, or for a task with the same fingerprint.
+        seed: seed of the factory's initialisation and of all random layers.
+        timeout_seconds: how long a worker waits for another before it gives up; on GPUs NCCL's ten minutes
+            apply.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
-        numbers: whether a traced model is compared with its chain at the start, two steps of the plan with plain
-            training, and layers that ranks divide with whole ones, if the host has the memory to spare and it takes
-            no longer than seconds (`runtime.checks.comparison`). Of several workers the first does, and the first with
-            shards; `not_compared` says there why it did not.
-        share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
-        cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
-        on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
-        on_failed_save: called with why a checkpoint was not written, as the next step ends; unless given, it warns.
-        on_save: called with whether this worker waits for others, again and again in a save; for supervision.
-        on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
-        owner: the run that its checkpoints are of; unless given, that of a new training.
+        numbers: compare a traced model with its chain at the start, two steps of the plan with plain
+            training, and tensor-parallel layers with whole layers, if the host has spare memory and the
+            comparison takes only seconds (`runtime.checks.comparison`). With several workers, the first
+            worker compares, and the first one with tensor shards; there `not_compared` gives the reason for a
+            skipped comparison.
+        share_device: run all devices of the plan on this machine's first GPU, which then holds the memory of
+            all.
+        cap: limit the memory that GPUs reserve to the plan's memory per device; False leaves all of the GPU's
+            memory.
+        on_action: called with the number of each action as it begins, and with their count at the end; for
+            supervision.
+        on_failed_save: called at the end of the next step with the error of a checkpoint that was not
+            written; default: warn.
+        on_save: called repeatedly during a save with whether this worker waits for others; for supervision.
+        on_weights: called repeatedly while the first worker sends weights, with whether this worker waits for
+            them.
+        owner: the run that owns the checkpoints; default: that of a new training.
         held: the folder of checkpoints that another process holds for this run.
 
-    Warns (`PipefitWarning`) where the profile is of another processor, torch release or number of threads; where the
-    numbers could not be compared; and, on emulated devices, of operations whose kernels could not be measured.
+    Warns (`PipefitWarning`) if the profile is of another processor, torch release or number of threads, if
+    the numbers could not be compared, and, on emulated devices, about operations whose kernels could not be
+    measured.
 
     Raises:
         FileError: the plan was made for another model.
-        UsageError: the number of workers is not the number of devices in use, or there is no such GPU; or the model
-            computes other numbers as a chain than as a module, or trains by the plan otherwise than plainly.
+        UsageError: the number of workers is not the number of devices in use, or the machine lacks a GPU; or
+            the model computes other numbers as a chain than as a module, or other numbers by the plan than in
+            plain training.
     """
 
     def __init__(
@@ -191,7 +200,7 @@ class Trainer:
         called: Iterable[Callback] = instance("callbacks", callbacks, Iterable)
         self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(called)
         self._accumulated, self._programs, self._began = 0, Programs(plan), 0.0  # batches since the last update
-        self._entered, self._untold = Entered(), deque[Untold]()  # since the pipeline was empty; losses on their way
+        self._entered, self._untold = Entered(), deque[Untold]()  # since the pipeline was empty; pending
         self._kernels = Kernels(torch.get_num_threads())
         hardware = Hardware(plan, share_device)
         self.distributed = joins_workers(hardware, timeout_seconds)
@@ -215,7 +224,7 @@ class Trainer:
             clock=self._clock,
             seed=seed,
             on_action=on_action,
-            lending=self._lending,  # what others have borrowed stays ours
+            lending=self._lending,  # tensors that other devices have borrowed stay on this one
         )
         self.runners = []
         for one in [plan.workers[self.rank]] if self.distributed else plan.workers:
@@ -241,27 +250,29 @@ class Trainer:
         own = task.module if self._on_a_copy else None
         self._whole = WholeModule(own, list(self.stages), self._checkpoints) if isinstance(own, nn.Module) else None
         self._began, self._step_seconds = time.perf_counter(), list[float]()
-        self._steps_before = 0  # those of the checkpoint that was loaded
+        self._steps_before = 0  # steps of the checkpoint that was loaded
 
     def __repr__(self) -> str:
-        """A line: of what plan, after how many steps, and of several workers which."""
+        """Return one line: the plan, the number of steps done and, with several workers, the rank."""
         worker = f", worker {self.rank}" if self.distributed else ""
         return f"<Trainer: {self.plan.headline}, after {counted(self.steps_done, 'step')}{worker}>"
 
     def step(self, batch: tuple[Any, Any]) -> float:
-        """A step on a pair (inputs, targets) on the host, or a dictionary of inputs; the mean loss, on every worker.
+        """Train one step on a pair (inputs, targets) on the host, or a dictionary of inputs; return the mean
+        loss.
 
-        Under an endless schedule it is the loss of the batch `late` calls ago, and nan in the first `late` calls.
+        Every worker returns the same loss. Under an asynchronous schedule it is the loss of the batch `late`
+        calls ago, and nan in the first `late` calls.
 
-        A batch may be smaller than the plan's, as the last one of an epoch often is. With `accumulate`, only the last
-        of so many batches makes an update. Gradients from before the first of them are dropped, as in a loop that calls
-        `zero_grad`; after a step that failed, the next batch is the first again. The step trains under
-        `torch.no_grad()` too. It leaves torch's random generators as they were, so that workers which draw their
-        batches at random all draw the same.
+        A batch may be smaller than the plan's, as the last batch of an epoch often is. With `accumulate`,
+        only the last of that number of batches makes an update. Older gradients are dropped before the first
+        batch, as in a loop that calls `zero_grad`; after a failed step, the next batch is the first again.
+        The step trains under `torch.no_grad()` too. It restores torch's random generators, so that workers
+        that draw their batches at random all draw the same batches.
 
         Raises:
-            UsageError: the batch is larger than the plan's, unlike those the model was captured with, or waits for
-                gradients; or the call is in inference mode or under autocast.
+            UsageError: the batch is larger than the plan's, unlike those the model was captured with, or
+                requires gradients; or the call is in inference mode or under autocast.
             OutOfMemory: a device passed its cap.
             WorkerFailed: another worker died or hangs.
         """
@@ -277,7 +288,7 @@ class Trainer:
                 self._execution.drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
             if not self.late:
-                result.join()  # so that the step's time is that of all devices
+                result.join()  # so that the step's time covers all devices
             self._accumulated = 0 if update else self._accumulated + 1
             self._entered = self._programs.then(self._entered, given.sizes) if program.endless else Entered()
         seconds = self._clock() - began
@@ -289,19 +300,20 @@ class Trainer:
 
     @property
     def not_compared(self) -> str:
-        """Why numbers of the model, or of what ranks divide of it, were not compared as the trainer started."""
+        """Reason why numbers of the model, or of its tensor-parallel layers, were not compared at the start."""
         return self._comparisons.not_compared
 
     @property
     def late(self) -> int:
-        """By how many calls the loss that `step` returns is late; 0 but under an endless schedule."""
+        """Number of `step` calls by which the returned loss lags; 0 for synchronous schedules."""
         return loss_delay(self.plan)
 
     def finish(self) -> list[float]:
-        """End what is in flight under an endless schedule; the losses of batches that `step` has not returned.
+        """Complete the microbatches in flight and return the losses of batches that `step` has not returned.
 
-        `evaluate`, `save`, `load`, `state` and `state_dict` end it too, so that all of these have to be called on every
-        worker. Returns when the last checkpoint is on the disk; other trainings may save to its folder then.
+        `evaluate`, `save`, `load`, `state` and `state_dict` complete them too, so all of these must be called
+        on every worker. Returns when the last checkpoint is on the disk; other trainings may save to its
+        folder from then on.
         """
         self._drain()
         self._checkpoints.wait()
@@ -310,7 +322,9 @@ class Trainer:
         return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The mean loss on `batch` without training: dropout is off, and batch norm uses its running statistics."""
+        """Return the mean loss on `batch` without training: dropout is off, and batch norm uses its running
+        statistics.
+        """
         refuse_elsewhere("evaluating")
         self._drain()
         given = self._cut(pair(batch, "an evaluation takes"))
@@ -322,7 +336,7 @@ class Trainer:
 
     @property
     def trace(self) -> Trace:
-        """The trace of this process so far; devices of other workers are empty in it."""
+        """Trace of this process so far; devices of other workers are empty in it."""
         mine = {runner.number: runner for runner in self.runners}
         devices = tuple(
             mine[n].trace(device.memory_bytes) if n in mine else lending_trace(self.plan, n, self._lending.arenas)
@@ -333,26 +347,28 @@ class Trainer:
 
     @property
     def stages(self) -> Iterator[StageRunner]:
-        """The stages that this process runs, each once for every replica that it runs."""
+        """Stages of this process, each once for every replica that the process runs."""
         for runner in self.runners:
             yield from runner.stages.values()
 
     @property
     def state(self) -> StageState:
-        """All that training has changed in this process's layers, by names in the original module."""
+        """Everything that training has changed in this process's layers, by names in the original module."""
         self._drain()
         return self._checkpoints.state()
 
     def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's layers, under their names in the original module.
+        """Return parameters and buffers of this process's layers, under their names in the original module.
 
-        With `optimizer`, also its tensors and master weights, as `optimizer/fc.weight/exp_avg` and `master/fc.weight`.
+        With `optimizer`, also optimizer tensors and master weights, as `optimizer/fc.weight/exp_avg` and
+        `master/fc.weight`.
         """
         state = self.state
         return dict(state.tensors) | (self._checkpoints.tensors() if optimizer else {})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up tensors by the names of `state_dict`; without the optimizer's, its state stays as it is.
+        """Load tensors by the names of `state_dict`; without optimizer tensors, the optimizer's state stays
+        as it is.
 
         Raises:
             UsageError: a parameter or buffer of this process is missing, or has another shape.
@@ -362,10 +378,11 @@ class Trainer:
         self._follow()
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Take up this process's parameters and buffers from a safetensors file, or a folder with a sharded model.
+        """Load this process's parameters and buffers from a safetensors file, or a folder with a sharded
+        model.
 
         Raises:
-            FileError: the file cannot be used, or its tensors are not those of the model.
+            FileError: the file cannot be used, or its tensors do not fit the model.
         """
         self._drain()
         self._checkpoints.load_weights(path)
@@ -373,23 +390,24 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """How many batches have been trained, those before the checkpoint that was loaded included."""
+        """Number of trained batches, including those before the checkpoint that was loaded."""
         return self._steps_before + len(self._step_seconds)
 
     def save(self, directory: str | os.PathLike[str], *, keep: int | None = None, background: bool = True) -> None:
         """Save a checkpoint: a folder in `directory`, such as `step-00000800`, named after `steps_done`.
 
-        All workers call it together. It copies what is trained to the host's memory, and a thread writes it while
-        training goes on; the next save, and `finish`, wait for it. Without `background`, and where the plan's hosts or
-        this one's memory have no room, which is told in a warning, it is written before the call returns. Of the older
-        checkpoints in `directory` the newest stay, so that there are `keep`; all stay without it. See `saved`.
+        All workers call it together. It copies the trained state to host memory, and a thread writes the copy
+        while training goes on; the next save and `finish` wait for the thread. Without `background`, or if
+        the plan's hosts or this host lack the memory (which raises a warning), the checkpoint is written
+        before the call returns. With `keep`, only the newest `keep` checkpoints in `directory` stay; default:
+        all stay. See `saved`.
 
-        From its first save on the folder is this training's, until `finish` or the end of the process.
+        From its first save on, the folder belongs to this training, until `finish` or the end of the process.
 
         Raises:
-            UsageError: batches wait for an update, or something that is trained cannot be written; names it.
-            FileError: the folder cannot be made, or has this checkpoint already, or a later one; or another training
-                saves there, or has done so.
+            UsageError: batches wait for an update, or part of the trained state cannot be written; names it.
+            FileError: the folder cannot be made, or already has this checkpoint or a later one; or another
+                training saves there, or has done so.
         """
         if self._accumulated:
             raise UsageError(
@@ -401,49 +419,52 @@ class Trainer:
 
     @property
     def owner(self) -> Owner:
-        """The training, and its run, that checkpoints of this trainer are of."""
+        """The training, and its run, that own the checkpoints of this trainer."""
         return self._checkpoints.owner
 
     @property
     def saved(self) -> Saved | None:
-        """What the last save took; None before the first."""
+        """Costs of the last save; None before the first save."""
         return self._checkpoints.saved
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Go on from a checkpoint, or the newest whole one in a folder of them; how many batches it has seen.
+        """Continue from a checkpoint, or from the newest whole one in a folder of them; return the number of
+        batches trained.
 
-        The plan may be another than the one that saved it. Training then goes on as if it had never stopped: what
-        decides the next step is all from the checkpoint, options of the optimizer and the seed included. In a folder of
-        checkpoints, one that is damaged is passed over with a warning, and the one before it taken; all workers take
-        the same.
+        The plan may differ from the plan that saved the checkpoint. Training continues as if it had never
+        stopped: everything that decides the next step comes from the checkpoint, including the optimizer's
+        options and the seed. In a folder of checkpoints, a damaged one is skipped with a warning, and the one
+        before it is loaded; all workers load the same one.
 
         Raises:
-            FileError: there is no checkpoint, it is damaged, or it is of another task; or torchrun has started this
-                training again, and it is of another one.
+            FileError: there is no checkpoint, it is damaged, or it is of another task; or torchrun has
+                restarted this training, and the checkpoint is of another one.
             OutOfMemory: the optimizer's state does not fit a device.
         """
         self._drain()
         return self._goes_on(self._checkpoints.load(path))
 
     def resume(self, directory: str | os.PathLike[str]) -> int:
-        """Hold `directory` for this training, and go on from its newest checkpoint, if there is one; how many batches
-        have been trained.
+        """Hold `directory` for this training and continue from its newest checkpoint, if any; return the
+        batches trained.
 
-        A script that may be started again begins with it: another training that saves there is refused from then on,
-        until `finish` or the end of the process. All workers call it together.
+        A script that may be restarted begins with this call: another training that saves there is refused
+        from then on, until `finish` or the end of the process. All workers call it together.
 
         Raises:
             FileError: another training saves there; or as `load`.
             OutOfMemory: the optimizer's state does not fit a device.
-            UsageError: its checkpoint was trained with another seed than this trainer's.
+            UsageError: the checkpoint was trained with another seed than this trainer's.
         """
         self._drain()
         return self._goes_on(self._checkpoints.resume(path_of(directory)))
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- private
 
     def _captured(self, seed: int, on_weights: OnWeights) -> tuple[Task, Chain]:
-        """The task with its module built, and its chain as the plan has it, which was compared if it was traced."""
+        """Return the task with its module built, and its chain cut as in the plan and compared with the
+        module if traced.
+        """
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
@@ -455,7 +476,7 @@ class Trainer:
         return trained, chain
 
     def _goes_on(self, steps: int | None) -> int:
-        """So many batches were trained before the next one, if a checkpoint was loaded."""
+        """Set the number of trained batches if a checkpoint was loaded, and return it."""
         if steps is not None:
             self._accumulated, self._steps_before = 0, steps - len(self._step_seconds)
             self._follow()
@@ -463,21 +484,23 @@ class Trainer:
 
     @property
     def _on_a_copy(self) -> bool:
-        """Whether a copy of the task's module is trained, because stages take its parameters apart."""
+        """True if a copy of the task's module is trained, because stages hold only parts of its parameters."""
         return not self.distributed and isinstance(self.task.module, nn.Module) and takes_apart(self.plan)
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
 
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
-        """`batch` in microbatches."""
+        """Cut `batch` into microbatches."""
         cut = self._execution.cut(batch)
         if self._comparisons.wanted:
             check_left_out(self.plan, cut)
         return cut
 
     def _drain(self) -> None:
-        """End what is in flight, if anything is."""
+        """Complete the microbatches in flight, if any, and bring the trained copy up to date with the task's
+        module.
+        """
         if self._entered.steps:
             with undisturbed():  # the caller may be evaluating
                 self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
@@ -487,12 +510,14 @@ class Trainer:
             self._whole.lead()
 
     def _follow(self) -> None:
-        """Give the task's module what has been loaded."""
+        """Copy loaded or trained state into the task's module."""
         if self._whole is not None:
             self._whole.follow()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
-        """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
+        """Run `program` on one of the `batches` of an update; return its mean loss, still on its way to all
+        workers.
+        """
         with self._running(training=training):
             return self._execution.run(cut, program, batches, training=training)
 
@@ -503,7 +528,7 @@ class Trainer:
 
     @contextmanager
     def _running(self, *, training: bool = True) -> Iterator[None]:
-        """Inside, the devices of this process run; a step that fails leaves nothing in flight."""
+        """Run the devices of this process inside; a failed step leaves nothing in flight."""
         if self._whole is not None:
             self._whole.lead()
             self._whole.is_behind = True
@@ -512,7 +537,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
+            self._accumulated, self._entered = 0, Entered()  # gradients and microbatches in flight are lost
             self._untold.clear()
             add_post_mortem(error, self.plan, self.runners, self._step_seconds)
             raise
@@ -521,5 +546,5 @@ class Trainer:
         self._kernels.tell_unknown()
 
     def _tell(self) -> float:
-        """The loss of the earliest batch that has not been told; callbacks learn of it too."""
+        """Return the earliest loss that has not been returned; pass its report to the callbacks."""
         return self._untold.popleft().tell(self.callbacks)

@@ -1,10 +1,11 @@
-"""The task's own module, which stays whole where stages are not.
+"""The task's own module, kept whole when stages train a copy in parts.
 
-Stages may keep a part of each parameter (tensor shards), some of the parameters (replicas that divide them), or none
-between passes (parameters that are moved away). If one process trains all of them, it trains a copy of the module.
-After every step the module has the numbers of the copy. Before every step the copy takes up those that the module's
-owner has changed meanwhile. So the module can be used as if it were trained in place. It costs the module's memory,
-outside of that of the plan's devices, and two passes over its numbers for each step.
+Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), or
+none between passes (offloaded parameters). If one process trains all such stages, it trains a copy of the
+module. After every step the module gets the numbers of the copy; before every step the copy gets numbers that
+the user changed in the module meanwhile. So the module can be used as if it were trained in place. This costs
+the module's memory, in addition to the memory of the plan's devices, and two passes over its numbers per
+step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipefit.schema.plan import Plan
 
 
 def takes_apart(plan: Plan) -> bool:
-    """Whether a stage of the plan has no whole parameters between steps."""
+    """Return whether a stage of the plan lacks whole parameters between steps."""
     grids = (stage.grid for stage in plan.stages)
     divides = any(grid.tensor > 1 or (grid.data > 1 and grid.shard == "parameters") for grid in grids)
     moved = (one.subject for one in plan.decisions if one.what is What.OFFLOAD)
@@ -31,10 +32,10 @@ def takes_apart(plan: Plan) -> bool:
 
 
 class WholeModule:
-    """A module beside the copy of it that `stages` train, whose state `checkpoints` tell.
+    """A module and the copy of it that `stages` train, whose state `checkpoints` read.
 
     Raises:
-        UsageError: a layer has something in its state dict that is no tensor; names it.
+        UsageError: a layer's state dict holds an object that is not a tensor; names it.
     """
 
     def __init__(self, module: nn.Module, stages: Sequence[StageRunner], checkpoints: Checkpointing) -> None:
@@ -44,10 +45,11 @@ class WholeModule:
         checkpoints.told()
 
     def lead(self) -> None:
-        """Let the copy take up what the module's owner has changed; where a step has failed, follow it first.
+        """Copy the user's changes of the module into the trained copy; after a failed step, update the module
+        first.
 
         Raises:
-            UsageError: a parameter is trained that was frozen when the plan was made.
+            UsageError: a parameter that was frozen when the plan was made is trained now.
         """
         check_frozen(self._frozen)
         if self.is_behind:
@@ -62,7 +64,7 @@ class WholeModule:
             parameter.requires_grad_(own[name].requires_grad)
 
     def follow(self) -> None:
-        """Give the module the numbers of the copy."""
+        """Copy the numbers of the trained copy into the module."""
         told, own = self._checkpoints.told(), self._own
         with torch.no_grad():
             for name, tensor in (*told.state.tensors.items(), *told.held.items()):
@@ -72,12 +74,12 @@ class WholeModule:
 
     @property
     def _own(self) -> dict[str, Tensor]:
-        """The module's parameters and buffers by all their names."""
+        """Parameters and buffers of the module under all their names."""
         buffers = self._module.named_buffers(remove_duplicate=False)
         return {**dict(buffers), **dict(self._module.named_parameters(remove_duplicate=False))}
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the copy, by their names in the module."""
+        """Yield the parameters of the trained copy with their names in the module."""
         for stage in self._stages:
             for layer in stage.layers:
                 for local, parameter in layer.module.named_parameters(remove_duplicate=False):

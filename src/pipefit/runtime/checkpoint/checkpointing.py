@@ -1,4 +1,4 @@
-"""The checkpoints of a trainer: what it saves, as one of several workers or alone, and what it goes on from."""
+"""Checkpoints of a trainer: saving and loading the state of one process, as one of several workers or alone."""
 
 from __future__ import annotations
 
@@ -59,19 +59,21 @@ OnFailedSave = Callable[[SaveFailed], None]
 
 
 class Checkpointing:
-    """Saves and loads what a process trains. Of replicas the first one's state is stored, of what they divide each
-    owner's, and all take it up. Tensors that the ranks of a tensor group divide are stored whole, by the first of them.
+    """Saves and loads the trained state of a process.
+
+    Of replicas, the first one's state is stored; of ZeRO-sharded state, each shard owner's; all replicas load
+    it. Tensors that are divided among tensor-parallel ranks are stored whole, by the first rank.
 
     Args:
-        runners: of the devices that this process runs.
-        names: under which tensors are stored.
-        workers: how many processes train together.
-        rank: of this one.
-        on_save: called with whether this process waits for others, again and again in a save.
-        on_load: the same where it loads.
-        on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
-        owner: the run that trains; a new training's unless given.
-        held: a folder that another process holds for it.
+        runners: runners of the devices of this process.
+        names: names under which tensors are stored.
+        workers: number of processes that train together.
+        rank: rank of this process.
+        on_save: called repeatedly during a save with whether this process waits for others.
+        on_load: the same during a load.
+        on_failed_save: called with the error of a checkpoint that was not written; default: warn.
+        owner: the run that trains; default: a new training's.
+        held: a folder that another process holds for this run.
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class Checkpointing:
         self._on_failed_save = on_failed_save or _warn
         self._on_load = on_load
         self.owner, self._held = owner or new_owner(plan.headline), held
-        self._first, self._damaged = 0, list[Path]()  # steps before this run, and checkpoints that it passed over
-        self._stands_still = False  # whether it has been told that there is no room for copies
+        self._first, self._damaged = 0, list[Path]()  # steps before this run; damaged checkpoints
+        self._stands_still = False  # whether the warning about missing room for copies was given
         self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
 
     @property
@@ -107,11 +109,12 @@ class Checkpointing:
         return self._saver.last
 
     def save(self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool) -> None:
-        """Begin to save the state after `step` batches; `background` lets training go on while it is written.
+        """Begin to save the state after `step` batches; with `background`, training goes on while it is
+        written.
 
         Raises:
-            FileError: the checkpoint cannot be begun, on this worker or another.
-            UsageError: something that is trained cannot be written; names it.
+            FileError: this worker or another cannot begin the checkpoint.
+            UsageError: part of the trained state cannot be written; names it.
         """
         if keep is not None:
             whole_number("keep", keep, 1)
@@ -140,24 +143,26 @@ class Checkpointing:
             warnings.warn(self.saved.shortage, PipefitWarning, stacklevel=3)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is whole, or has failed; all workers call it together."""
+        """Wait until the last checkpoint is whole, or has failed; all workers call it together."""
         self._saver.wait()
 
     def tell_failures(self) -> None:
-        """Tell which saves have failed since the last call."""
+        """Report the saves that have failed since the last call."""
         for failure in self._saver.failures():
             self._on_failed_save(failure)
 
     def release(self) -> None:
-        """Let other trainings save to the folders of this one."""
+        """Release the folders of this training for other trainings."""
         self._saver.release()
 
     def resume(self, directory: Path) -> int | None:
-        """Hold a folder for this training, and take up the newest checkpoint in it; the batches that it has taken, or
-        None if there is none. All workers call it together.
+        """Hold a folder for this training and load its newest checkpoint; return the batches trained, None
+        without one.
+
+        All workers call it together.
 
         Raises:
-            FileError: another training holds it, or worker 0 could not; or as `load`.
+            FileError: another training holds the folder, or worker 0 could not hold it; or as `load`.
             OutOfMemory: the optimizer's state does not fit a device.
             UsageError: the checkpoint was trained with another seed.
         """
@@ -175,13 +180,14 @@ class Checkpointing:
         return self.load(directory, seed=self._all[0].seed) if there else None
 
     def load(self, path: str | os.PathLike[str], *, seed: int | None = None) -> int:
-        """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
+        """Load the checkpoint in `path`, or the newest whole one of a folder; return the number of batches
+        trained.
 
         Raises:
-            FileError: there is none; it is damaged, or of another task, or of a training that took the folder while
-                torchrun started this one again.
+            FileError: there is no checkpoint; it is damaged, or of another task, or of a training that took
+                the folder while torchrun restarted this one.
             OutOfMemory: the optimizer's state does not fit a device.
-            UsageError: it was trained with another seed than `seed`, if one is given.
+            UsageError: it was trained with another seed than `seed`, if given.
         """
         self.wait()
         candidates = Candidates(path)
@@ -191,7 +197,7 @@ class Checkpointing:
             restore(checkpoint, tensors, self._all, self.names)
         except (PipefitError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever an optimizer or scheduler makes of values that it has not written
+        except Exception as error:  # any error of an optimizer or scheduler on values of another one
             raise FileError(
                 f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this task's "
                 f"optimizer and scheduler ({in_one_line(error)})"
@@ -203,7 +209,9 @@ class Checkpointing:
         return manifest.step
 
     def _read(self, candidates: Candidates, seed: int | None) -> tuple[Checkpoint, dict[str, Tensor]]:
-        """The newest checkpoint that all workers can read, and what this one needs of it."""
+        """Return the newest checkpoint that all workers can read, and the tensors of it that this worker
+        needs.
+        """
         while True:
             checkpoint = candidates.take()
             step = checkpoint.manifest.step
@@ -227,7 +235,8 @@ class Checkpointing:
             candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
 
     def _check_run(self, checkpoint: Checkpoint) -> None:
-        """Check that a start by torchrun goes on from no checkpoint that another training has saved meanwhile.
+        """Check that a restart by torchrun does not load a checkpoint that another training has saved
+        meanwhile.
 
         Raises:
             FileError: it does.
@@ -241,25 +250,28 @@ class Checkpointing:
         )
 
     def state(self) -> StageState:
-        """The state of this process's stages; of replicas that it runs, what is stored. Workers of a tensor group ask
-        together.
+        """Return the state of this process's stages; of several replicas here, the stored one.
+
+        Workers of a tensor group call it together.
         """
         return self.told().state
 
     def told(self) -> Told:
-        """The same, with what layers hold that is no state."""
+        """Return the state of `state` together with tensors of layers that are in no state dict."""
         return Told.of([ranks for _, ranks in self._ranks], once=self._alone)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that this process would store, by their keys; workers of a tensor group ask together."""
+        """Return all tensors that this process would store, by their keys; workers of a tensor group call it
+        together.
+        """
         devices = {number: 0 for number, _ in self._ranks}
         return dict(snapshot(self._ranks, self.names, devices, self._rank, once=self._alone).tensors)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.
+        """Load parameters and buffers from a safetensors file or a sharded model, cast to the model's dtypes.
 
         Raises:
-            FileError: there is no such file, it is damaged, or its tensors are not those of the model.
+            FileError: there is no such file, it is damaged, or its tensors do not fit the model.
         """
         needed = {name: like for stage in self._all for name, like in whole_likes(stage).tensors.items()}
         own = {self.names.stored[name] for name in needed}
@@ -270,10 +282,10 @@ class Checkpointing:
         self.take_up(known)
 
     def take_up(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors by their keys, as `tensors` has them, or parameters and buffers alone, by any of their names.
+        """Load tensors by the keys of `tensors`, or parameters and buffers alone, by any of their names.
 
         Raises:
-            UsageError: one is missing, or has another shape.
+            UsageError: a tensor is missing, or has another shape.
         """
         self.load_state(stage_state_of(tensors, self.names))
 
@@ -288,7 +300,9 @@ class Checkpointing:
             _count(runner)
 
     def _shortage(self, found: Snapshot) -> str:
-        """Why there is no room for a copy of what is saved: in the plan's hosts, or in this one's memory just now."""
+        """Return why the plan's hosts, or the free memory of this host, lack room for a copy of the state;
+        empty if they do not.
+        """
         needed, free = found.nbytes * self._beside, free_bytes()
         missing = self._plan_shortage or (
             f"this host has {format_bytes(free)} of memory left, and copies of what its workers save take up to "
@@ -334,10 +348,10 @@ class Checkpointing:
 
 
 def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
-    """Check that a script which is started again goes on with its own seed, by which it draws its batches too.
+    """Check that a restarted script continues with its own seed, which also draws its batches.
 
     Raises:
-        UsageError: the checkpoint was trained with another one.
+        UsageError: the checkpoint was trained with another seed.
     """
     trained = checkpoint.manifest.seed
     if seed not in (None, trained):
@@ -352,7 +366,9 @@ def _warn(failure: SaveFailed) -> None:
 
 
 def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
-    """For every replica of a stage that is here, the number of the stage and those of its ranks that are here."""
+    """Return for every replica of a stage in this process the stage's number and the replica's ranks in this
+    process.
+    """
     found: dict[tuple[int, int], list[StageRunner]] = {}
     for runner in runners:
         for number, stage in runner.stages.items():
@@ -361,7 +377,7 @@ def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
 
 
 def _count(runner: DeviceRunner) -> None:
-    """Count the optimizer's state that has been loaded on the runner's device."""
+    """Count loaded optimizer state in the memory meter of the runner's device."""
     if runner.meter is None:
         return
     try:

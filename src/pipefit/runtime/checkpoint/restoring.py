@@ -1,8 +1,8 @@
-"""Takes a checkpoint up into the stages of a process, whatever plan it was saved under.
+"""Snapshots of the state that a process trains, and restoring a checkpoint under any plan.
 
-Every stage reads its own tensors, by the names of the original module. All else that decides the next step comes with
-them: the optimizer's options, the scheduler's state, the loss scale, the seed, and the number of batches that have been
-taken, by which random draws go.
+Every stage reads its own tensors, by the names of the original module. With them come the other values that
+decide the next step: the optimizer's options, the scheduler's state, the loss scale, the seed, and the number
+of batches trained, on which random draws depend.
 """
 
 from __future__ import annotations
@@ -39,17 +39,14 @@ from pipefit.runtime.state import Names, Ranks, StageState, Told, held_by
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.texts import dtype_name, printable
 
-# ----------------------------------------------------------------------------------------------------
-# A snapshot of what a process trains: its tensors on the host, and the settings that go into a checkpoint
-# with them.
-#
-# It is taken between two steps, so that training may go on while it is written. It takes as many bytes of the
-# host's memory as the tensors have.
+# ---- Snapshots
+# A snapshot is taken between two steps. `copied` copies its tensors to the host, so that training may go on
+# while they are written; the copy takes the bytes of the tensors in host memory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of some stages: `tensors` by their keys, and the settings."""
+    """State of some stages: `tensors` by their keys, and the settings stored with them."""
 
     tensors: dict[str, Tensor]
     stored: tuple[StoredTensor, ...]
@@ -64,7 +61,7 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def part(self, shard: Shard) -> Part:
-        """What the worker contributes to the manifest, when its tensors are in `shard`."""
+        """Return the worker's part of the manifest, with its tensors in `shard`."""
         return Part(
             shard=shard,
             tensors=self.stored,
@@ -78,13 +75,16 @@ class Snapshot:
 def snapshot(
     stages: Sequence[tuple[int, Ranks]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
 ) -> Snapshot:
-    """The present state of `stages`, each with its number, as it is: `copied` makes it independent of the training.
+    """Return the present state of the numbered `stages`, not copied: `copied` makes it independent of the
+    training.
 
-    Several of one number are replicas of a stage. Of each tensor that they have, `once` takes the one that is stored.
-    Workers that have ranks of one replica ask together; with `once`, the first of them has it all.
+    Stages with the same number are replicas. With `once`, a tensor of several replicas is included only for
+    the replica that stores it. Workers with ranks of one replica call it together; with `once`, the first of
+    them gets the whole state.
 
     Raises:
-        UsageError: something cannot be written: a tensor's dtype or layout, an option, a scheduler's state. Names it.
+        UsageError: a value cannot be written: a tensor's dtype or layout, an option, a scheduler's state.
+            Names it.
     """
     found = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
     kept = [(number, stage, told) for number, stage, told in found if not once or stage.is_first_rank]
@@ -119,9 +119,10 @@ def snapshot(
 
 
 def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Copies of tensors in the host's memory; `progress` is called before each.
+    """Copy tensors to host memory; `progress` is called before each.
 
-    Each is taken out of `tensors`, so that what is away, and was read for this alone, is freed as it is copied.
+    Each tensor is removed from `tensors`, so that an offloaded tensor that was read for the snapshot is freed
+    after its copy.
     """
     found = dict[str, Tensor]()
     for key in list(tensors):
@@ -131,7 +132,9 @@ def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: No
 
 
 def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
-    """What a stage's optimizer works on, parameters or their float32 copies, each with the name it is stored under."""
+    """Map the tensors that a stage's optimizer updates, parameters or their float32 copies, to their stored
+    names.
+    """
     found = dict[Tensor, str]()
     for layer in stage.layers:
         for local, tensor in layer.module.state_dict(keep_vars=True).items():
@@ -140,7 +143,9 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
 
 
 def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
-    """Kind, name, name in the optimizer, and every tensor that these stages have told and store, each once."""
+    """Yield every tensor that these stages store, once, after its kind, its name and its name in the
+    optimizer.
+    """
     state = told.state
     own = [name for name in state.tensors if _stores(stages, names, name)]
     yield from (("model", name, "", state.tensors[name]) for name in own)
@@ -155,7 +160,7 @@ def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:
 
 
 def _groups(stages: Sequence[StageRunner], names: Names) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
-    """The settings of every parameter group, and what the schedulers keep for all groups together."""
+    """Return the settings of every parameter group, and the scheduler settings common to all groups."""
     found: list[GroupSettings] = []
     known: list[dict[str, Setting]] = []
     for stage in stages:
@@ -179,7 +184,7 @@ def _optimizer_name(stage: StageRunner) -> str:
 
 
 def _checked(tensor: Tensor, key: str) -> Tensor:
-    """The tensor, if a shard can hold it.
+    """Return the tensor if a shard can hold it.
 
     Raises:
         UsageError: it cannot.
@@ -193,7 +198,7 @@ def _checked(tensor: Tensor, key: str) -> Tensor:
     return tensor
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Restoring
 
 
 def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
@@ -211,7 +216,7 @@ def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
 
 
 def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> dict[str, Tensor]:
-    """The tensors of `checkpoint` that `stages` need, by their keys.
+    """Read the tensors of `checkpoint` that `stages` need, by their keys.
 
     Raises:
         DamagedCheckpoint: a shard is missing or damaged.
@@ -222,11 +227,13 @@ def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names
 
 
 def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names) -> None:
-    """Give `stages` the state of `checkpoint`, which has been checked to be of their task; `tensors` are those that
-    they need of it.
+    """Restore `stages` from `checkpoint`, which is known to be of their task, and its `tensors` from
+    `read_for`.
+
+    Tensors and settings are checked before any tensor is changed.
 
     Raises:
-        FileError: it lacks what the stages need; says what.
+        FileError: the checkpoint lacks a value that the stages need; names it.
     """
     manifest = checkpoint.manifest
     for stage in stages:
@@ -250,7 +257,7 @@ def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Seque
 def stage_state_of(
     tensors: Mapping[str, Tensor], names: Names, numbers: Mapping[str, Mapping[str, Scalar]] | None = None
 ) -> StageState:
-    """The state that tensors are, by their keys, under all names that they have in the model."""
+    """Return the state of tensors with checkpoint keys, under all names that the tensors have in the model."""
     masters, kept, model = dict[str, Tensor](), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
     for key, tensor in tensors.items():
         kind, _, rest = key.partition("/")
@@ -277,10 +284,11 @@ def stage_state_of(
 
 
 def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
-    """Check that a tensor of a file can become `into`, the model's; other floating-point numbers are cast.
+    """Check that a tensor of a file fits the model's tensor `into`; floating-point dtypes may differ and are
+    cast.
 
     Raises:
-        FileError: it is missing, or of another shape or kind of numbers.
+        FileError: it is missing, or has another shape or kind of numbers.
     """
     source = printable(os.fspath(path))
     if found is None:
@@ -297,13 +305,13 @@ def _both_floating(one: Tensor, other: Tensor) -> bool:
 
 
 def whole_likes(stage: StageRunner) -> StageState:
-    """The state of a stage as tensors without memory, of the dtypes and whole shapes of its own."""
+    """Return the state of a stage as meta tensors with the stage's dtypes and whole shapes."""
     present = StageState.of([stage])
     return present.of_tensors({entry: _like(stage, entry.name, own) for entry, own in present.entries().items()})
 
 
 def _held_likes(stage: StageRunner) -> dict[str, Tensor]:
-    """The same of what its layers hold that no state dict has."""
+    """Return meta tensors for the stage's layer tensors that are in no state dict."""
     held = {name: own for layer in stage.layers for name, own in held_by(stage, layer).items()}
     return {name: _like(stage, name, own) for name, own in held.items()} | _constants(stage)
 
@@ -314,13 +322,13 @@ def _like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
 
 
 def _constants(stage: StageRunner) -> dict[str, Tensor]:
-    """What whole layers hold as plain attributes, where the stage has layers of a rank, which have it in their code."""
+    """Return plain-attribute tensors of whole layers that a tensor-parallel rank has compiled into its code."""
     known = {} if stage.shards is None else stage.shards.constants
     return {name: tensor for layer in stage.layers for name, tensor in known.get(layer.name, {}).items()}
 
 
 def _check_tensors(checkpoint: Checkpoint, stage: StageRunner, state: StageState) -> None:
-    """Check that every tensor that a stage needs is there, in its dtype and shape, before any is changed."""
+    """Check that every tensor that a stage needs is there, with its dtype and shape, before any is changed."""
     present = whole_likes(stage)
     for kind, have, need in (
         ("", state.tensors, present.tensors),
@@ -341,7 +349,7 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
 
 
 def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
-    """Give layers what they hold outside of their state dicts; what has not changed is left alone."""
+    """Load layer tensors that are in no state dict; equal ones are not written."""
     for name, into in ((name, own) for layer in stage.layers for name, own in held_by(stage, layer).items()):
         found = tensors[tensor_key("held", name)]
         found = found if stage.shards is None else stage.shards.part(name, found)
@@ -351,7 +359,7 @@ def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
-    """Check that the code of a rank has the constants of the checkpoint."""
+    """Check that the constants in a tensor-parallel rank's code equal those of the checkpoint."""
     for name, constant in _constants(stage).items():
         if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
             raise FileError(
@@ -361,7 +369,7 @@ def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mappin
 
 
 def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:
-    """Give the scheduler its state, and the optimizer's groups their options."""
+    """Load the scheduler's state and the options of the optimizer's groups."""
     if stage.optimizer is None:
         return
     known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
@@ -378,7 +386,7 @@ def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> No
 
 
 def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]) -> GroupSettings:
-    """The settings that the parameters of a group had, which must be alike."""
+    """Return the settings that the parameters of a group had in the checkpoint, which must be equal."""
     missing = next((name for name in parameters if name not in known), None)
     if missing is not None:
         raise FileError(f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups")
@@ -401,7 +409,9 @@ def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
 
 
 def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
-    """How many batches a stage has taken: as the same one had, or else all; None where it is not known."""
+    """Return the batches that a stage has trained: those of the same stage, or of all if equal; None if
+    unknown.
+    """
     same = [old.batches for old in manifest.stages if (old.start, old.stop) == (stage.start, stage.stop)]
     every = {old.batches for old in manifest.stages}
     return same[0] if same else every.pop() if len(every) == 1 else None
@@ -414,7 +424,7 @@ def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
 
 
 def _take_rest(manifest: Manifest, stage: StageRunner) -> None:
-    """The loss scale, and what random draws depend on."""
+    """Load the loss scale, the seed and the number of batches, on which random draws depend."""
     batches = _batches(manifest, stage)
     assert batches is not None
     stage.seed, stage.batch_number = manifest.seed, batches

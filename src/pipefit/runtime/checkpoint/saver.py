@@ -1,9 +1,11 @@
-"""Saves checkpoints beside the training: a snapshot between two steps, which a thread writes while the next ones run.
+"""Saves checkpoints during training: a snapshot between two steps, which a thread writes during the next
+steps.
 
-Several workers save together. Each writes its own shard, and then its part of the manifest; the first waits for all
-parts, and makes the checkpoint whole. The workers exchange a few numbers before a save, so that all of them begin it or
-none does, and again before the next one, so that a failure of any ends the attempt everywhere. A failed write costs the
-checkpoint, not the training: it is told at the end of the next step, and whoever is told decides.
+Several workers save together. Each writes its own shard and then its part of the manifest; the first worker
+waits for all parts and makes the checkpoint whole. The workers exchange a few numbers before a save, so that
+all of them or none begin it, and again before the next save, so that a failure of one ends the attempt
+everywhere. A failed write costs the checkpoint, not the training: it is reported at the end of the next step,
+and the caller decides.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from pipefit.errors import FileError, PeerLost, PipefitError, SaveFailed, all_li
 from pipefit.runtime.checkpoint.restoring import Snapshot, copied
 from pipefit.texts import printable
 
-_PAUSE_SECONDS = 0.02  # between two looks for the parts of other workers
-_LEAVING_SECONDS = 30.0  # how long a process that wants to end waits for them
+_PAUSE_SECONDS = 0.02  # between two polls for the parts of other workers
+_LEAVING_SECONDS = 30.0  # grace period for the parts of other workers when the process ends
 
 Join = Callable[[list[Part]], Manifest]
 OnSave = Callable[[bool], None]
@@ -36,10 +38,11 @@ OnSave = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a checkpoint goes: the folder of all of them, the batches taken so far, and how many are kept.
+    """Target of a save: the folder of all checkpoints, the batches trained so far, and the number of
+    checkpoints to keep.
 
-    `owner` is the run that saves, which began after `first` steps; checkpoints `aside` it passed over then. `held` says
-    that another process holds the folder for it.
+    `owner` is the run that saves, which began after `first` steps and skipped the damaged checkpoints
+    `aside`. `held` says that another process holds the folder for it.
     """
 
     directory: Path
@@ -53,8 +56,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A save as this process saw it: `nbytes` of tensors, of which `snapshot_bytes` were copied in the host's memory,
-    and `still_seconds` in which training stood still. `shortage` says why this process had no room for copies.
+    """A save as this process saw it.
+
+    `nbytes` of tensors were saved, `snapshot_bytes` of them copied to host memory, and training stood still
+    for `still_seconds`. `shortage` says why this process had no room for copies.
     """
 
     step: int
@@ -68,11 +73,11 @@ class Saver:
     """The saves of one process.
 
     Args:
-        rank: of this worker; the first makes checkpoints whole.
-        workers: how many save together.
-        device: of the numbers that they exchange.
-        on_save: called with whether this process waits for others, as a part of a save begins, and again and again as
-            long as it makes progress.
+        rank: rank of this worker; the first makes checkpoints whole.
+        workers: number of workers that save together.
+        device: device of the numbers that they exchange.
+        on_save: called with whether this process waits for others, as a part of a save begins, and repeatedly
+            while it makes progress.
     """
 
     def __init__(self, rank: int, workers: int, device: torch.device, on_save: OnSave) -> None:
@@ -91,14 +96,14 @@ class Saver:
         *,
         background: bool,
     ) -> None:
-        """Begin to write what `take` finds to `target`; all workers call it together.
+        """Begin to write the snapshot that `take` returns to `target`; all workers call it together.
 
-        In the `background` copies are written while training goes on, if no worker has a `shortage` of room for them,
-        in words. Otherwise all write the tensors themselves before the call returns. Where another worker cannot begin,
-        which tells why, nothing is saved.
+        With `background`, copies are written while training goes on, if `shortage` returns an empty text on
+        every worker. Otherwise all workers write the tensors themselves before the call returns. If another
+        worker cannot begin, it reports the error and nothing is saved.
 
         Raises:
-            PipefitError: this worker cannot begin: what is trained cannot be written, or the folder not be made.
+            PipefitError: this worker cannot begin: its state cannot be written, or the folder cannot be made.
         """
         self.wait()
         began = time.perf_counter()
@@ -124,7 +129,7 @@ class Saver:
         self._writing = _Writing(self, target, partial, tensors, replace(found, tensors={}), join)
         self._busy(target.directory, busy=True)
         self._writing.start()
-        if at_once:  # the tensors are those that the next step changes
+        if at_once:  # the next step would change the tensors
             self.wait()
         self.last = Saved(
             step=target.step,
@@ -135,7 +140,7 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Return when the last checkpoint is whole, or has failed; all workers call it together."""
+        """Wait until the last checkpoint is whole, or has failed; all workers call it together."""
         writing = self._writing
         if writing is None:
             return
@@ -163,12 +168,12 @@ class Saver:
         return known
 
     def release(self) -> None:
-        """Let others save to all folders that this process holds."""
+        """Release all folders that this process holds."""
         while self._holds:
             self._holds.popitem()[1].release()
 
     def _begun(self, target: Target) -> Path:
-        """The folder into which a checkpoint is to be written, in one that this training holds.
+        """Make the partial folder of a checkpoint, in a folder that this training holds.
 
         Raises:
             FileError: another training holds it, or has saved there; or it cannot be made.
@@ -182,7 +187,7 @@ class Saver:
             return folders.begin(target.directory, target.step, target.owner, first=target.first, aside=target.aside)
         except FileError:
             if anew and (hold := self._holds.pop(target.directory, None)):
-                hold.release()  # as nothing of ours is there
+                hold.release()  # as it has no checkpoint of this training
             raise
 
     def _busy(self, directory: Path, *, busy: bool) -> None:
@@ -197,7 +202,7 @@ class Saver:
             self._untold.append(writing.failure)
 
     def failures(self) -> list[SaveFailed]:
-        """Saves that have failed since the last call."""
+        """Return the saves that have failed since the last call."""
         self.look()
         found, self._untold = self._untold, []
         return found
@@ -210,11 +215,13 @@ class Saver:
             before = writing.written_bytes
 
     def which(self, this_one: bool, tell: OnSave | None = None) -> list[int]:
-        """The workers that call it with True; all of them call it together."""
+        """Return the ranks of workers that pass True; all workers call it together."""
         return [rank for rank, number in enumerate(self.exchanged(int(this_one), tell)) if number]
 
     def exchanged(self, number: int, tell: OnSave | None = None) -> list[int]:
-        """The numbers of all workers, which call it together; `tell` is called instead of `on_save`.
+        """Return the numbers that all workers pass, in order of rank; all workers call it together.
+
+        `tell` is called instead of `on_save`.
 
         Raises:
             PeerLost: another worker is gone.
@@ -236,7 +243,7 @@ class Saver:
 
 @dataclass
 class _Writing:
-    """One checkpoint on its way to the disk, in a thread of its own."""
+    """One checkpoint that is being written, in its own thread."""
 
     saver: Saver
     target: Target
@@ -247,7 +254,7 @@ class _Writing:
     written_bytes: int = 0
     failure: SaveFailed | None = None
     told: bool = False
-    done: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
+    done: threading.Event = field(default_factory=threading.Event)  # own part is written, or has failed
     ended: threading.Event = field(default_factory=threading.Event)
     given_up: str = ""
 
@@ -255,14 +262,14 @@ class _Writing:
         self.thread = threading.Thread(target=self._run, name="pipefit-checkpoint")
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         try:
             self.thread.start()
-        except RuntimeError as error:  # the system has no thread left for us
+        except RuntimeError as error:  # the system has no thread left
             self._end(SaveFailed(self._sentence(error), self.target.step))
 
     def give_up(self, why: str) -> None:
-        """Wait for other workers no longer."""
+        """Stop waiting for other workers."""
         self.given_up = why
 
     def _run(self) -> None:
@@ -290,10 +297,10 @@ class _Writing:
         folders.write_part(self.partial, rank, self.snapshot.part(shard))
 
     def _complete(self) -> None:
-        """Make the checkpoint whole, when every worker has written its part."""
+        """Make the checkpoint whole after every worker has written its part."""
         if not self._others():
             if self.given_up:
-                return  # the worker that failed tells it
+                return  # the worker that failed reports it
             raise FileError("the program ended before all workers had written their parts")
         parts = [folders.read_part(self.partial, rank) for rank in range(self.saver.workers)]
         folders.complete(self.partial, self.join(parts))
@@ -301,7 +308,7 @@ class _Writing:
             folders.remove_old(self.target.directory, self.target.keep, self.target.owner.training)
 
     def _others(self) -> bool:
-        """Wait for the parts of all workers; whether they have come."""
+        """Wait for the parts of all workers; return whether all have arrived."""
         left = None
         while not all(folders.has_part(self.partial, rank) for rank in range(self.saver.workers)):
             if not self.partial.is_dir():
@@ -317,7 +324,7 @@ class _Writing:
         self.written_bytes += nbytes
 
     def _sentence(self, error: BaseException) -> str:
-        """What failed, and what there is to go on with."""
+        """Return a message about the failure and the last whole checkpoint."""
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else _reason(error)
         known = [step for step, _ in folders.whole(self.target.directory)]
         last = f"the last whole one is {known[-1]}" if known else "there is no whole one yet"

@@ -1,4 +1,4 @@
-"""How `train` saves: where, how often, and what becomes of a training whose checkpoint cannot be written."""
+"""Settings of how `train` saves: folder, interval, and the reaction to a checkpoint that cannot be written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from pipefit.texts import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Checkpoints go to `directory` after every `every` steps and after the last one; the newest `keep` stay.
+    """Settings for saving to `directory` after every `every` steps and after the last; the newest `keep`
+    stay.
 
-    `on_failure` says whether a checkpoint that cannot be written stops the training, or is told in a warning.
-    `in_foreground` lets training stand still while one is written: it takes no memory of hosts then.
+    `on_failure` says whether a checkpoint that cannot be written stops the training or raises a warning. With
+    `in_foreground`, training stands still while a checkpoint is written, which takes no host memory for
+    copies.
 
     Raises:
-        UsageError: a number that cannot be.
+        UsageError: a number is out of range.
     """
 
     directory: str
@@ -41,16 +43,17 @@ class Saving:
             whole_number("keep", self.keep, 1)
 
     def after(self, step: int, last: int) -> bool:
-        """Whether there is a checkpoint after so many steps, of `last` in all."""
+        """Return whether a checkpoint follows step `step` of `last`."""
         return step % self.every == 0 or step == last
 
     def check_owner(self, first: int, owner: Owner) -> None:
-        """Check that `directory`, which `owner` holds, has no checkpoint of another training, nor of a later step than
-        the training's `first`.
+        """Check that `directory`, held by `owner`, has no checkpoint of another training or of a step later
+        than `first`.
 
         Raises:
             FileError: its newest checkpoint cannot be read.
-            UsageError: it has: nobody could say later which are of which training, and `keep` would remove both.
+            UsageError: it has one: later the checkpoints of both trainings would be mixed, and `keep` would
+                remove both.
         """
         for entry in reversed(survey(Path(self.directory))):
             if entry.step > first and entry.obstacle:
@@ -73,12 +76,12 @@ class Saving:
             )
 
     def check(self, plan: Plan) -> None:
-        """Check that `directory` can be written to, and that hosts have room for copies of what is saved, unless it is
-        written `in_foreground`.
+        """Check that `directory` can be written to, and that hosts have room for copies, unless
+        `in_foreground`.
 
         Raises:
-            OutOfMemory: a host has too little.
-            FileError: it cannot be written to.
+            OutOfMemory: a host has too little memory.
+            FileError: the directory cannot be written to.
         """
         check_writable(Path(self.directory))
         missing = "" if self.in_foreground else snapshot_shortage(plan, arenas_of(plan, whole_run(plan)))
@@ -90,14 +93,14 @@ class Saving:
 
     @property
     def newest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest whole checkpoint; None where there is none."""
+        """Step and folder of the newest whole checkpoint; None if there is none."""
         return next(iter(whole(Path(self.directory))[-1:]), None)
 
     @property
     def way_on(self) -> str:
-        """What to add where the training has ended and can go on; empty where nothing is saved."""
+        """Hint for the message of a training that has ended and can be resumed; empty if nothing is saved."""
         return f"; go on with --resume {printable(self.directory)}" if self.newest else ""
 
     def reached(self, steps_done: int) -> str:
-        """How far the training came, and what is left of it."""
+        """Return a message with the steps done and the last saved step."""
         return f"steps done: {steps_done}, last saved: {self.newest[0] if self.newest else 'none'}"
