@@ -1,1 +1,1 @@
-"""Executes the program of a device: passes, microbatches in flight, updates."""
+"""Execution of a device's program: passes, microbatches in flight, updates."""

@@ -1,4 +1,4 @@
-"""Makes the runner of a device: from a plan and a chain, with the layers of its stages on the device."""
+"""Assembles the runner of a device from a plan and a chain, with the layers of its stages on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pipefit.timing import host_update_seconds
 
 
 def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None:
-    """The ids of the parameters of the layers that a replica owns; None where replicas divide nothing."""
+    """Return the ids of the parameters of layers that a ZeRO rank owns; None if nothing is sharded."""
     if share is None:
         return None
     of_layers = enumerate(own_parameters(source.chain.layers[place.start : place.stop]), start=place.start)
@@ -40,20 +40,22 @@ def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None
 
 
 def _name_of(source: Source, shared: Shared) -> str:
-    """What the model calls a parameter that layers share."""
+    """Return a shared parameter's name in the model."""
     layer, local = shared.places[0]
     return source.chain.layers[layer].parameter_names[local]
 
 
 def tells_norms(plan: Plan, stage: int, device: int) -> bool:
-    """Whether a device reports norms of a stage to an agreement: the first replica does, or all owners of layers."""
+    """Return whether a device reports gradient norms of a stage: the first replica does, or all shard owners."""
     grid = plan.stages[stage].grid
     return grid.shard != "none" or not grid.replica_of(device)
 
 
 def _agreement(site: Site, device: int) -> Agreement:
-    """A device's part of the agreement before an update; the first device with a parameter, or a shard of it, reports
-    it, or the one of the replica that owns its layer and has its gradient.
+    """Return a device's part of the agreement before an update.
+
+    Each trained parameter, or tensor shard of it, is reported once: by the first device that has it, or by
+    the replica that owns its layer and has its reduced gradient.
     """
     plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
     reported: dict[str, tuple[nn.Parameter, int]] = {}
@@ -91,7 +93,9 @@ def _agreement(site: Site, device: int) -> Agreement:
 def _state_mover(
     moves: StateMoves, plan: Plan, storages: StageStorages, share: Share | None, mover: Mover
 ) -> StateMover | None:
-    """What moves the state of a stage, or the `share` of a replica; None where none is moved."""
+    """Return the mover of a stage's offloaded state, or of a replica's `share` of it; None if no state is
+    offloaded.
+    """
     if not moves.homes:
         return None
     rest = StageRest(storages, plan.training.microbatches, share=share)
@@ -101,7 +105,9 @@ def _state_mover(
 
 
 def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -> dict[Layers, float]:
-    """What updates on a host take, by their layers, where its memory is of known speed; `near` is the device's host."""
+    """Return seconds of updates on hosts by their layers, if the host's bandwidth is known; `near` is the
+    device's host.
+    """
     found = {}
     for (_, layers), place in moves.updates.items():
         number = place.members[0].number
@@ -114,7 +120,7 @@ def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -
 
 
 def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
-    """The runner of device `number` of the plan, whose layers are moved to `device`."""
+    """Return the runner of device `number` of the plan, with its layers moved to `device`."""
     plan, stages = site.plan, site.plan.stages_of(number)
     sources = {stage: site.sources.of(stage, number) for stage in stages}
     own = {stage: site.sources.own_shared(stage, number) for stage in stages}
@@ -156,20 +162,22 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
 
 
 def _usual(plan: Plan, source: Source, stage: int) -> Specialized:
-    """The layers of a stage, and the loss, for microbatches of the plan's size."""
+    """Return the layers of a stage, and the loss, for microbatches of the plan's size."""
     place, chain = plan.stages[stage], source.chain.measured(plan.measured(stage))
-    loss = replace(chain, layers=()).loss  # it keeps no other stage's layers alive
+    loss = replace(chain, layers=()).loss  # without layers, so that those of other stages can be freed
     return Specialized(chain.layers[place.start : place.stop], loss, source.shards)
 
 
 def _put_loss(task: Task, device: torch.device) -> None:
-    """Move what a loss that is a module computes with, such as weights of classes, to the device of the last stage."""
+    """Move the tensors of a loss that is a module, such as class weights, to the device of the last stage."""
     if isinstance(task.loss, nn.Module):
         move([task.loss], device)
 
 
 def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[int]:
-    """The ids of the parameters of a stage from layer `start` on that the device does not keep between steps."""
+    """Return ids of the parameters of a stage, from layer `start` on, that the device does not keep between
+    steps.
+    """
     if share is None or not share.divides_parameters:
         return frozenset()
     of_layers = enumerate(own_parameters(usual.layers), start=start)
@@ -177,8 +185,9 @@ def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[in
 
 
 def _put(usual: Specialized, task: Task, device: torch.device, absent: frozenset[int]) -> None:
-    """Move the layers of a stage to `device`, where the optimizer is tried on the shards of a rank; `absent` parameters
-    have no memory there.
+    """Move the layers of a stage to `device`; `absent` parameters get none there.
+
+    With tensor shards, also check that the task's optimizer works elementwise on them.
     """
     layers, _, shards = usual
     criterion = [] if shards is None or shards.criterion is None else [shards.criterion]

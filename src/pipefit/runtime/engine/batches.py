@@ -1,4 +1,4 @@
-"""Divides a batch into microbatches, the last of which may be smaller."""
+"""Programs for steps of any number of microbatches, and cutting of batches into microbatches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.texts import counted, dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# The programs of a trainer's steps, each made once, because runners keep what they have run.
+# ---- Programs of a trainer's steps
+# Each program is lowered once, because runners cache the instructions of programs they have run.
 
 
 class _Before(TypedDict):
-    """What has entered a pipeline, as `lower` takes it."""
+    """Microbatches that have entered a pipeline, as arguments of `lower`."""
 
     entered: int
     steps: int
@@ -39,10 +39,11 @@ class Programs:
         self._evaluations: dict[tuple[int, int | None], Program] = {}
 
     def training(self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None) -> Program:
-        """The program that trains so many microbatches, or ends those in flight for none.
+        """Return the program that trains `microbatches` microbatches, or completes those in flight if it is
+        0.
 
-        `last` are the samples of the last one; the plan's unless given. `entered` is what has entered under an endless
-        schedule.
+        `last` is the number of samples of the last microbatch; default: the plan's. `entered` describes the
+        microbatches that have entered under an asynchronous schedule.
         """
         count, steps = as_early(self._plan, entered.microbatches), min(entered.steps, 2)
         last = self._rows(last)
@@ -57,32 +58,34 @@ class Programs:
         return self._training[key]
 
     def then(self, entered: Entered, sizes: Sequence[int]) -> Entered:
-        """What has entered after a step of microbatches of so many samples."""
+        """Return `entered` after another step, of microbatches with `sizes` samples."""
         count, last, stages = len(sizes), self._rows(sizes[-1]), len(self._plan.stages)
         before = [(number - count, samples) for number, samples in entered.smaller]
         own = [] if last is None else [(-1, last)]
-        smaller = [one for one in (*before, *own) if one[0] >= -stages]  # no more are ever in flight
+        smaller = [one for one in (*before, *own) if one[0] >= -stages]  # at most that number are in flight
         return Entered(entered.microbatches + count, entered.steps + 1, tuple(smaller))
 
     def evaluation(self, microbatches: int, *, last: int | None = None) -> Program:
-        """The program that evaluates so many microbatches, the `last` of so many samples."""
+        """Return the program that evaluates `microbatches` microbatches, the last of `last` samples."""
         key = microbatches, self._rows(last)
         if key not in self._evaluations:
             self._evaluations[key] = lower_evaluation(self._plan, microbatches=microbatches, last=key[1])
         return self._evaluations[key]
 
     def _rows(self, last: int | None) -> int | None:
-        """The samples of the last microbatch, if it has others than all, and the program depends on them."""
+        """Return `last` if it differs from the plan's microbatch size and the program depends on it; None
+        otherwise.
+        """
         plan = self._plan
         return last if plan.names_rows and last != plan.training.microbatch_size else None
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Cutting batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A batch in microbatches of `sizes` samples, which are views of the batch's tensors."""
+    """A batch cut into microbatches of `sizes` samples, which are views of the batch's tensors."""
 
     inputs: Sequence[Microbatch]
     targets: Sequence[Microbatch]
@@ -90,11 +93,11 @@ class Cut:
 
 
 def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Cut:
-    """`inputs` and `targets`, cut along dimension 0.
+    """Cut `inputs` and `targets` along dimension 0.
 
     Raises:
-        UsageError: they hold no samples, different numbers, or more than the plan trains; or samples of another shape
-            or kind.
+        UsageError: they hold no samples, different numbers of samples, or more than the plan trains; or
+            samples of another shape or dtype.
     """
     training, measurement = plan.training, plan.measurement
     for what, tensors in (("inputs", inputs), ("targets", targets)):
@@ -116,7 +119,7 @@ def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -
 
 
 def _check_plain(what: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are rows of numbers, which can be cut and copied.
+    """Check that tensors are dense rows of numbers, which can be cut and copied.
 
     Raises:
         UsageError: one is not; names it.
@@ -131,12 +134,12 @@ def _check_plain(what: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_like(what: str, tensors: Sequence[Tensor], planned: Sequence[Value]) -> None:
-    """Check that the samples in `tensors` have the shapes that the plan was made for, and numbers of the same kind.
+    """Check that the samples in `tensors` have the plan's shapes and kinds of numbers.
 
-    A floating-point number of another precision is cast, as the task's precision asks for.
+    Floating-point numbers of another precision pass: they are cast to the task's precision.
 
     Raises:
-        UsageError: one has another; names it.
+        UsageError: a tensor has another shape or kind; names it.
     """
     for number, (tensor, value) in enumerate(zip(tensors, planned, strict=True)):
         if _kind(tensor.dtype) != _kind(getattr(torch, value.dtype)):
@@ -153,7 +156,7 @@ def _check_like(what: str, tensors: Sequence[Tensor], planned: Sequence[Value]) 
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    """Whether numbers are floating-point ones, complex, or truth values; else they are whole."""
+    """Return whether numbers are floating-point, complex, or boolean; otherwise they are integers."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 

@@ -1,7 +1,7 @@
 """Buffers of layers in other storages: on another device, or copied for a second forward.
 
-Several buffers may lie in one storage, which several layers of a stage may hold: it is moved and copied as one, so that
-a stage takes as many bytes as its plan says.
+Several buffers may share a storage, and several layers of a stage may hold it: it is moved and copied as one,
+so that a stage takes exactly the bytes that its plan says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[nn.Module, str, Tensor]  # the module that holds a buffer, its nam
 
 
 def buffer_places(modules: Sequence[nn.Module]) -> Iterator[Place]:
-    """Every place of every buffer of `modules`."""
+    """Yield every place of every buffer of `modules`."""
     for module in modules:
         for part in module.modules():
             for name, buffer in part._buffers.items():
@@ -29,14 +29,16 @@ def buffer_places(modules: Sequence[nn.Module]) -> Iterator[Place]:
 
 
 def held_buffers(layers: Sequence[ChainLayer]) -> list[Tensor]:
-    """The buffers that `layers` have now; a forward may have put others in the places of those from before."""
+    """Return the present buffers of `layers`; a forward may have replaced earlier ones."""
     return [buffer for _, _, buffer in buffer_places([layer.module for layer in layers])]
 
 
 def in_other_storages(
     buffers: Sequence[Tensor], convert: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What `convert` makes of each storage, as one flat tensor, and tensors like `buffers` that lie in these."""
+    """Convert each storage once, as one flat tensor; return the new storages, and tensors like `buffers` in
+    them.
+    """
     made: dict[int, Tensor] = {}
     for buffer in buffers:
         if storage_key(buffer) not in made:
@@ -45,10 +47,10 @@ def in_other_storages(
 
 
 def move(modules: Sequence[nn.Module], device: torch.device, *, absent: Container[int] = ()) -> None:
-    """Move `modules` to `device`. `Module.to` would give each place of a shared buffer a copy of its own.
+    """Move `modules` to `device`. Unlike `Module.to`, keep shared buffers shared.
 
-    Those that are there stay untouched: of fake parameters `Module.to` would drop the hooks on their gradients.
-    Parameters whose ids are among the `absent` keep no memory there: they need not fit, all together.
+    Modules already on the device stay untouched, because `Module.to` drops gradient hooks of fake parameters.
+    Parameters with ids in `absent` get no memory on the device, so that together they may exceed its memory.
     """
     places = [place for place in buffer_places(modules) if place[2].device != device]
     _, moved = in_other_storages([buffer for _, _, buffer in places], lambda storage: storage.to(device))
@@ -63,20 +65,18 @@ def move(modules: Sequence[nn.Module], device: torch.device, *, absent: Containe
             module.to(device)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Copies of buffers, on which second forwards work: each microbatch changes a buffer once, in its first
-# forward.
-#
-# Where a layer computes with a buffer that it changes, its second forward has to see what its first one saw.
-# So a copy of such a buffer is made before the first forward, one for each microbatch that is in flight. Of
-# all other buffers, such as the statistics of batch norm, copies are made when the second forward begins.
-# Those stay until the backward, because the graph may refer to them. `pipefit.memory` predicts the bytes.
+# ---- Copies of buffers for second forwards
+# Each microbatch changes a buffer once, in its first forward. If a layer computes with a buffer that it
+# changes, its second forward must see the values of the first. So such a buffer is copied before the first
+# forward, once for each microbatch in flight. All other buffers, such as batch norm statistics, are copied
+# when the second forward begins. The copies stay until the backward, because the graph may refer to them.
+# `memory` predicts their bytes.
 
-Buffers = dict[tuple[nn.Module, str], Tensor | None]  # by the module that has it, and its name there
+Buffers = dict[tuple[nn.Module, str], Tensor | None]  # by module and name in it
 
 
 def fed_back_copies(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) -> Buffers:
-    """Copies of the buffers of `layers` that feed back, as they are now."""
+    """Return copies of the present buffers that `layers` both read and change."""
     found: Buffers = {}
     for layer, cost in zip(layers, costs, strict=True):
         for name in cost.fed_back:
@@ -88,17 +88,18 @@ def fed_back_copies(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) ->
 
 @contextmanager
 def working_copies(layers: Sequence[ChainLayer], copies: Buffers) -> Iterator[None]:
-    """Inside, layers have the `copies` made before their first forward and copies of their other buffers.
+    """Replace the buffers of `layers` inside: by the `copies` of their first forward, and copies of all
+    others.
 
-    Afterwards they have the originals, and `copies` holds what took their places: the copies, or what the forward has
-    replaced them by.
+    Afterwards the layers have the originals, and `copies` holds the buffers of the second forward: the
+    copies, or their replacements by the forward.
     """
     parts = (part for layer in layers for part in layer.module.modules())
     originals = {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
     copies |= _copied({place: buffer for place, buffer in originals.items() if place not in copies})
     try:
         _put(copies)
-        copies.clear()  # so that what the forward replaces is freed
+        copies.clear()  # so that replaced buffers are freed
         yield
         copies |= {(part, name): part._buffers[name] for part, name in originals}
     finally:
@@ -111,7 +112,7 @@ def _put(buffers: Buffers) -> None:
 
 
 def _copied(buffers: Buffers) -> Buffers:
-    """Copies of these buffers, in one storage where the buffers are."""
+    """Copy buffers; buffers that share a storage share one in the copies."""
     present = {place: buffer for place, buffer in buffers.items() if buffer is not None}
     _, copies = in_other_storages(list(present.values()), Tensor.clone)
     return dict.fromkeys(buffers) | dict(zip(present, copies, strict=True))

@@ -1,7 +1,8 @@
-"""Runs programs on batches with the devices of one process: for a trainer, and where a plan is held to plain training.
+"""Runs programs on batches with the devices of one process, for a trainer and for comparisons with plain
+training.
 
-A batch is cut into microbatches, each of which counts by its part of the batch, and every device executes its part of
-the program.
+A batch is cut into microbatches, each weighted by its part of the batch, and every device executes its part
+of the program.
 """
 
 from __future__ import annotations
@@ -27,23 +28,21 @@ from pipefit.runtime.engine.tensor_groups import TensorGroups, lost
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 
-# ----------------------------------------------------------------------------------------------------
-# The mean loss of a step and the peaks of its devices, which all workers tell each other in one message.
-#
-# Under an endless schedule nobody waits for it: a worker that is ahead would have to wait until the last
-# stage has computed the step's losses, and that would drain the pipeline.
+# ---- Results of a step
+# All workers exchange the loss and the peaks in one message. An asynchronous schedule does not wait for it:
+# the first stages would wait for the losses of the last stage, and that would drain the pipeline.
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The result of one step, on its way between the workers; `work` is None where it has come, or there is no way."""
+    """The result of one step during its exchange between workers; `work` is None once it is complete."""
 
     devices: tuple[int, ...]
     told: Tensor  # the loss, and the peak of every device
     work: Any
 
     def join(self) -> None:
-        """Return when all workers have told theirs.
+        """Wait until all workers have contributed.
 
         Raises:
             PeerLost: another worker did not.
@@ -53,13 +52,13 @@ class Result:
                 self.work.wait()
             except RuntimeError as error:
                 raise _lost(error, self.devices) from error
-        self.told, self.work = self.told.cpu(), None  # a GPU has then computed all before it
+        self.told, self.work = self.told.cpu(), None  # on a GPU, this waits for the step
 
     def joined(self) -> tuple[float, dict[int, int]]:
-        """The loss and the peaks by device, when all workers have told theirs.
+        """Wait for all workers; return the loss, and the peak bytes by device.
 
         Raises:
-            PeerLost: another worker did not.
+            PeerLost: another worker did not contribute.
         """
         self.join()
         loss, *peaks = self.told.tolist()
@@ -67,10 +66,10 @@ class Result:
 
 
 def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
-    """Tell all workers what this one's `runners` know of the step that has just ended.
+    """Begin to exchange loss and peaks of the step that has just ended with all workers.
 
-    The last stage has computed the losses, each replica those of its slices, and of its tensor shards the first tells
-    them; `weights` are those of its microbatches in the mean.
+    The last stage computes the losses: each replica those of its local batches, reported by the first tensor
+    shard. `weights` are the weights of the microbatches in the mean loss.
 
     Raises:
         PeerLost: another worker is gone.
@@ -97,15 +96,15 @@ def _lost(error: RuntimeError, workers: tuple[int, ...]) -> WorkerFailed | OutOf
     return lost("a worker did not report its loss and peaks", error, workers[dist.get_rank()])
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Execution
 
 Around = Callable[[], AbstractContextManager[object]]
 
 
 class Execution:
-    """The devices of one process, `distributed` if others have more of them.
+    """The devices of one process; `distributed` if other processes run devices too.
 
-    `chain` says how batches look; it keeps no layers alive that stages free.
+    `chain` flattens batches; it is kept without layers, so that stages can free theirs.
     """
 
     def __init__(
@@ -125,21 +124,22 @@ class Execution:
         }
 
     def cut(self, batch: tuple[Any, Any]) -> Cut:
-        """`batch`, of inputs and targets, in microbatches."""
+        """Cut `batch`, a pair of inputs and targets, into microbatches."""
         given, wanted = batch
         return cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
 
     def drop_gradients(self) -> None:
-        """Drop gradients from before the step, such as the caller's own, which must not enter its update."""
+        """Drop gradients from before the step, such as the caller's, which must not enter its update."""
         for runner in self.runners:
             for stage in runner.stages.values():
                 for layer in stage.layers:
                     layer.module.zero_grad(set_to_none=True)
 
     def run(self, cut: Cut, program: Program, batches: int, *, training: bool, around: Around | None = None) -> Result:
-        """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers.
+        """Run `program` on one of the `batches` of an update; return its mean loss, still on its way to all
+        workers.
 
-        `around` makes contexts for all that runs, on threads of their own too.
+        `around` makes a context for everything that runs, on other threads too.
         """
         samples = sum(cut.sizes)
         shares = [size / samples for size in cut.sizes]
@@ -156,7 +156,7 @@ class Execution:
         return tell(self.plan, self.runners, shares, distributed=self.distributed)
 
     def run_program(self, program: Program, *, training: bool = True, **options: Any) -> None:
-        """Run all devices of this process; torch's random generators stay as they were."""
+        """Run all devices of this process; restore torch's random generators."""
         stages = [stage for runner in self.runners for stage in runner.stages.values()]
         devices = [stage.device for stage in stages if stage.device.type == "cuda"]
         with torch.random.fork_rng(devices, device_type="cuda"):

@@ -1,6 +1,7 @@
-"""One microbatch in one stage: values that wait, pieces that ran forward, gradients that the backward has reached.
+"""One microbatch in one stage: waiting values, pieces that ran forward, gradients that the backward has
+reached.
 
-Nothing else refers to these tensors, so that what a flight drops is freed at once, as `pipefit.memory` predicts.
+Only a flight refers to these tensors, so that a tensor it drops is freed at once, as `memory` predicts.
 """
 
 from __future__ import annotations
@@ -26,35 +27,31 @@ from pipefit.schema.actions import Action
 from pipefit.schema.layer_costs import Value
 from pipefit.texts import counted, layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# The two ends of a piece of the autograd graph: gradients enter and leave it without keeping activations
-# alive.
+# ---- The two ends of a piece of the autograd graph
+# Ordinarily a pipeline stage keeps its outputs until the backward, which starts from them, and the received
+# gradients until the backward ends, because its caller holds them. Both cost memory for each microbatch in
+# flight. Here the graph of a stage lies between an `enter` and a `leave`:
 #
-# Ordinarily a pipeline stage keeps its outputs until the backward, because the backward starts from them, and
-# it keeps the gradients that it received until the backward ends, because the caller of the backward holds
-# them. Neither is needed for the result, and both cost memory for each microbatch in flight. Here the graph
-# of a stage lies between an `enter` and a `leave`:
+# - `leave` ends the graph in a root without bytes, so that the outputs may be freed as soon as they are sent.
+#   The backward starts at the root. There it takes the received gradients out of the `GraphEnds`, so that
+#   only the autograd engine holds them, and frees each after its last use.
+# - `enter` passes the inputs on as aliases and, in the backward, puts their gradients into the `GraphEnds`.
+#   The inputs are not leaves of the graph, so it does not keep them alive, and layers may work on them in
+#   place.
 #
-# - `leave` ends the graph in a root of no bytes, so that the outputs may be freed as soon as they are sent. The
-# backward
-#   starts at the root. There it takes the received gradients out of the `GraphEnds`, so that only the autograd engine
-#   holds them, and frees each as soon as it is used up.
-# - `enter` passes the inputs on as aliases and, in the backward, puts their gradients into the `GraphEnds`. The inputs
-#   are no leaves of the graph, so that it does not keep them alive, and layers may work on them in place.
-#
-# Within a piece, `apart` does the same for what a layer works on in place and the one before returned as a
-# view. Otherwise autograd would rewrite the graph of what it is a view of, and copy its gradient twice in the
+# Within a piece, `apart` does the same for values that a layer changes in place and the layer before returned
+# as views. Otherwise autograd would rewrite the graph of the view's base and copy its gradient twice in the
 # backward.
 #
-# The backward of a piece goes through the graphs of all its outputs, also of those on which the loss does not
-# depend: so each layer's memory is freed in its turn. Autograd's own operations pass on that nothing arrives.
-# A custom function would be given zeros, or add a gradient of its own; where nothing arrives it is not
-# called, as in plain training.
+# The backward of a piece goes through the graphs of all its outputs, including those on which the loss does
+# not depend, so each layer's memory is freed in order. Autograd's operations pass undefined gradients on. A
+# custom function would get zeros, or add a gradient; without incoming gradients it is not called, as in plain
+# training.
 
 
 @dataclass(slots=True)
 class GraphEnds:
-    """The ends of one piece of graph: its root, the gradients that go in there, and those that come out."""
+    """Ends of one piece of graph: its root, and its incoming and outgoing gradients."""
 
     root: Tensor | None = None
     incoming: Sequence[Tensor | None] | None = None
@@ -101,32 +98,36 @@ class _Apart(torch.autograd.Function):
 
 
 def enter(graph: GraphEnds, values: Values, differentiable: tuple[bool, ...], anchor: Tensor) -> Values:
-    """`values` as the start of a graph; its backward puts gradients of the `differentiable` ones into `graph.outgoing`.
+    """Return `values` as the start of a graph whose backward puts their gradients into `graph.outgoing`.
 
-    `anchor` is any tensor that requires a gradient. It gets none, but makes autograd record the graph.
+    Only `differentiable` values get gradients. `anchor` is any tensor that requires a gradient: it gets none,
+    but makes autograd record the graph.
     """
     entered: Values = _Enter.apply(graph, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
     return entered
 
 
 def apart(values: Values) -> Values:
-    """`values`, with aliases in place of those that are views in a graph, for a layer that works on them in place.
+    """Replace views in a graph among `values` by aliases, for a layer that works on them in place.
 
-    Numbers and memory are shared, and gradients pass; nothing else may read what shares the memory of such a value.
+    Numbers and memory are shared, and gradients pass; no other code may read the memory of such a value.
     """
     return tuple(_Apart.apply(v) if v._is_view() and v.requires_grad else v for v in values)  # type: ignore[no-untyped-call]
 
 
 def leave(graph: GraphEnds, outputs: Values) -> None:
-    """End the graph at `outputs`; its backward starts at `graph.root`, which is None if nothing requires a gradient."""
+    """End the graph at `outputs`; its backward starts at `graph.root`, which is None if no output requires a
+    gradient.
+    """
     root: Tensor = _Leave.apply(graph, *outputs)  # type: ignore[no-untyped-call]
     graph.root = root if root.requires_grad else None
 
 
 def backward(graph: GraphEnds) -> None:
-    """Run the graph backward: `graph.incoming`, the gradients of its outputs, become `graph.outgoing`, of its inputs.
+    """Run the graph backward, from the output gradients `graph.incoming` to the input gradients
+    `graph.outgoing`.
 
-    Nothing but `graph` may refer to the incoming gradients: then the engine frees each as soon as it is used up.
+    Only `graph` may refer to the incoming gradients: then the engine frees each after its last use.
     """
     root, graph.root = graph.root, None
     if root is not None:
@@ -136,7 +137,7 @@ def backward(graph: GraphEnds) -> None:
 
 
 def _pass_over(root: Tensor, incoming: Sequence[Tensor | None]) -> None:
-    """Let custom functions that only outputs without a gradient depend on pass on that nothing arrives."""
+    """Stop custom functions that only outputs without a gradient depend on from being called in the backward."""
     assert root.grad_fn is not None
     ends = [node for node, _ in root.grad_fn.next_functions]  # of all outputs, in order
     aside = [node for node, gradient in zip(ends, incoming, strict=True) if gradient is None]
@@ -151,7 +152,7 @@ def _pass_over(root: Tensor, incoming: Sequence[Tensor | None]) -> None:
 
 
 def _behind(ends: Iterable[Node | None]) -> Iterator[Any]:
-    """Every operation that these depend on, and they themselves."""
+    """Yield the given graph nodes and every node that they depend on."""
     met, waiting = set[Node](), [node for node in ends if node is not None]
     while waiting:
         node = waiting.pop()
@@ -162,26 +163,23 @@ def _behind(ends: Iterable[Node | None]) -> Iterator[Any]:
 
 
 def _nothing(count: int, *gradients: Tensor | None) -> tuple[None, ...]:
-    """The gradients of so many arguments of a function to whose results none arrives."""
+    """Return undefined gradients for the arguments of a function without incoming gradients."""
     return (None,) * count
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory of its own for every gradient of a parameter.
-#
-# Autograd may make several views of one gradient, and hand them on as the gradients of parameters and of
-# values: behind `torch.cat((p, q))` those of `p` and `q` are parts of one tensor, behind `x + p.view(3, 8)`
-# that of `p` is that of `x`. Whoever then adds to the parameter's in place, as the backward of the next
-# microbatch or a sum over replicas, would change the other one too, which may be on its way to another stage;
-# and a small gradient would keep the memory of a large tensor until the update. So a gradient that is born in
-# shared or larger memory is copied as soon as it is born, in a measured layer as in a whole stage; a gradient
-# with memory of its own is not. Copies cost time in the first backward of a step, and memory until the last
-# view is copied.
+# ---- Separate memory for parameter gradients
+# Autograd may hand views of one tensor on as the gradients of parameters and of values: after `torch.cat((p,
+# q))` those of `p` and `q` are parts of one tensor, after `x + p.view(3, 8)` the gradient of `p` is that of
+# `x`. An in-place addition to the parameter's gradient, by the backward of the next microbatch or an
+# all-reduce, would change the other gradient too, which may be on its way to another stage; and a small
+# gradient would keep the memory of a large tensor until the update. So a gradient in shared or larger memory
+# is copied as soon as it is accumulated, in a measured layer as in a whole stage. Copies cost time in the
+# first backward of a step, and memory until the last view is copied.
 
 
 @contextmanager
 def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, a backward runs: each gradient that it makes for one of the `parameters` has memory of its own."""
+    """Give each gradient that a backward inside creates for one of the `parameters` its own memory."""
     without = dict.fromkeys(p for p in parameters if p.requires_grad and p.grad is None)
     hooks = [p.register_post_accumulate_grad_hook(_give_memory) for p in without]  # type: ignore[no-untyped-call]
     try:
@@ -192,7 +190,7 @@ def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _give_memory(parameter: Tensor) -> None:
-    """Copy the gradient that a parameter has just got, if its memory is larger or has other users."""
+    """Copy a parameter's new gradient if its memory is larger or has other users."""
     gradient = parameter.grad
     if gradient is not None and gradient.layout is torch.strided:
         storage = gradient.untyped_storage()
@@ -201,17 +199,18 @@ def _give_memory(parameter: Tensor) -> None:
             parameter.grad = gradient.clone()
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Microbatches in flight
 
-Loss = Callable[[Values, Values], Tensor]  # of the last layer's values and the targets
+Loss = Callable[[Values, Values], Tensor]  # from the last layer's values and the targets
 
 
 @dataclass(slots=True)
 class Piece:
     """Layers `first` to `end - 1`, whose forward was one action.
 
-    A piece without a graph keeps its inputs and targets, to run forward again, and as `copies` those buffers that feed
-    back. After that, `copies` are all buffers on which the second forward worked; its graph may refer to them.
+    A piece without a graph keeps its inputs and targets for its recomputation, and as `copies` the buffers
+    that its layers both read and change. After the recomputation, `copies` are all buffers of the second
+    forward; its graph may refer to them.
     """
 
     first: int
@@ -227,13 +226,14 @@ class Piece:
 class Flight:
     """One microbatch in one stage.
 
-    `microbatch` is its number in its own step, and `batch_number` that step's. Where replicas divide microbatches into
-    slices, `slice_number` counts these over the step; random draws depend on it, on the step and on `seed`. `samples`
-    are those of the slice, or of the whole microbatch. `layers` and `loss` are the stage's for microbatches of this
-    size, `boundaries` the values before every layer of the model and after the last, and `weight` is the factor on the
-    microbatch's loss. `version` are the weights that it goes through, where stages are updated with microbatches in
-    flight. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at the boundary that
-    the backward has reached. `luggage` are the saved tensors that the program moves away.
+    `microbatch` is its number in its step, and `batch_number` the number of the step. If replicas divide
+    microbatches into local batches, `slice_number` counts these over the step; random draws depend on it, on
+    the step and on `seed`. `samples` is the size of the local batch, or of the whole microbatch. `layers` and
+    `loss` are the stage's for microbatches of this size, `boundaries` the values before every layer of the
+    model and after the last, and `weight` the factor on the microbatch's loss. `version` is the weight
+    version that it uses, if stages are updated with microbatches in flight. `values` wait for the next piece.
+    `gradients` has one gradient, or None, for each value at the boundary that the backward has reached.
+    `luggage` holds the saved tensors that the program offloads.
     """
 
     microbatch: int
@@ -253,10 +253,10 @@ class Flight:
     pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
 
     def rows(self, load: Action, microbatches: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """What a LOAD takes of the tensors of its microbatch: all, or the rows of a slice.
+        """Return the tensors that a LOAD takes from its microbatch: whole, or the rows of a local batch.
 
         Raises:
-            UsageError: it takes more or fewer than the slice has.
+            UsageError: the LOAD takes more or fewer rows than the local batch has.
         """
         tensors = microbatches[self.microbatch]
         if load.part is None:
@@ -269,7 +269,7 @@ class Flight:
         return [tensor[first:end] for tensor in tensors]
 
     def abandon(self) -> None:
-        """Drop everything, graphs included, after a step has failed."""
+        """Drop everything, graphs included, after a failed step."""
         for piece in self.pieces.values():
             piece.graph.root = piece.graph.incoming = None
             piece.graph.outgoing = ()
@@ -280,14 +280,14 @@ class Flight:
 
 
 def take(box: list[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors in `box`, which is emptied so that it no longer keeps them alive."""
+    """Return the tensors in `box` and empty it, so that it no longer keeps them alive."""
     values = tuple(box)
     box.clear()
     return values
 
 
 def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.device) -> list[Tensor]:
-    """Copies of host tensors on the device, in the dtypes of the values that were profiled."""
+    """Copy host tensors to the device, in the dtypes of the profiled values."""
     return [
         tensor.to(device, getattr(torch, value.dtype), non_blocking=True, copy=True)
         for tensor, value in zip(tensors, values, strict=True)
@@ -295,10 +295,11 @@ def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.
 
 
 def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str) -> list[Tensor | None]:
-    """A contiguous gradient for each of the values before `layer` that has one by the plan; None where there is none.
+    """Return a contiguous gradient for each value before `layer` that has one by the plan; None for an absent
+    gradient.
 
     Raises:
-        UsageError: a value has a gradient that the plan does not know of.
+        UsageError: a value has a gradient that the plan does not expect.
     """
     for gradient, value in zip(gradients, values, strict=True):
         if gradient is not None and not value.has_gradient:
@@ -316,10 +317,10 @@ def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value
 
 @contextmanager
 def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
-    """Inside, a piece goes backward.
+    """Name the microbatch and the layers of a piece whose backward inside finds a changed saved tensor.
 
     Raises:
-        UsageError: what it saved has been changed since; autograd's own words name no layer.
+        UsageError: a saved tensor has been changed in place; autograd's message would not name a layer.
     """
     try:
         yield

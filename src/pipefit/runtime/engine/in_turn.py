@@ -1,6 +1,6 @@
 """All devices of a plan in one process: each runs until it would wait for another.
 
-Devices of a tensor group wait for each other in the middle of their actions too, and so run on threads of their own.
+Devices of a tensor group also wait for each other within actions, and therefore run on separate threads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from pipefit.runtime.engine.tensor_groups import TensorGroups, Together
 from pipefit.schema.actions import RECEIVES, Action, Message
 from pipefit.tensor_parallel.lockstep import Turn, pause
 
-# ----------------------------------------------------------------------------------------------------
-# A device without the others: all transfers are complete from the start.
+# ---- A device without peers
 
 
 class NoPeers:
-    """A transport that stands for all other devices: what is received is zeros, and what is sent is dropped.
+    """A transport without peers, for one device alone: it receives zeros, and sent tensors are dropped.
 
-    Fake tensors have no numbers, and are left as they are.
+    All transfers are complete from the start. Fake tensors have no numbers, and are left unchanged.
     """
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> None:
@@ -38,19 +37,19 @@ class NoPeers:
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> None:
-        """There is nothing to add."""
+        """Add nothing."""
 
     def ready(self, handle: None) -> bool:
         return True
 
     def join(self, action: Action, handle: None) -> None:
-        """The transfer was complete from the start."""
+        """Return at once: the transfer was complete from the start."""
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no transfer is in flight."""
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- All devices in turn
 
 
 def run_in_turn(
@@ -62,10 +61,10 @@ def run_in_turn(
     around: Callable[[], AbstractContextManager[object]] | None = None,
     **options: Any,
 ) -> None:
-    """One step of all devices in this process: each runs until it would wait for another.
+    """Run one step of all devices in this process, each until it would wait for another.
 
-    `groups` are tensor groups, whose ranks wait for each other if all are here. `around` makes a context for all that
-    runs, here and on each of their threads; `options` are passed on to `step`.
+    `groups` are tensor groups, whose ranks wait for each other if all are in this process. `around` makes a
+    context for everything that runs, here and on each of their threads; `options` are passed on to `step`.
     """
     together = groups if isinstance(groups, Together) else None
     threads: list[Turn] = []
@@ -96,17 +95,17 @@ def run_in_turn(
 
 
 def _has_ended(step: Iterator[None]) -> bool:
-    """Let a device run until it waits; whether it has ended."""
+    """Run a device until it waits; return whether its step has ended."""
     return next(step, StopIteration) is StopIteration
 
 
 def _run(step: Iterator[None], around: Callable[[], AbstractContextManager[object]]) -> None:
-    """All that a device does in a step, on a thread with turns."""
+    """Run the whole step of a device on a thread with turns."""
     with around():
         for _ in step:
             pause()
 
 
 def _progress(runners: Sequence[DeviceRunner], together: Together | None) -> tuple[int, ...]:
-    """What grows as long as a device gets on."""
+    """Return counters that grow as long as a device makes progress."""
     return *(len(runner.record.events) for runner in runners), 0 if together is None else together.arrivals

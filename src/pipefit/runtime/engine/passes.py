@@ -1,6 +1,6 @@
-"""How microbatches go forward and backward through the layers of a stage, on one device.
+"""Forward and backward passes of microbatches through the layers of a stage, on one device.
 
-Memory use is part of the interface, because `pipefit.memory` predicts it to the byte. Every reference to a tensor is
+Memory use is part of the interface, because `memory` predicts it to the byte. Every reference to a tensor is
 dropped as early as possible, in an order that depends on the calls alone.
 """
 
@@ -38,18 +38,17 @@ from pipefit.runtime.optim.half_precision import Copied, WeightCopies, using
 from pipefit.runtime.optim.weight_versions import Weights
 from pipefit.texts import first_to_last, layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# Random draws that are the same under every plan: they depend on seed, step, microbatch and layer alone.
-#
-# Before a layer runs, the device's default generator is seeded from these four numbers. So dropout is the
-# same on one device and on eight, under any schedule, and in a recomputation. An optimizer that draws is
-# seeded in the same way, so that replicas of a stage draw alike and stay equal.
+# ---- Random draws
+# Draws are the same under every plan: they depend on seed, step, microbatch and layer alone. Before a layer
+# runs, the device's default generator is seeded from these four numbers. So dropout is the same on one device
+# and on eight, under any schedule, and in a recomputation. An optimizer that draws is seeded in the same way,
+# so that replicas of a stage draw equal numbers and stay equal.
 
 _MASK = (1 << 64) - 1
 
 
 def draw_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """A well-mixed 63-bit number from the four (the splitmix64 finaliser, Steele et al. 2014, applied in turn)."""
+    """Mix four numbers into a 63-bit seed (the splitmix64 finaliser, Steele et al. 2014, applied in turn)."""
     state = 0
     for number in (seed, step, microbatch, layer):
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -70,24 +69,24 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
 
 def seed_update(device: torch.device, seed: int, step: int, microbatch: int, first: int) -> None:
     """Seed the default generator of `device` for the update of a run of layers that begins at layer `first`."""
-    seed_layer(device, seed, step, microbatch, -1 - first)  # which is the number of no layer
+    seed_layer(device, seed, step, microbatch, -1 - first)  # negative, unlike the numbers of layers
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Passes
 
 
 class Passes:
     """The passes of microbatches through the layers of one stage.
 
     Args:
-        layers: the stage's, already on `device`.
+        layers: the stage's layers, already on `device`.
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
-        losses: on the last stage, where the losses of all microbatches are kept.
-        copies: of weights, with which autocast computes.
-        weights: the versions of the layers' weights; None where microbatches need none.
-        watching: inside what it returns, a layer runs forward.
-        agreement: has the scale of losses, if there is one.
-        graph_dropped: called when the graph of a layer that saved nothing is gone.
+        losses: on the last stage, the tensor for the losses of all microbatches.
+        copies: copies of weights, with which autocast computes.
+        weights: versions of the layers' weights; None if microbatches need none.
+        watching: returns a context in which a layer's forward runs.
+        agreement: holds the loss scale, if there is one.
+        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
     """
 
     def __init__(
@@ -113,9 +112,10 @@ class Passes:
     # ---------------------------------------------------------------- forward
 
     def forward(self, flight: Flight, first: int, end: int) -> Values:
-        """Run layers `first` to `end - 1` with a graph. Returns the stage's outputs, detached, if they end it.
+        """Run layers `first` to `end - 1` with a graph; return the stage's outputs, detached, if they are its
+        last layers.
 
-        Otherwise it returns nothing, and the values wait in `flight`.
+        Otherwise return an empty tuple; the values wait in `flight`.
         """
         piece = flight.pieces[first] = Piece(first, end)
         with self._weights_of(flight):
@@ -123,12 +123,13 @@ class Passes:
         return self._leaving(flight, end, values)
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same forward, which saves nothing; `flight` keeps what it starts from, to be recomputed from.
+        """Run layers `first` to `end - 1` without saving tensors; `flight` keeps the state for their
+        recomputation.
 
-        That is its inputs, and copies of the buffers that feed back.
+        That state is the inputs, and copies of the buffers that the layers both read and change.
 
         Raises:
-            UsageError: a layer changed the inputs in place, which are still needed.
+            UsageError: a layer changed the inputs in place, although the recomputation needs them.
         """
         piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
         piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
@@ -148,7 +149,7 @@ class Passes:
         return self._leaving(flight, end, values)
 
     def recompute(self, flight: Flight, first: int, end: int) -> None:
-        """Run the forward of a piece again, with a graph and the same random draws; buffers are left as they are.
+        """Run the forward of a piece again, with a graph and the same random draws; buffers stay unchanged.
 
         Raises:
             UsageError: the piece has a graph already, or has not run forward.
@@ -166,7 +167,9 @@ class Passes:
             self._with_graph(flight, piece, piece.inputs, piece.targets)
 
     def evaluate(self, flight: Flight) -> Values:
-        """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
+        """Run forward without a graph; return the outputs or, on the last stage, an empty tuple with the loss
+        in `losses`.
+        """
         with torch.no_grad():
             values = take(flight.values)
             for number, layer in enumerate(flight.layers, start=self.start):
@@ -178,14 +181,14 @@ class Passes:
             return ()
 
     def take_weights(self, flight: Flight, first: int) -> None:
-        """The version of weights that a microbatch goes through is that of its first forward in the stage."""
+        """Assign the newest weight version to a microbatch at its first forward in the stage."""
         if self.weights is not None and first == self.start:
             flight.version = self.weights.take()
             flight.luggage.weights = partial(self.weights.storages, flight.version)
             flight.luggage.away = flight.version.away
 
     def _weights_of(self, flight: Flight, *, backward: bool = False) -> AbstractContextManager[None]:
-        """Inside, the layers have the weights that the microbatch goes through."""
+        """Return a context in which the layers have the microbatch's weight version."""
         if self.weights is None or flight.version is None:
             return nullcontext()
         put = self.weights.going_backward if backward else self.weights.put
@@ -195,7 +198,7 @@ class Passes:
         return self.last and end == self.stop
 
     def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
-        """Run a piece on the values in `box`, between an `enter` and a `leave`. Empties `box` and `targets`."""
+        """Run a piece on the values in `box`, between an `enter` and a `leave`; empty `box` and `targets`."""
         box[:] = self._enter(piece.graph, flight, piece.first, take(box))
         values = self._run(flight, piece, box, targets)
         leave(piece.graph, values)
@@ -203,7 +206,9 @@ class Passes:
         return () if self._has_loss(piece.end) else values
 
     def _enter(self, graph: GraphEnds, flight: Flight, number: int, values: Values) -> Values:
-        """`values` as the start of a graph before layer `number`; as they are if none requires a gradient."""
+        """Return `values` as the start of a graph before layer `number`; unchanged if none requires a
+        gradient.
+        """
         differentiable = tuple(value.requires_grad for value in flight.boundaries[number])
         return enter(graph, values, differentiable, self._anchor) if any(differentiable) else values
 
@@ -216,7 +221,7 @@ class Passes:
         return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
 
     def _run_unsaved(self, flight: Flight, piece: Piece, box: list[Tensor]) -> Values:
-        """The same with the graph of each layer dropped behind it."""
+        """Run the layers of a piece, and the loss, and drop the graph of each layer after its forward."""
         values = take(box)
         with saving_nothing():
             for number in range(piece.first, piece.end):
@@ -228,7 +233,7 @@ class Passes:
         return values
 
     def _dropped(self, values: Values) -> Values:
-        """`values` without the graph that made them."""
+        """Detach `values` from their graph and report that it is dropped."""
         values = tuple(value.detach() for value in values)
         self._graph_dropped()
         return values
@@ -240,17 +245,19 @@ class Passes:
             return layer(values)
 
     def _copied(self, flight: Flight, number: int) -> Copied:
-        """The weights of a layer that have copies, as the microbatch goes through them."""
+        """Return the copied weights of a layer, in the microbatch's version."""
         if self.weights is None or flight.version is None:
             return self.copies.of(number)
         return self.weights.copied(flight.version, self.copies.weights(number))
 
     def _given(self, number: int, values: Values) -> Values:
-        """`values` as the layer of that number, or the loss, takes them."""
+        """Return `values` as inputs of a layer, or of the loss: apart from graphs if it changes them in
+        place.
+        """
         return apart(values) if self.storages.costs[number - self.start].mutates_inputs else values
 
     def _loss(self, flight: Flight, values: Values, targets: list[Tensor]) -> Values:
-        """The loss alone; it is also kept for the step's mean."""
+        """Compute the loss, and keep it for the step's mean."""
         assert self.losses is not None
         self._seed(flight, self.stop)
         values = (flight.loss(self._given(self.stop, values), take(targets)),)
@@ -272,8 +279,10 @@ class Passes:
     # ---------------------------------------------------------------- backward
 
     def backward(self, flight: Flight, first: int, end: int) -> list[Tensor | None]:
-        """Run all pieces from `first` to `end` backward. Returns the gradients to send, if they begin the stage; None
-        stands for one that is absent.
+        """Run all pieces from `first` to `end` backward; return the gradients to send, if they are the
+        stage's first layers.
+
+        None stands for an absent gradient.
 
         Raises:
             UsageError: these layers have no graph, or the backward of later layers must come first.
@@ -313,7 +322,9 @@ class Passes:
         graph.outgoing = ()
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
-        """The gradient from which the backward of a loss starts: the microbatch's weight, times the loss scale."""
+        """Return the gradient of the loss: the microbatch's weight times the loss scale; None if it requires
+        none.
+        """
         loss = self.storages.costs[-1].outputs[0]
         if not loss.requires_grad:
             return None

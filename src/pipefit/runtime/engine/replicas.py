@@ -1,9 +1,10 @@
-"""The chains from which a run takes its stages: each for the size of the stage's slices, and its own for each device.
+"""Chains from which a run takes its stages, for the size of a stage's local batches and for each device.
 
-Replicas start equal: all but the first get copies of the module's tensors. A stage takes its layers from a chain that
-was captured for the samples that it computes, because traced layers hold for one number of samples. Where a stage is
-divided into tensor shards, a device has the chain of its rank, with memory of its own; the module's tensors stay as
-they were.
+Replicas start equal: all but the first get copies of the module's tensors. A stage takes its layers from a
+chain that was captured with the size of its local batches, because traced layers hold for one number of
+samples. If a stage is divided into tensor shards, a device has the chain of its tensor-parallel rank, with
+separate memory; the module's tensors stay unchanged. `RankShards` converts between whole tensors and the
+parts of ranks.
 """
 
 from __future__ import annotations
@@ -31,24 +32,22 @@ from pipefit.schema.profile import Measurement
 from pipefit.tensor_parallel import Collectives, Shard, assembled
 from pipefit.tensor_parallel.stage import RankLoss, ShardedChain, shard_chain
 
-# ----------------------------------------------------------------------------------------------------
-# What a rank of a tensor group has of every tensor of a chain, and the way to whole tensors and back.
-#
-# Checkpoints, state dicts and other plans know whole tensors alone, under the names of the original module.
-# An optimizer's tensors are divided as the parameters are whose shapes they have.
+# ---- Tensor shards
+# Checkpoints, state dicts and other plans hold whole tensors only, under the names of the original module.
+# Optimizer tensors are divided like the parameters whose shapes they have.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShards:
-    """What the ranks of a group have; this one is `group.rank`.
+    """Tensor shards of the ranks of a tensor group; this rank is `group.rank`.
 
     Args:
-        divided: the chain, as the ranks divide it; smaller microbatches are divided like it.
-        shards: of all ranks, by the name of a parameter or buffer in the model, or of a buffer that no state dict has,
-            which is the layer's with the buffer's own.
-        constants: for layers, by their names, the tensors that whole ones have as plain attributes, by such names; no
-            forward changes them.
-        criterion: the rank's loss; None where the last layer returns it.
+        divided: the chain, divided among the ranks; smaller microbatches are divided in the same way.
+        shards: shards of all ranks, by the name of a parameter or buffer in the model; a buffer that is in no
+            state dict has its layer's name and its local name.
+        constants: by layer name, the plain-attribute tensors of the whole layer, by such names; no forward
+            changes them.
+        criterion: the rank's loss; None if the last layer returns it.
     """
 
     group: Collectives
@@ -59,7 +58,7 @@ class RankShards:
 
     @staticmethod
     def of(divided: ShardedChain, chain: Chain, group: Collectives) -> RankShards:
-        """Those of a divided chain, of which `chain` is the rank's."""
+        """Return the shards of a divided chain; `chain` is the rank's part of it."""
         ranks, layers = range(divided.ranks), divided.chain.layers
         of_ranks = [divided.shards(rank) for rank in ranks]
         shards = {name: tuple(own[name] for own in of_ranks) for name in of_ranks[0]}
@@ -76,35 +75,37 @@ class RankShards:
 
     @property
     def own(self) -> dict[str, Shard]:
-        """What this rank has, by the same names."""
+        """Shards of this rank, by the same names."""
         return {name: of_ranks[self.group.rank] for name, of_ranks in self.shards.items()}
 
     def is_divided(self, name: str) -> bool:
-        """Whether ranks have parts of the tensor, instead of all of it each."""
+        """Return whether ranks hold parts of the tensor, instead of the whole tensor each."""
         return self.shards[name][0].dim is not None
 
     def is_part(self, name: str, tensor: Tensor) -> bool:
-        """Whether `tensor`, of what is told under that name, is a part: of a parameter, or an optimizer's like it."""
+        """Return whether `tensor` is a part under that name: of the parameter, or an optimizer tensor of its
+        shape.
+        """
         return self.is_divided(name) and tuple(tensor.shape) == self._own(name).local_shape
 
     def whole_shape(self, name: str, tensor: Tensor) -> torch.Size:
-        """The shape of the tensor of which the rank has `tensor`."""
+        """Return the shape of the whole tensor of this rank's `tensor`."""
         return torch.Size(self._own(name).global_shape) if self.is_part(name, tensor) else tensor.shape
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank has of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         return self._own(name).local(whole)
 
     def part_of_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank's optimizer keeps of that for a whole parameter.
+        """Return this rank's part of the optimizer state of a whole parameter.
 
         Raises:
-            UsageError: it has a tensor of another shape than the parameter's.
+            UsageError: the state has a tensor of another shape than the parameter's.
         """
         return self._own(name).local_state(state)
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, on the host, of the parts of all ranks."""
+        """Join the parts of all ranks to the whole tensor, on the host."""
         return assembled(self.shards[name], [part.detach().cpu() for part in parts])
 
     def _own(self, name: str) -> Shard:
@@ -112,21 +113,21 @@ class RankShards:
 
 
 def unstored_buffers(layer: ChainLayer) -> list[tuple[str, Tensor]]:
-    """The buffers of a layer that no state dict has, each with the layer's name and its own."""
+    """Return the buffers of a layer that are in no state dict, named after the layer and the buffer."""
     known = layer.module.state_dict(keep_vars=True).keys()
     return [(f"{layer.name}.{name}", buffer) for name, buffer in layer.module.named_buffers() if name not in known]
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Sources of stages
 
 Held = Callable[[ShardedChain, Sample], None]  # compares a divided chain with the whole one
 
 
 class Wanted(NamedTuple):
-    """Which chain a device needs for a stage: for so many samples, of a replica, and there of a rank of a tensor group.
+    """Request for a stage's chain: number of samples, replica, and rank in a tensor group.
 
-    `group` has the devices of the replica's shards, in their order: the device itself is number `rank`. By `sequences`,
-    shards divide positions too.
+    `group` has the devices of the replica's shards, in order of rank; `rank` is that of the device. With
+    `sequences`, shards divide positions too.
     """
 
     samples: int
@@ -137,9 +138,9 @@ class Wanted(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A chain, and the parameters that its layers shared before stages got copies of their own.
+    """A chain, and the parameters that its layers shared before stages got their own copies.
 
-    `shards` says what a rank has of every tensor; None where it has all of them.
+    `shards` describes the tensor shards of a rank; None without tensor parallelism.
     """
 
     chain: Chain
@@ -148,7 +149,7 @@ class Source(NamedTuple):
 
     @staticmethod
     def of(chain: Chain, shards: RankShards | None = None) -> Source:
-        """A chain whose stages have no copies yet."""
+        """Return the source of a chain whose stages have no copies yet."""
         return Source(chain, chain.shared, shards)
 
 
@@ -156,8 +157,8 @@ class Sources:
     """The chains of a run's stages.
 
     Args:
-        whole: that of the first replica, for microbatches or slices of so many `samples`.
-        make: makes the others, when a stage needs one.
+        whole: the chain of the first replica, for microbatches or local batches of `samples` samples.
+        make: makes another chain when a stage needs it.
     """
 
     def __init__(self, plan: Plan, whole: Source, samples: int, make: Callable[[Wanted], Source]) -> None:
@@ -165,7 +166,7 @@ class Sources:
         self._own: dict[tuple[int, int], dict[int, nn.Parameter]] = {}  # by stage and device
 
     def of(self, stage: int, device: int) -> Source:
-        """The chain of a stage on a device, as it was measured for the stage's slices."""
+        """Return the chain of a stage on a device, for the size of the stage's local batches."""
         grid, samples = self._plan.stages[stage].grid, self._plan.measured(stage).microbatch_size
         replica, is_divided = grid.replica_of(device), grid.tensor > 1
         if samples == self._samples and not is_divided and not replica:
@@ -174,8 +175,10 @@ class Sources:
         return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
 
     def own_shared(self, stage: int, device: int) -> dict[int, nn.Parameter]:
-        """A stage's copies of the shared parameters that its layers use, by their numbers, made when it is first asked
-        for them; the first stage with one has the original.
+        """Return a stage's copies of the shared parameters that its layers use, by their numbers in the
+        profile.
+
+        They are made in the first call; the first stage that uses a parameter has the original.
         """
         if (stage, device) not in self._own:
             plan, (chain, shared, _) = self._plan, self.of(stage, device)
@@ -191,11 +194,12 @@ class Sources:
 def trained_sources(
     plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool, held: Held
 ) -> Sources:
-    """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
+    """Return the chains for training the module of `built`; `whole` is its chain for the plan's microbatches.
 
-    With `copies`, replicas other than the first get copies of the module: where one process runs them all. All of them
-    are made at once, and those of shared parameters, because a stage may then free what it does not keep. Each divided
-    chain is `held` to the whole one, with a batch, by the first device that needs it.
+    With `copies`, for a single process that runs all replicas, replicas other than the first get copies of
+    the module. All copies, those of shared parameters included, are made at once, because a stage may then
+    free tensors it does not keep. `held` compares each divided chain with the whole one, on a batch, at the
+    first device that needs it.
     """
     target = plan.cluster.target
     first = {m.way: s.devices[0] for s, m in reversed(_measured(plan))}
@@ -233,12 +237,12 @@ def trained_sources(
 
 
 def _measured(plan: Plan) -> list[tuple[Stage, Measurement]]:
-    """Every stage, and how it was measured."""
+    """Return every stage with its measurement."""
     return [(stage, plan.measured(number)) for number, stage in enumerate(plan.stages)]
 
 
 def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:
-    """Check that ranks divide the model as they did in its profile, and so that all workers divide it alike.
+    """Check that ranks divide the model as in its profile, and therefore on all workers in the same way.
 
     Raises:
         UsageError: they do not.

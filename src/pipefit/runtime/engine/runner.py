@@ -1,10 +1,11 @@
-"""Executes the program of one device. The dry run, a single process and the workers of a cluster all use this runner.
+"""Executes the program of one device: in the dry run, in a single process, and in the workers of a cluster.
 
-They differ in the tensors, which are fake or real, in the transport, and in the meter. `step` is a generator that
-yields whenever the device would have to wait for another, so that one process can run all devices in turn.
+These differ in the tensors, which are fake or real, in the transport, and in the meter. `step` is a generator
+that yields whenever the device would have to wait for another, so that one process can run all devices in
+turn.
 
-A program counts microbatches from the first one of its step. What outlives a step of an endless schedule, flights and
-messages, is known here by numbers that count on.
+A program counts microbatches from the first one of its step. Flights and messages that outlive a step of an
+asynchronous schedule are numbered continuously here.
 """
 
 from __future__ import annotations
@@ -38,14 +39,12 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import UncheckedProgram, shifted
 from pipefit.schema.trace import AllocatorPeaks, Category, DeviceTrace, Event, MemorySample, Stream
 
-# ----------------------------------------------------------------------------------------------------
-# What a runner knows of every action of its program before it executes it: text, stream, and whose bytes it
-# leaves.
+# ---- Instructions: actions with text and stream
 
 Instructions = tuple[tuple[Action, str, Stream], ...]
 
-OWN_JOINS = COPIES | UPDATES  # joins of what no other device takes part in
-LEFT = {  # by kind, the category of what an action allocates and does not free; boundary buffers for all others
+OWN_JOINS = COPIES | UPDATES  # waits that involve no other device
+LEFT = {  # category of memory that an action of a kind leaves; default: boundary buffers
     Kind.FORWARD: Category.ACTIVATIONS,
     Kind.RECOMPUTE: Category.ACTIVATIONS,
     Kind.BACKWARD: Category.GRADIENTS,
@@ -55,7 +54,7 @@ LEFT = {  # by kind, the category of what an action allocates and does not free;
 
 
 def instructions(actions: Sequence[Action]) -> Instructions:
-    """Actions with their texts and streams."""
+    """Return actions with their texts and streams."""
     return tuple((action, str(action), _stream(action)) for action in actions)
 
 
@@ -66,19 +65,17 @@ def _stream(action: Action) -> Stream:
     return Stream.COMPUTE if own else Stream.COMMUNICATION
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a device exchanges with the stages next to its own: which tensors, and which of their rows.
-#
-# A message carries all that a stage sends, or, between stages with replicas, the rows that both ends have.
-# All parts of a value are sent out of one tensor and received into one, so that nothing is copied for them:
-# rows lie one after the other in memory. Of several tensor shards at the other end each gets the same rows.
-# Values without samples come in one of the messages, whole; gradients of those that went to nobody are zero.
+# ---- Messages between neighboring stages
+# A message carries all that a stage sends or, between stages with replicas, the rows that both ends have. All
+# parts of a value are sent from one tensor and received into one without copies, because rows are contiguous
+# in memory. If the other end has several tensor shards, each gets the same rows. Values without samples come
+# whole in one of the messages; gradients of those that were not sent are zero.
 
 _FORWARD = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD})
 
 
 class Boundary(NamedTuple):
-    """The values at one end of a stage, in a slice of so many samples."""
+    """The values at one end of a stage, in a local batch of `samples` samples."""
 
     values: Sequence[Value]
     samples: int
@@ -92,18 +89,18 @@ class Exchange:
         self._division = cache(plan.division)
 
     def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
-        """Keep tensors that `action` will send, unless it is another shard of the replica that sends them."""
+        """Keep tensors that `action` will send, unless another shard of the replica sends them."""
         if self._times(action):
             self._transfers.hand_over(action, tensors)
 
     def send(self, action: Action, boundary: Boundary) -> None:
-        """Begin to send what has been handed over for `action`, or its rows of that."""
+        """Begin to send the tensors handed over for `action`, or the rows of its part."""
         message = message_of(self._device, action, self._plan.placement)
         values = [value for value in boundary.values if action.kind in _FORWARD or value.has_gradient]
         self._transfers.send(action, message, values, self._part(action, message, boundary))
 
     def receive(self, action: Action, boundary: Boundary, device: torch.device) -> None:
-        """Begin to receive; the first message of several allocates memory on `device` for all that they bring."""
+        """Begin to receive; the first of several messages allocates memory on `device` for all of them."""
         message = message_of(self._device, action, self._plan.placement)
         self._transfers.receive(
             action,
@@ -113,7 +110,7 @@ class Exchange:
         )
 
     def _buffers(self, action: Action, message: Message, boundary: Boundary, device: torch.device) -> list[Tensor]:
-        """Memory for what comes; gradients that may come in no message are zero."""
+        """Allocate receive buffers; gradients that may come in no message are zero."""
         forward, division = action.kind in _FORWARD, self._division(_behind(message))
         surely = forward or division.front == division.behind
         return [
@@ -125,7 +122,7 @@ class Exchange:
         ]
 
     def _part(self, action: Action, message: Message, boundary: Boundary) -> Part | None:
-        """What of the tensors at the boundary the message carries; None for all of them."""
+        """Return the part of the boundary's tensors that the message carries; None for all of them."""
         if action.part is None:
             return None
         behind = _behind(message)
@@ -139,7 +136,7 @@ class Exchange:
         return Part(tuple(carried), rows, boundary.samples * self._times(action))
 
     def _times(self, action: Action) -> int:
-        """How often this device sends every row of its replica, or receives it, which is once."""
+        """Return how often this device sends every row of its replica; it receives each once."""
         own, there = (self._plan.stages[stage].grid for stage in (action.stage, action.neighbour))
         return len(range(own.shard_of(self._device), there.tensor, own.tensor)) if action.kind in SENDS else 1
 
@@ -148,27 +145,25 @@ class Exchange:
 
 
 def _behind(message: Message) -> int:
-    """The stage behind the boundary that a message crosses."""
+    """Return the stage after the boundary that a message crosses."""
     return message.receiver if message.forward else message.receiver + 1
 
 
 def _among(wanted: Sequence[bool], carried: Sequence[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    """Those of `carried` that are wanted, numbered among the wanted ones."""
+    """Return the wanted ones of `carried`, numbered among the wanted ones."""
     return [(sum(wanted[:number]), dimension) for number, dimension in carried if wanted[number]]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a device did and held in its first and latest steps, from which its trace is made.
-#
-# Times are the host's, and those of a GPU where there is a stopwatch for it. They are read when the next step
-# begins, by which time the step's result has come, so that nobody waits for them; under an endless schedule
-# the GPU may not be there yet, and they are read later.
+# ---- Events and memory of a device's first and latest steps
+# Times are the host's, or a GPU's if it has a stopwatch. GPU times are read when the next step begins: the
+# step's result has then arrived, so reading does not wait. Under an asynchronous schedule the GPU may not be
+# done yet, and they are read later.
 
-_REMEMBERED = 100  # steps whose events and memory a trace holds, besides the first two
+_REMEMBERED = 100  # number of latest steps in a trace, in addition to the first two
 
 
 class _Marked(NamedTuple):
-    """An event and a sample, by their numbers, whose times on the GPU have not been read."""
+    """An event and a sample, by their numbers, whose GPU times have not been read."""
 
     event: int | None
     sample: int | None
@@ -178,28 +173,30 @@ class _Marked(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """Events and memory samples of the first two steps and the latest ones, and how many steps there were."""
+    """Events and memory samples of the first two steps and the latest ones, and the number of steps."""
 
     stopwatch: Stopwatch | None = None
     steps: int = 0
     events: list[Event] = field(default_factory=list)
     samples: list[MemorySample] = field(default_factory=list)
-    ran_out: Moment | None = None  # where the action that failed last ran out of memory
+    ran_out: Moment | None = None  # when the last failed action ran out of memory
     _marked: list[_Marked] = field(default_factory=list)
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak of the last step; 0 without a meter."""
+        """Peak bytes of the last step; 0 without a meter."""
         last = self.steps - 1
         of_last = takewhile(lambda sample: sample.step == last, reversed(self.samples))
         return max((sample.total_bytes for sample in of_last), default=0)
 
     def mark(self) -> Mark | None:
-        """A moment on the GPU; None where there is none."""
+        """Mark this moment on the GPU; None without a stopwatch."""
         return None if self.stopwatch is None else self.stopwatch.mark()
 
     def add(self, sample: MemorySample | None, event: Event | None, began: Mark | None) -> None:
-        """What an action took, and what it did, with the host's times; it began at that moment, and ends now."""
+        """Add the sample and event of an action, with host times; on the GPU it began at `began` and ends
+        now.
+        """
         self.samples += [sample] if sample is not None else []
         self.events += [event] if event is not None else []
         if began is not None and (ended := self.mark()) is not None:
@@ -207,7 +204,7 @@ class Record:
             self._marked.append(_Marked(own, None if sample is None else len(self.samples) - 1, began, ended))
 
     def read(self, *, wait: bool) -> None:
-        """Take over the GPU's times, if it has come to the last, or if that is to be waited for."""
+        """Read the GPU times of all marks, if the GPU has passed the last one or if `wait`."""
         if self.stopwatch is None or not self._marked:
             return
         if not wait and not self.stopwatch.has_come_to(self._marked[-1].ended):
@@ -221,24 +218,28 @@ class Record:
         self._marked.clear()
 
     def forget(self) -> None:
-        """The times of a step that has failed stay the host's."""
+        """Drop the marks of a failed step, whose times stay the host's."""
         self._marked.clear()
 
     def next_step(self) -> None:
-        """Begin the next step. Every so many steps, those that are neither first nor latest are dropped."""
+        """Begin the next step. Every 100 steps, drop steps that are neither among the first two nor the
+        latest.
+        """
         self.steps += 1
         if self.steps > 2 * _REMEMBERED and self.steps % _REMEMBERED == 0:
-            self.read(wait=True)  # dropping changes their numbers
+            self.read(wait=True)  # before events and samples are renumbered
             kept = self.steps - _REMEMBERED
             self.events = [event for event in self.events if event.step < 2 or event.step >= kept]
             self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
 
     def go_on(self) -> None:
-        """What comes next belongs to the step before, until the next `next_step`: it ends what that left in flight."""
+        """Count the following actions to the previous step, which left microbatches in flight, until
+        `next_step`.
+        """
         self.steps = max(0, self.steps - 1)
 
     def trace(self, device: int, budget_bytes: int, allocator: AllocatorPeaks | None = None) -> DeviceTrace:
-        """The trace of this device, with the peaks of its `allocator` if it has one."""
+        """Return the trace of this device, with the peaks of its `allocator` if it has one."""
         self.read(wait=True)
         return DeviceTrace(
             device=device,
@@ -249,7 +250,7 @@ class Record:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The runner
 
 Microbatch = list[Tensor]
 
@@ -258,11 +259,11 @@ class DeviceRunner:
     """Device `number` of a plan, with its stages: executes its actions step by step, and records them.
 
     Args:
-        site: the plan, its program, and what it has in common with the other devices.
-        stages: the stages of the plan that are on this device, by their numbers; of several replicas it is one.
-        mover: moves saved tensors away and back.
+        site: the plan, its program, and objects shared with the other devices.
+        stages: the plan's stages on this device, by their numbers; of a stage with replicas, one of them.
+        mover: offloads and reloads saved tensors.
         meter: counts the device's memory; None for no counting.
-        stopwatch: of the GPU that computes; None where the host's clock tells what takes time.
+        stopwatch: clock of the GPU that computes; None if the host's clock suffices.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class DeviceRunner:
         self.meter, self.clock, self.on_action = meter, site.clock, site.on_action
         self.usual = Specialization.usual(plan, {n: stage.usual for n, stage in stages.items()})
         self.record = Record(stopwatch)
-        self._before = 0  # microbatches of the steps before, under an endless schedule
+        self._before = 0  # microbatches of previous steps, under an asynchronous schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
         self._flights: dict[tuple[int, int | None], Flight] = {}
         self._instructions_of: dict[
@@ -314,18 +315,19 @@ class DeviceRunner:
         specializations: Mapping[int, Sequence[Specialization]] | None = None,
         training: bool = True,
     ) -> Iterator[None]:
-        """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per microbatch.
+        """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per
+        microbatch.
 
-        Without microbatches it ends those in flight, as a part of the step before.
+        Without microbatches it completes those in flight, as part of the previous step.
 
         Args:
-            program: to execute instead of the plan's, such as one that only evaluates.
-            weights: the factor of every microbatch's loss; equal unless given.
+            program: program to execute instead of the plan's, such as an evaluation.
+            weights: factor of every microbatch's loss; default: equal factors.
             specializations: by device, for every microbatch, if some have other sizes, or for evaluation.
             training: False only evaluates.
 
         Raises:
-            OutOfMemory: the device passed its cap; says at which action, and what held the bytes.
+            OutOfMemory: the device passed its cap; says at which action, and which tensors held the bytes.
         """
         program = self.program if program is None else program
         self.record.read(wait=False)
@@ -354,17 +356,17 @@ class DeviceRunner:
             stage.end_step(counted=training and count > 0)
         if program.endless:
             self._before += count
-            oldest = self._before - len(self.plan.stages)  # no more are ever in flight
+            oldest = self._before - len(self.plan.stages)  # at most that number are in flight
             self._specializations = {m: one for m, one in self._specializations.items() if m >= oldest}
 
     def _instructions(self, program: UncheckedProgram) -> Instructions:
-        """The actions of this device in `program`, with text and stream; made once for each program."""
+        """Return the actions of this device in `program`, with text and stream; cached for each program."""
         if id(program) not in self._instructions_of:
             self._instructions_of[id(program)] = program, instructions(program.actions[self.number])
         return self._instructions_of[id(program)][1]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
-        """The trace of this device so far."""
+        """Return the trace of this device so far."""
         return self.record.trace(self.number, budget_bytes, self.meter.allocator if self.meter is not None else None)
 
     def abandon(self) -> None:
@@ -375,7 +377,7 @@ class DeviceRunner:
         self._before, self._specializations = 0, {}
         self._inputs = self._targets = ()
         self.record.forget()
-        self.mover.abandon()  # first: what is being copied must not be freed
+        self.mover.abandon()  # first: memory of running copies must not be freed
         for stage in self.stages.values():
             stage.abandon()
         self.transfers.abandon()
@@ -409,7 +411,7 @@ class DeviceRunner:
         """Execute an action by the method for its kind.
 
         Raises:
-            UsageError: the runtime cannot execute this action yet.
+            UsageError: the runtime cannot execute this action.
         """
         self.stages[action.stage].check_here(action, self._flights.get((action.stage, action.microbatch)))
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
@@ -435,13 +437,15 @@ class DeviceRunner:
         self._exchange.receive(action, self._boundary(action), self.stages[action.stage].device)
 
     def _boundary(self, action: Action) -> Boundary:
-        """The values at the end of the stage that a message crosses."""
+        """Return the values at the end of the stage that a message crosses."""
         stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0]
         number = stage.stop if action.neighbour > action.stage else stage.start
         return Boundary(known.boundaries[action.stage][number], known.samples[action.stage])
 
     def _received(self, action: Action) -> None:
-        """Keep received tensors for the stage; gradients have an entry for every output, None where it has none."""
+        """Keep received tensors for the stage; gradients have an entry for every output, None without a
+        gradient.
+        """
         tensors, flight = self.transfers.join(action), self._flight(action)
         if tensors is None:
             return
@@ -454,7 +458,7 @@ class DeviceRunner:
         # Tensors that a layer has saved stay, as activations; the others are freed here.
         self._tag(self.transfers.join(action) or [], Category.ACTIVATIONS)
 
-    # ---------------------------------------------------------------- moving saved tensors and state
+    # ---------------------------------------------------------------- offloading saved tensors and state
 
     def _copy(self, action: Action) -> None:
         if action.moves_state:
@@ -509,7 +513,7 @@ class DeviceRunner:
             self._exchange.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
 
     def _flight(self, action: Action) -> Flight:
-        """The microbatch of an action in its stage."""
+        """Return the microbatch of an action in its stage; create it at its first action."""
         stage, microbatch = key = _key(action)
         flight = self._flights.get(key)
         if flight is None:
@@ -547,7 +551,7 @@ class DeviceRunner:
         if action.microbatch is not None:
             self._versions(action)
         stage.step(action)
-        if self.meter is not None:  # it takes a while to find
+        if self.meter is not None:  # listing the state takes time
             self._tag(stage.optimizer_state(), Category.OPTIMIZER)
 
     def _stash(self, action: Action) -> None:
@@ -560,7 +564,7 @@ class DeviceRunner:
         self._versions(action).adopt()
 
     def _versions(self, action: Action) -> Weights:
-        """The versions of weights of an action's stage."""
+        """Return the weight versions of an action's stage."""
         return required(self.stages[action.stage].weights, action, self.plan.training.schedule)
 
     # ---------------------------------------------------------------- meter and messages
@@ -604,6 +608,6 @@ _JOINS: Mapping[Kind, _Handler] = (
 
 
 def _key(action: Action) -> tuple[int, int]:
-    """Stage and microbatch of an action that has both."""
+    """Return stage and microbatch of an action that has both."""
     assert action.microbatch is not None
     return action.stage, action.microbatch

@@ -1,4 +1,4 @@
-"""What all devices of a run have in common: what their stages are built from, and what connects and observes them."""
+"""Objects that all devices of a run share: sources of their stages, transport, clock and observers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipefit.schema.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What all devices of a run have in common: what stages are built from, and what connects and observes them.
+    """Objects that all devices of a run share.
 
-    `sources` has the chains of the stages, `lending` says who lends memory for what is moved away. `absent` are the
-    trained parameters of layers that a dry run leaves out, and `shares` those of stages and devices that own other
-    layers in it than by the plan.
+    `sources` has the chains of the stages, `lending` says which devices lend memory for offloaded tensors. In
+    a dry run, `absent` is the number of trained parameters in layers that are left out, and `shares` has, by
+    stage and device, shares that differ from the plan's.
     """
 
     task: Task
@@ -36,5 +36,5 @@ class Site:
     shares: Mapping[tuple[int, int], Share] = field(default_factory=dict)
 
     def share(self, stage: int, device: int) -> Share | None:
-        """What a device owns of a stage; None where nothing is divided."""
+        """Return a device's ZeRO share of a stage; None if nothing is sharded."""
         return self.shares.get((stage, device)) or share_of(self.plan, stage, device)

@@ -1,9 +1,9 @@
-"""The model specialized to microbatches that differ from the plan's: smaller ones, and those of an evaluation.
+"""Model specialized to microbatches that differ from the plan's: smaller ones, and those of an evaluation.
 
-Layers that were written as modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
-boundaries change. Layers that were traced hold for one batch size and one mode, and so do those of the ranks of a
-tensor group: for another, the model is traced again over fake tensors, and the new layers get the parameters and
-buffers of the old ones.
+Layers that are modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
+boundaries change. Traced layers, and layers of tensor-parallel ranks, hold for one batch size and one mode:
+for another, the model is traced again over fake tensors, and the new layers get the parameters and buffers of
+the old ones.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pipefit.schema.profile import Measurement
 from pipefit.tensor_parallel.stage import RankLoss, shard_chain
 from pipefit.texts import counted
 
-Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
+Boundaries = tuple[tuple[Value, ...], ...]  # values before every layer, and after the last
 
 
 class Specialized(NamedTuple):
-    """The layers of a stage and the loss behind the last, for one microbatch size and mode.
+    """The layers of a stage, and the loss after the last, for one microbatch size and mode.
 
-    `shards` says what the layers have of every tensor, where they are those of a rank of a tensor group.
+    `shards` describes the tensor shards of the layers of a tensor-parallel rank.
     """
 
     layers: tuple[ChainLayer, ...]
@@ -49,8 +49,8 @@ class Specialized(NamedTuple):
 class Specialization:
     """The stages of a device for one microbatch size and mode, by their numbers.
 
-    `boundaries` are the values at all boundaries of the model in the stage's slice of a microbatch, and `samples` the
-    size of the slice.
+    `boundaries` are the values at all boundaries of the model in the stage's local batch, and `samples` is
+    the size of the local batch.
     """
 
     stages: Mapping[int, Specialized]
@@ -59,25 +59,27 @@ class Specialization:
 
     @staticmethod
     def usual(plan: Plan, stages: Mapping[int, Specialized]) -> Specialization:
-        """The specialization to the microbatches of the plan."""
+        """Return the specialization to the plan's microbatches."""
         measured = {number: plan.measured(number) for number in stages}
         samples = {number: one.microbatch_size for number, one in measured.items()}
         return Specialization(stages, {number: boundaries(one) for number, one in measured.items()}, samples)
 
 
 class _Made(NamedTuple):
-    """The model for slices of one size: the values at all boundaries, and the stages that differ from the usual."""
+    """The model for local batches of one size: the values at all boundaries, and the stages that differ from
+    the usual.
+    """
 
     boundaries: Boundaries
     stages: Mapping[int, Specialized]
 
 
 class Specializations:
-    """The specializations of the stages of one device, each made when it is first needed.
+    """The specializations of the stages of one device, each made at its first use.
 
     Args:
-        stages: those for the plan's microbatches.
-        traced: whether the model was.
+        usual: the stages for the plan's microbatches.
+        traced: whether the model was traced.
     """
 
     def __init__(self, task: Task, plan: Plan, usual: Specialization, *, traced: bool) -> None:
@@ -87,11 +89,11 @@ class Specializations:
         self._made: dict[tuple[int, bool], _Made] = {}
 
     def of_all(self, sizes: Sequence[int], training: bool) -> list[Specialization]:
-        """The specializations to microbatches of these sizes."""
+        """Return the specializations to microbatches of these sizes."""
         return [self.of(size, training=training) for size in sizes]
 
     def of(self, size: int, *, training: bool) -> Specialization:
-        """The specialization to microbatches of `size` samples.
+        """Return the specialization to microbatches of `size` samples.
 
         Raises:
             UsageError: traced for this size or mode, the model has other layers than in the plan.
@@ -109,7 +111,7 @@ class Specializations:
         return self._known[key]
 
     def _of_slices(self, size: int, *, training: bool) -> _Made:
-        """The model for slices of so many samples."""
+        """Return the model for local batches of `size` samples, made once."""
         key = size, training
         if key not in self._made:
             self._made[key] = self._make(size, training=training)
@@ -119,7 +121,7 @@ class Specializations:
         like = sample(self.task, size)
         target = self.plan.cluster.target
         with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
-            # An evaluation may run in inference mode; and a GPU that trains is left alone.
+            # An evaluation may run in inference mode; and a GPU that trains stays untouched.
             chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
             found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
@@ -131,7 +133,7 @@ class Specializations:
         return _Made(values, stages)
 
     def _check(self, chain: Chain, size: int, *, training: bool) -> None:
-        """Refuse a chain whose layers are not the plan's."""
+        """Check that a chain's layers are the plan's."""
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
             mode = "training" if training else "evaluation"
             raise UsageError(
@@ -141,7 +143,9 @@ class Specializations:
             )
 
     def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
-        """A stage of the new chain, or of a rank's part of it, with the parameters and buffers that it has."""
+        """Return a stage of the new chain, or a rank's part of it, with the stage's present parameters and
+        buffers.
+        """
         place, usual = self.plan.stages[stage], self._usual.stages[stage]
         shards = usual.shards
         if shards is not None:
@@ -154,7 +158,7 @@ class Specializations:
         return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))
 
     def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
-        """The loss of a rank's new chain, with the constants of the old one's."""
+        """Return the loss of a rank's new chain, with the constants of the old one's."""
         if isinstance(chain.criterion, RankLoss) and shards.criterion is not None:
             new, old = (ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion))
             _rebind(new, old, (old,))
@@ -162,7 +166,7 @@ class Specializations:
 
 
 def boundaries(measurement: Measurement) -> Boundaries:
-    """The values before every layer, and after the last."""
+    """Return the values before every layer, and after the last."""
     costs = measurement.costs
     return (*(cost.inputs for cost in costs), costs[-1].outputs)
 
@@ -180,8 +184,11 @@ def _shaped(value: Value, tensor: Tensor) -> Value:
 
 
 def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn.Module:
-    """The new layer's module with the parameters and buffers of the old one's, or of another layer of its stage, since
-    readers may differ from mode to mode. What no layer reads in this mode may be in another stage, and is left out.
+    """Give the new layer's module the parameters and buffers of the old layer, or of another layer of its
+    stage.
+
+    The layer that reads a tensor may differ between modes. Tensors that no layer reads in this mode may be in
+    another stage, and are removed.
 
     Raises:
         UsageError: the new module needs a tensor that the stage does not have, or has in another shape.

@@ -1,7 +1,7 @@
-"""One stage on one device: its layers, what it keeps for all microbatches, and the updates of its weights.
+"""One stage on one device: its layers, its lasting state, and the updates of its weights.
 
-What it keeps is parameters, versions of them, buffers, optimizer state and losses. How microbatches go through its
-layers is in `pipefit.runtime.engine.passes`.
+The lasting state is parameters, versions of them, buffers, optimizer state and losses.
+`runtime.engine.passes` runs microbatches through the layers.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class StageRunner:
     """Consecutive layers of a model on one device.
 
     Args:
-        task: its optimizer is used.
-        usual: its layers, already on `device`, and the loss, which is used on the last stage only.
+        task: its optimizer and scheduler are used.
+        usual: the stage's layers, already on `device`, and the loss, which is used on the last stage only.
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
         shared: this stage's copies of shared parameters, by their numbers in the profile.
-        microbatches: the largest number in a step.
-        agreement: what the stages agree on before an update; None if they need not agree.
-        rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
-            because it is not updated with microbatches in flight.
-        replica: which of the stage's replicas this is.
-        share: what it owns, where replicas divide the stage's state.
-        states: moves the stage's state away and back; None where none is moved.
-        seed: on which all random draws depend.
-        graph_dropped: called when the graph of a layer that saved nothing is gone.
+        microbatches: the largest number of microbatches in a step.
+        agreement: agreement of the stages before an update; None if they need none.
+        rooms: bytes that a version of every layer's weights takes in addition; None for a stage without
+            versions, because it is not updated with microbatches in flight.
+        replica: number of this replica of the stage.
+        share: its ZeRO share of the stage's state, if replicas shard the state.
+        states: offloads and reloads the stage's state; None if no state is offloaded.
+        seed: seed of all random draws.
+        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StageRunner:
         )
 
     def layers_of(self, action: Action) -> tuple[int, int]:
-        """The edges of the layers that an action names, which are all of the stage if it names none."""
+        """Return the first and end layer of an action; all of the stage if it names none."""
         return action.layers or (self.start, self.stop)
 
     @property
@@ -108,20 +108,20 @@ class StageRunner:
         return [*others, *self.copies.tensors]
 
     def stores(self, tensor: Tensor) -> bool:
-        """Whether this replica of the stage is the one whose tensor is stored: the first one, or of parameters that
-        have owners the owner.
+        """Return whether this replica's tensor is the one that is stored: the first replica's, or the shard
+        owner's.
         """
         if self.share is None or not isinstance(tensor, nn.Parameter):
             return self.replica == 0
         return self.updates.owns(tensor)
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Whether a tensor has no memory between steps, because another replica keeps it."""
+        """Return whether a tensor has no memory between steps, because another replica owns it."""
         return bool(self.gathered) and isinstance(tensor, nn.Parameter) and not self.updates.owns(tensor)
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether it has the layers whole, or is the first of those that divide them."""
+        """True if the stage holds whole layers, or belongs to the first tensor-parallel rank."""
         return self.shards is None or not self.shards.group.rank
 
     @property
@@ -129,18 +129,22 @@ class StageRunner:
         """On the last stage, the tensor for the losses of all microbatches."""
         return [] if self.losses is None else [self.losses]
 
-    # ---------------------------------------------------------------- the step's end
+    # ---------------------------------------------------------------- end of a step
 
     def end_step(self, *, counted: bool) -> None:
-        """A step has ended, which counts unless it was an evaluation; until the next one weights may be changed."""
+        """Count a step that has ended, unless it was an evaluation; until the next one, weights may be
+        changed.
+        """
         self.batch_number += counted
         self._outdate()
 
     def step(self, action: Action) -> None:
-        """An update of all layers or of a run of them, unless the stages agreed to skip it; the gradients are freed.
+        """Update all layers or a run of them, unless the stages agreed to skip the update; free the
+        gradients.
 
         Raises:
-            UsageError: microbatches in flight need the weights that it would change, or what it needs is not here.
+            UsageError: microbatches in flight need the present weights, or state that the update needs is
+                offloaded.
         """
         layers = self.layers_of(action)
         if self.weights is not None:
@@ -157,15 +161,18 @@ class StageRunner:
         self._outdate()
 
     def _outdate(self) -> None:
-        """Weights may have changed; copies of divided ones take their values whenever they are gathered."""
+        """Mark copies of weights as outdated; copies of sharded weights are refreshed at every gathering
+        instead.
+        """
         if not self.gathered:
             self.copies.outdate()
 
     def check_here(self, action: Action, flight: Flight | None) -> None:
-        """Check that the parameters and gradients that an action, of that microbatch in flight, needs are here.
+        """Check that parameters and gradients that an action needs, for its microbatch in flight, are on the
+        device.
 
         Raises:
-            UsageError: some are away.
+            UsageError: some are offloaded, or not gathered.
         """
         layers = self.layers_of(action)
         if self.states is not None and action.place is None:
@@ -176,11 +183,11 @@ class StageRunner:
             self.gathered.check(action, layers)
 
     def gather(self, action: Action) -> list[torch.UntypedStorage]:
-        """An UNSHARD, the join of one, or a RESHARD, of the memory of parameters; the storages that were resized."""
+        """Execute an UNSHARD, its WAIT, or a RESHARD of parameters; return the resized storages."""
         return self.gathered.carry_out(action, self.layers_of(action))
 
     def move(self, action: Action) -> None:
-        """An OFFLOAD or RELOAD of the stage's state, or the join of one."""
+        """Execute an OFFLOAD or RELOAD of the stage's state, or its WAIT."""
         self._moving(action).carry_out(action, self.updates)
 
     def _moving(self, action: Action) -> StateMover:
@@ -190,13 +197,13 @@ class StageRunner:
 
     @contextmanager
     def state_here(self) -> Iterator[None]:
-        """Inside, all of the stage's state is on its device, to be looked at or changed."""
+        """Reload all of the stage's state inside, so that it can be read or changed."""
         with nullcontext() if self.states is None else self.states.all_here(self.updates):
             yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, all layers are in evaluation mode; afterwards they are in their modes from before."""
+        """Put all layers into evaluation mode inside; restore their modes afterwards."""
         modes = [(module, module.training) for layer in self.layers for module in layer.module.modules()]
         try:
             for layer in self.layers:
@@ -207,7 +214,7 @@ class StageRunner:
                 module.training = training
 
     def abandon(self) -> None:
-        """Drop the gradients after a step has failed."""
+        """Drop the gradients after a failed step."""
         for parameter in self.parameters:
             parameter.grad = None
         self.gathered.abandon()
@@ -220,9 +227,11 @@ class StageRunner:
             self.updates.abandon()
 
     def optimizer_state(self) -> list[Tensor]:
-        """Every tensor that the optimizer keeps on the device, master weights included."""
+        """Return every tensor that the optimizer keeps on the device, master weights included."""
         return self.updates.state_here()
 
     def reader(self) -> Callable[[Tensor], Tensor]:
-        """A function of a tensor of the stage's state that gives it, or a copy of it if its memory is away."""
+        """Return a function that reads a state tensor of the stage: the tensor, or a copy of it if it is
+        offloaded.
+        """
         return (lambda tensor: tensor) if self.states is None else self.states.reader()

@@ -1,8 +1,8 @@
-"""The tensor groups of a plan: who computes the shards of one replica together, and how.
+"""Tensor groups of a plan, whose devices compute the shards of one replica together.
 
-A collective stands in the middle of a layer. Between processes it is one of `torch.distributed`; in one process the
-devices of a group run on threads with turns (`tensor_parallel.lockstep`), and wait for each other in the middle of an
-action.
+A collective stands in the middle of a layer. Between processes it is one of `torch.distributed`; in one
+process the devices of a group run on threads with turns (`tensor_parallel.lockstep`), and wait for each other
+within an action.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import Alone, Collectives, LockstepCollectives, ProcessGroupCollectives
 from pipefit.tensor_parallel.lockstep import Meeting
 
-# ----------------------------------------------------------------------------------------------------
-# What a failed transfer between workers means: another one is gone or slow, or this one has no memory left.
+# ---- Failed transfers between workers
 
 
 def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMemory:
-    """What to raise where `error` kept this process, which runs `device`, from what a sentence says: the loss of a
-    peer, with what to do, or `OutOfMemory` or a limit of the system if that is what the error says.
+    """Return the exception to raise after `error` stopped a transfer of the process of `device`, described by
+    `what`.
+
+    This is `OutOfMemory` or a limit of the system if `error` says so; otherwise the loss of a peer, with
+    advice.
     """
     said = all_lines(error)
     if ran_out(error):
@@ -43,18 +45,18 @@ def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMe
     return PeerLost(f"{what} ({said}); {advice}")
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Collectives of tensor groups
 
 TensorGroups = Callable[[tuple[int, ...], int], Collectives]  # by the devices of a group, and a rank of it
 
 
 def without_peers(group: tuple[int, ...], rank: int) -> Collectives:
-    """The end of a rank whose peers are not there, for dry runs."""
+    """Return the collectives of a rank whose peers are absent, for dry runs."""
     return Alone(rank=rank, size=len(group))
 
 
 class Together:
-    """The tensor groups of a plan, all devices of which this process runs.
+    """The tensor groups of a plan whose devices are all run by this process.
 
     Raises:
         UsageError: they would be on GPUs, whose backwards run on threads that cannot wait for each other.
@@ -74,18 +76,18 @@ class Together:
 
     @property
     def arrivals(self) -> int:
-        """How often a device has come to a collective so far."""
+        """Number of times that a device has reached a collective so far."""
         return sum(meeting.arrivals for meeting in self._meetings.values())
 
     def abandon(self) -> None:
-        """Nobody waits in a collective any more, after a step has failed."""
+        """Stop all waiting in collectives after a failed step."""
         for meeting in self._meetings.values():
             meeting.forget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenWorkers:
-    """The end of `device` of a group of processes; where one of the other `devices` is gone, that is said."""
+    """Collectives of `device` in a group of processes; errors name the other `devices` that may be gone."""
 
     inner: ProcessGroupCollectives
     devices: Sequence[int]
