@@ -1,1 +1,1 @@
-"""What the layers of a stage cost on a device: bytes and seconds, computed from a profile without torch."""
+"""Bytes and seconds of a stage's layers on a device, computed from a profile without torch."""

@@ -1,10 +1,11 @@
-"""Arenas: memory that devices with room to spare, and hosts, reserve for tensors of other devices, for a whole run.
+"""Arenas: memory that devices with free room, hosts and disks reserve for tensors of other devices, for a
+whole run.
 
-A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the number of
-slots that it uses at once depends on its program alone. The lender reserves that many slots of each size before the
-first step, and its peak does not depend on the speed of any device.
-
-State that is moved has slots of its own for the whole run, and so has what an update at a place keeps and needs there.
+A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the
+number of slots in use depends on its program alone. The lender reserves that many slots of each size before
+the first step, and its peak does not depend on the speed of any device. Moved state, and everything that an
+update at a place keeps there, has separate slots for the whole run. The module also counts NCCL communicators
+and the host memory of checkpoints.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, UncheckedProgram, channels
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# NCCL's communicators, counted from a program: each takes memory of a GPU outside of the caching allocator.
+# ---- NCCL communicators: each takes GPU memory outside of the caching allocator
 
 
 def members(plan: Plan, action: Action) -> tuple[int, ...]:
-    """The devices that take part in a collective, in the order of their stages and replicas."""
+    """Return the devices that take part in a collective, in the order of their stages and replicas."""
     if action.kind is Kind.AGREE:
         return plan.workers
     if action.place is not None:
@@ -40,8 +40,8 @@ def members(plan: Plan, action: Action) -> tuple[int, ...]:
 
 
 def sums(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of devices that add tensors up: gradients of replicas and of shared parameters, and vectors of the
-    agreement.
+    """Return the device groups of all-reduces: of replicas' gradients, of shared parameters' gradients, and
+    of the agreement.
     """
     grids = [stage.grid for stage in plan.stages]
     replicated = [(grid,) for grid in grids if grid.data > 1]
@@ -55,25 +55,26 @@ def sums(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def tensor_groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of devices that hold the shards of one replica, and compute its layers together."""
+    """Return the groups of devices that hold the shards of one replica and compute its layers together."""
     divided = (stage.grid for stage in plan.stages if stage.grid.tensor > 1)
     return tuple(dict.fromkeys(grid.group_of(device) for grid in divided for device in grid.devices))
 
 
 def communicators(plan: Plan, program: Program, device: int) -> int:
-    """How many communicators the worker of a device makes: one for each direction of a boundary to another device, one
-    for each set of devices that add something up or compute layers together, and one that brings the loss to all
-    workers.
+    """Return the number of communicators that a device's worker creates.
+
+    There is one for each direction of a boundary to another device, one for each all-reduce group or
+    tensor-parallel group of the device, and one that brings the loss to all workers.
     """
     if len(plan.workers) == 1:
         return 0
     own = tuple(actions if other == device else () for other, actions in enumerate(program.actions))
-    ends = channels(own, program.placement)  # whoever is at the other end, the device itself sends or receives
+    ends = channels(own, program.placement)  # the device itself is one end of each
     here = [devices for devices in (*sums(plan), *tensor_groups(plan)) if device in devices]
     return len(ends) + len(here) + 1
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Arenas
 
 
 class Arena(NamedTuple):
@@ -93,11 +94,12 @@ class Arena(NamedTuple):
 def arenas(
     devices: Sequence[Sequence[Action]], moved: Sequence[Callable[[Action], int]], hosts: Sequence[int]
 ) -> tuple[Arena, ...]:
-    """The arenas that every member of the cluster lends to each device.
+    """Return the arenas that every member of the cluster lends to each device.
 
     Args:
         devices: the actions of every device; only OFFLOADs, RELOADs and updates at a place matter.
-        moved: of every device, how many bytes an OFFLOAD or RELOAD moves, and an update keeps and needs at its place.
+        moved: for every device, the bytes that an OFFLOAD or RELOAD moves, and that an update keeps and needs
+            at its place.
         hosts: the host of every device.
     """
     return tuple(chain(*(arenas_for(n, actions, moved[n], hosts[n]) for n, actions in enumerate(devices))))
@@ -106,7 +108,7 @@ def arenas(
 def arenas_for(
     borrower: int, actions: Sequence[Action], moved_bytes: Callable[[Action], int], host: int
 ) -> Iterator[Arena]:
-    """The arenas for one device on `host`, with these actions."""
+    """Yield the arenas of one device on `host` with these actions."""
     slots_of = cache(slots)
     in_use, most = Counter[tuple[Member, int]](), Counter[tuple[Member, int]]()  # by lender and slot size
     lasting = Counter[tuple[Member, int]]()
@@ -127,17 +129,17 @@ def arenas_for(
 
 
 def _lasts(action: Action) -> bool:
-    """Whether the slots of an action are its own for the whole run."""
+    """Return whether an action keeps its slots for the whole run."""
     return action.moves_state or action.kind is Kind.STEP
 
 
 def _key(action: Action) -> tuple[object, ...]:
-    """Equal for actions with the same slots."""
+    """Return a key that is equal for actions with the same slots."""
     return action.stage, action.layers, action.subject, action.place
 
 
 def slots(place: Place, nbytes: int, host: int) -> list[tuple[Member, int]]:
-    """The slots, as lender and size, that an OFFLOAD of `nbytes` takes from a device on `host`."""
+    """Return the slots, as lender and size, that an OFFLOAD of `nbytes` takes from a device on `host`."""
     return [
         (member if member.number is not None else Member(member.kind, host), share)
         for member, share in place.split(nbytes)
@@ -145,12 +147,12 @@ def slots(place: Place, nbytes: int, host: int) -> list[tuple[Member, int]]:
 
 
 def arenas_of(plan: Plan, program: Program) -> tuple[Arena, ...]:
-    """The arenas that `program` uses, which carries out `plan`."""
+    """Return the arenas that `program`, lowered from `plan`, uses."""
     return _arenas(plan, program, program.actions)
 
 
 def arenas_of_copies(plan: Plan, program: Program) -> tuple[Arena, ...]:
-    """The same without what updates at a place need there, which is no slot: their optimizer allocates it."""
+    """Return the arenas without the memory of updates at a place, which their optimizer allocates."""
     return _arenas(plan, program, [[a for a in actions if a.kind is not Kind.STEP] for actions in program.actions])
 
 
@@ -160,11 +162,11 @@ def _arenas(plan: Plan, program: Program, devices: Sequence[Sequence[Action]]) -
 
 
 def moved_by_devices(plan: Plan, program: Program) -> list[Callable[[Action], int]]:
-    """For every device, the `moved_bytes` of its actions."""
+    """Return, for every device, the `moved_bytes` of its actions."""
     storages = [StageStorages.of(plan, stage) for stage in range(len(plan.stages))]
 
     def rests(device: int) -> dict[int, StageRest]:
-        """What the device has of its stages."""
+        """Return the non-microbatch bytes of each stage of the device."""
         shares = {stage: share_of(plan, stage, device) for stage in plan.stages_of(device)}
         return {n: StageRest(storages[n], program.microbatches, share=share) for n, share in shares.items()}
 
@@ -172,10 +174,11 @@ def moved_by_devices(plan: Plan, program: Program) -> list[Callable[[Action], in
 
 
 def moved_bytes(program: UncheckedProgram, rests: Mapping[int, StageRest]) -> Callable[[Action], int]:
-    """The bytes of the storages that an OFFLOAD or RELOAD of a device moves, by action; what has been computed is kept.
-    The device has stages with these `rests`.
+    """Return a cached function from an OFFLOAD or RELOAD of a device with these stages to the bytes of the
+    storages it moves.
 
-    Of an update at a place it is what that place needs for it, beside gradients and parameters, which are moved.
+    For an update at a place, these are the bytes that the place needs in addition to the moved gradients and
+    parameters.
     """
     known: dict[object, int] = {}
 
@@ -199,34 +202,33 @@ def moved_bytes(program: UncheckedProgram, rests: Mapping[int, StageRest]) -> Ca
 
 
 def lent_bytes(lent: Sequence[Arena], lender: Member) -> int:
-    """What a member of the cluster lends in all."""
+    """Return the total bytes that a member of the cluster lends."""
     return sum(arena.nbytes for arena in lent if arena.lender == lender)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The room that arenas take where they are: on devices that only lend, on hosts and on their disks; and that
-# which checkpoints take beside them.
+# ---- Room for arenas and checkpoints
 #
-# Devices and disks hold the slots and no more. A host also holds the buffers through which a device's bytes
-# pass on their way to or from a disk: two for each direction, so that one is copied while the other is
-# written or read. And a host's memory for GPUs is pinned, which torch allocates in powers of two; the slots
-# of an arena are therefore packed into as few bytes of such sizes as they can be. A checkpoint is written
-# from a copy of all that is trained, in the memory of the hosts whose workers store it.
+# Devices and disks hold only the slots. A host also holds the buffers through which a device's bytes pass to
+# or from a disk: two for each direction, so that one is copied while the other is written or read. A host's
+# memory for GPUs is pinned, and torch allocates pinned memory in powers of two; an arena's slots are packed
+# into as few such bytes as possible.
 
 DISK_BUFFERS = 4  # of a device that moves tensors to a disk: two out, two in
-_BUFFER_BYTES = 1 << 22  # a disk is at its full rate with writes of this size
+_BUFFER_BYTES = 1 << 22  # a disk reaches its full rate with writes of this size
 
-Room = dict[Member, Counter[int]]  # bytes that a member sets aside, by the device that they are for
+Room = dict[Member, Counter[int]]  # bytes that a member reserves, by borrowing device
 
 
 def buffer_bytes(lent: Sequence[Arena], borrower: int) -> int:
-    """The size of each of the host's buffers through which a device's tensors pass to a disk; 0 without such."""
+    """Return the size of each host buffer through which a device's tensors pass to a disk; 0 without an arena
+    on a disk.
+    """
     slots = [a.slot_bytes for a in lent if a.borrower == borrower and a.lender.kind is MemberKind.DISK]
     return min(_BUFFER_BYTES, max(slots, default=0))
 
 
 def pinned_sizes(slot_bytes: int, slots: int) -> tuple[int, ...]:
-    """Powers of two, as few bytes of them as possible, that hold so many slots in one piece each."""
+    """Return powers of two with the least sum that hold `slots` slots, each slot in one piece."""
     whole = 1 << (slot_bytes * slots - 1).bit_length()
     half = whole // 2
     if half < slot_bytes:
@@ -235,7 +237,7 @@ def pinned_sizes(slot_bytes: int, slots: int) -> tuple[int, ...]:
 
 
 def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
-    """What every member of the cluster sets aside for arenas."""
+    """Return the bytes that every member of the cluster reserves for arenas."""
     found: Room = defaultdict(Counter)
     on_gpus = plan.cluster.backend == "cuda"
     for arena in lent:
@@ -250,9 +252,10 @@ def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
 
 
 def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
-    """The bytes that hosts, disks, and devices without a stage have too few of, for each that has.
+    """Return the bytes that hosts, disks and devices without a stage lack for their arenas, for each that
+    lacks some.
 
-    Devices that have a stage count what they lend with all else that they hold.
+    Devices with a stage are excluded, because their peak includes the memory that they lend.
     """
     used = set(map(Member.device, plan.workers))
     needed = {member: shares.total() for member, shares in room_needed(plan, lent).items() if member not in used}
@@ -264,14 +267,14 @@ def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
     """Check that no member has `missing_bytes`.
 
     Raises:
-        OutOfMemory: one has not; says by how much, and for whom.
+        OutOfMemory: a member lacks memory; says how much, and for which devices.
     """
     if found := shortage(plan, lent):
         raise OutOfMemory(f"{found}; move fewer tensors there, or those of fewer microbatches")
 
 
 def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
-    """The first of the `missing_bytes` in words: of which member, for whom; empty where there are none."""
+    """Describe the first of the `missing_bytes`: the member and its borrowers; empty if there is none."""
     for member, missing in missing_bytes(plan, lent).items():
         shares = room_needed(plan, lent)[member]
         return (
@@ -283,13 +286,14 @@ def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
 
 
 def snapshot_bytes(plan: Plan) -> Counter[Member]:
-    """The bytes of what a checkpoint holds, on the hosts whose workers store it, from the first update on.
+    """Return the bytes of a checkpoint on each host whose workers store it, from the first update on.
 
-    Of replicas the first stores what all have, and each what it owns; a shared parameter is stored once.
+    A checkpoint is written from a copy of all saved tensors in host memory. The first replica stores what all
+    replicas have, and each replica stores what it owns; a shared parameter is stored once.
     """
     measurement, found = plan.measurement, Counter[Member]()
     costs = measurement.costs
-    repeated = Counter[int]()  # of parameters that an earlier layer stores
+    repeated = Counter[int]()  # bytes of parameters that an earlier layer stores
     repeated_state = Counter[int]()
     for shared in measurement.shared:
         for _, user in shared.pairs:
@@ -309,7 +313,9 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
 
 
 def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:
-    """Which host has no room for a copy of what is trained beside the arenas, and by how much; empty where all have."""
+    """Describe the host without room for a checkpoint's copy next to the arenas, and the lacking bytes; empty
+    if all fit.
+    """
     needed = room_needed(plan, lent)
     for host, nbytes in snapshot_bytes(plan).items():
         rest = plan.cluster.capacity(host) - needed[host].total()

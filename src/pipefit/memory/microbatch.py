@@ -1,7 +1,7 @@
-"""One microbatch in a stage: what every kind of action does to its residency, and which actions are refused.
+"""One microbatch in a stage: how each kind of action changes its residency, and which actions are refused.
 
-`Flights.apply` takes a residency and an action and returns the next residency and the effect on the device's memory.
-It depends on nothing else, so its answers are remembered, and most actions of a program cost one look-up.
+`Flights.apply` takes a residency and an action and returns the next residency and the effect on the device's
+memory. Its answers are cached, so most actions of a program cost one look-up.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from pipefit.memory.storages import Away, Done, Effect, Piece, Residency, Sent, 
 from pipefit.schema.actions import OF_ROWS, Action, Kind, Subject
 from pipefit.texts import layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# An action applied to the residency of a microbatch: what the functions for the kinds of action work with.
+# ---- Transitions: an action applied to a residency
 #
-# Such a function changes `working`, and returns `left(...)`: the next residency, and the action's effect on
-# the memory of the device. It refuses an action that uses what does not exist.
+# A handler of a kind of action changes `working` and returns `left(...)`: the next residency and the effect
+# on the device's memory. It refuses an action that uses missing memory.
 
 
 def rows_sent(storages: StageStorages, sent: Sent) -> dict[Kind, int]:
-    """The rows that all sends of a microbatch have together, in each direction."""
+    """Return the total rows of a microbatch's sends, in each direction."""
     return {
         Kind.SEND_FORWARD: sent.forward * storages.samples,
         Kind.SEND_BACKWARD: sent.backward * storages.samples,
@@ -52,7 +51,9 @@ class Transition:
         self.holders = self.working.holders
 
     def bears(self, position: int) -> bool:
-        """Whether a backward allocates the gradients of the layer at a position; the loss goes with the last one."""
+        """Return whether a backward allocates the gradients of the layer at a position; the loss counts as
+        the last layer.
+        """
         if isinstance(self.is_first, bool):
             return self.is_first
         return self.layer(position) in self.is_first
@@ -66,19 +67,23 @@ class Transition:
         raise UsageError(f"{self.action} {reason}")
 
     def waits_for(self, kind: Kind) -> str:
-        """The text of the WAIT of that kind for the action's stage and microbatch."""
+        """Return the text of the WAIT of this kind for the action's stage and microbatch."""
         return f"{self.action.stage}WAIT_{kind.value}{self.action.microbatch}"
 
     def left(self, *, gradients: int = 0, boundary: int = 0, **fields: Any) -> Answer:
-        """The next residency, with these fields changed, and the action's effect.
+        """Return the next residency, with these fields changed, and the action's effect.
 
-        `gradients` are the bytes by which the gradients of parameters have changed; `boundary` those of values.
+        `gradients` is the change in bytes of parameter gradients, `boundary` that of value gradients.
         """
         found = self.working.after(**fields)
         return found, self.working.effect(found, gradients=gradients, boundary=boundary)
 
     def once(self) -> frozenset[Done]:
-        """What has been done with the microbatch after this action, which must not have been done before."""
+        """Return the residency's `done` including this action.
+
+        Raises:
+            UsageError: the action happened before.
+        """
         own = self.action.kind, self.action.wait, self.action.part, self.action.place
         if own in self.residency.done or self.rows_before + self._own_rows > self._all_rows:
             self.refuse("happens twice")
@@ -86,17 +91,17 @@ class Transition:
 
     @property
     def rows_before(self) -> int:
-        """How many rows of the slice earlier actions of the same kind have had."""
+        """The rows that earlier actions of this kind carried."""
         return self.residency.rows(self.action.kind, wait=self.action.wait, samples=self.storages.samples)
 
     @property
     def completes(self) -> bool:
-        """Whether no row of the slice is left for other actions of the same kind."""
+        """True if this action carries the last rows of its kind."""
         return self.rows_before + self._own_rows == self._all_rows
 
     @property
     def _all_rows(self) -> int:
-        """How many rows all actions of the same kind have together."""
+        """The rows that all actions of this kind carry together."""
         return rows_sent(self.storages, self.sent).get(self.action.kind, self.storages.samples)
 
     @property
@@ -105,12 +110,12 @@ class Transition:
         return self.storages.samples if part is None else part[1] - part[0]
 
     def has_joined(self, kind: Kind) -> bool:
-        """Whether all receives or sends of that kind have been joined."""
+        """Return whether all receives of this kind have been joined."""
         samples = self.storages.samples
         return self.residency.rows(kind, wait=True, samples=samples) == samples
 
     def layers(self) -> tuple[int, int]:
-        """The positions that a compute action covers; with the model's last layer, the loss too."""
+        """Return the positions that a compute action covers; with the model's last layer, also the loss."""
         storages, given = self.storages, self.action.layers
         if given is None:
             return 0, storages.count
@@ -120,20 +125,18 @@ class Transition:
         return first - storages.start, storages.position(end)
 
     def layer(self, position: int) -> int:
-        """The layer of the model at a position; the loss counts as the last."""
+        """Return the layer of the model at a position; the loss counts as the last."""
         return min(self.storages.start + position, self.storages.stop - 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Moving saved tensors away and back: what OFFLOAD, RELOAD and their joins do to the residency of a
-# microbatch.
+# ---- Offloading of saved tensors
 #
-# A tensor is named by its layer and its number there, and its whole storage is moved, whatever else lives in
-# it. The holders of the storage stay; only where its bytes are changes.
+# A tensor is named by its layer and its number in the layer, and its whole storage is moved, including other
+# tensors in it. The holders of the storage stay; only the location of its bytes changes.
 
 
 def offload(transition: Transition) -> Answer:
-    """Start copying saved tensors away; nothing is freed yet."""
+    """Start an offload; nothing is freed yet."""
     for subject, instance in _subjects(transition):
         saver = transition.holders.saved(subject.layer - transition.storages.start)
         if not transition.working.held.get(instance, 0) & saver:
@@ -147,7 +150,7 @@ def offload(transition: Transition) -> Answer:
 
 
 def offloaded(transition: Transition) -> Answer:
-    """The copies have arrived: the bytes here are freed."""
+    """Join an offload: the bytes on the device are freed."""
     for _, instance in _subjects(transition):
         holders = transition.working.held[instance]
         if holders & (transition.holders.value | transition.holders.target):
@@ -163,7 +166,7 @@ def offloaded(transition: Transition) -> Answer:
 
 
 def reload(transition: Transition) -> Answer:
-    """Start copying saved tensors back, into memory that is allocated now."""
+    """Start a reload, into memory that is allocated now."""
     for _, instance in _subjects(transition):
         found = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
         if found != Away(Whereabouts.AWAY, transition.action.place):
@@ -174,17 +177,18 @@ def reload(transition: Transition) -> Answer:
 
 
 def reloaded(transition: Transition) -> Answer:
-    """The tensors are back."""
+    """Join a reload."""
     for _, instance in _subjects(transition):
         del transition.working.away[instance]
     return transition.left()[0], None
 
 
 def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
-    """The saved tensors that the action moves, with the instance of the storage of each.
+    """Return the saved tensors that the action moves, each with the instance of its storage.
 
     Raises:
-        UsageError: it moves something else, a tensor that the stage does not keep, or one storage twice.
+        UsageError: the action moves something else, a tensor that the stage does not keep, or one storage
+            twice.
     """
     if transition.action.place is None:
         transition.refuse("does not say where: write @host, @device3 or, in shares, @device3*2+device4*1")
@@ -203,19 +207,19 @@ def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
 
 
 def _instance(transition: Transition, number: int, subject: Subject) -> int:
-    """The instance that the named layer saved, in the first forward or in the second."""
+    """Return the instance that the named layer saved, in the first forward or in the recomputation."""
     saver = transition.holders.saved(subject.layer - transition.storages.start)
     again = number + len(transition.storages.sizes)
     return again if transition.working.held.get(again, 0) & saver else number
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Residencies and the handlers of actions
 
 
 class Flights:
-    """The microbatches of one stage: every residency that they pass through, each made only once.
+    """The microbatches of one stage: all residencies that they pass through, each created once.
 
-    `sent` says how often what leaves the stage is sent, if not once.
+    `sent` says how often the stage's outputs and gradients are sent, if not once.
     """
 
     def __init__(self, storages: StageStorages, sent: Sent = Sent()) -> None:  # noqa: B008 - it is frozen
@@ -233,17 +237,19 @@ class Flights:
         *,
         is_first: bool | frozenset[int] = False,
     ) -> Answer:
-        """The residency after `action`, and the action's effect on the memory of the device; None where it has none.
+        """Return the residency after `action`, and the action's effect on the device's memory; None without
+        an effect.
 
         Args:
-            moved: of an OFFLOAD or RELOAD, the saved tensors that it moves.
-            is_first: of a backward, whether it is the step's first for its layers and so allocates their gradients; or
-                those of its layers of which it allocates them, where replicas divide gradients.
+            moved: for an OFFLOAD or RELOAD, the saved tensors that it moves.
+            is_first: for a backward, whether it is the step's first for its layers and so allocates their
+                gradients; or, if
+            replicas divide gradients, the layers whose gradients it allocates.
 
         Raises:
-            UsageError: the action uses what does not exist then; says what is missing.
+            UsageError: the action uses missing memory; says what is missing.
         """
-        what = moved or action.subject  # not the number of a bundle, by which another program may mean other tensors
+        what = moved or action.subject  # not the bundle's number, which means other tensors in another program
         key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
         if answer is None:
@@ -252,7 +258,7 @@ class Flights:
         return answer
 
     def is_over(self, residency: Residency) -> bool:
-        """Whether nothing of the microbatch is left, so that the next step may use its number again."""
+        """Return whether nothing of the microbatch is left, so that the next step may reuse its number."""
         if residency.held or residency.back != 0:
             return False
         samples, sent = self.storages.samples, rows_sent(self.storages, self.sent)
@@ -263,10 +269,10 @@ class Flights:
 
 
 def _answer(transition: Transition) -> Answer:
-    """The next residency and the effect, computed by the function for this kind of action.
+    """Return the next residency and the effect, computed by the handler of this kind of action.
 
     Raises:
-        UsageError: the action is not supported, or uses what does not exist then.
+        UsageError: the action is not supported, or uses missing memory.
     """
     action = transition.action
     handler = (_JOINS if action.wait else _STARTS).get(action.kind)
@@ -275,7 +281,7 @@ def _answer(transition: Transition) -> Answer:
     return handler(transition)
 
 
-# -------------------------------------------------------------------- data and messages
+# ---- Data and messages
 
 
 def _load(transition: Transition) -> Answer:
@@ -334,7 +340,7 @@ def _sent_backward(transition: Transition) -> Answer:
     return transition.left(done=transition.once(), boundary=-nbytes)
 
 
-# -------------------------------------------------------------------- forward
+# ---- Forward
 
 
 def _forward(transition: Transition) -> Answer:
@@ -346,7 +352,7 @@ def _forward_only(transition: Transition) -> Answer:
 
 
 def _pass(transition: Transition, *, saves: bool) -> Answer:
-    """A forward that saves for the backward, or one that keeps what it starts from, to run again."""
+    """Run a forward that saves for the backward, or one that keeps its inputs for recomputation."""
     first, end = transition.layers()
     inputs = _inputs(transition, first, end)
     piece = Piece(first, end, not saves, inputs)
@@ -368,10 +374,10 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
 
 
 def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
-    """The instances that a forward starts from.
+    """Return the instances that a forward reads.
 
     Raises:
-        UsageError: they do not exist yet.
+        UsageError: the instances do not exist yet.
     """
     storages, residency = transition.storages, transition.residency
     if first != residency.at:
@@ -390,7 +396,9 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
 
 
 def _check_together(transition: Transition, first: int, end: int) -> None:
-    """Refuse a forward of one of two layers that share a trained parameter, when the other one is in this stage too."""
+    """Refuse a forward of one of two layers that share a trained parameter if the stage also has the other
+    layer.
+    """
     for again in transition.storages.repetitions:
         apart = (first <= again.user < end) != (first <= again.later < end)
         if apart and again.shared.gradient_bytes:
@@ -425,7 +433,7 @@ def _recompute(transition: Transition) -> Answer:
 
 
 def _check_inputs(transition: Transition, piece: Piece) -> None:
-    """Refuse a second forward whose inputs are not on the device."""
+    """Refuse a recomputation whose inputs are not on the device."""
     for instance in piece.inputs:
         state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
         if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
@@ -433,10 +441,10 @@ def _check_inputs(transition: Transition, piece: Piece) -> None:
 
 
 def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
-    """The piece of exactly these positions, whose forward was one action, and its number.
+    """Return the number and the piece of exactly these positions, whose forward was one action.
 
     Raises:
-        UsageError: there is none: the forwards were cut at other layers.
+        UsageError: no such piece, because forwards were cut at other layers.
     """
     found = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
     if not found:
@@ -446,7 +454,7 @@ def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
     return found[0]
 
 
-# -------------------------------------------------------------------- backward
+# ---- Backward
 
 
 def _backward(transition: Transition) -> Answer:
@@ -479,7 +487,9 @@ def _backward(transition: Transition) -> Answer:
 
 
 def _kept(transition: Transition, piece: Piece) -> Iterator[int]:
-    """The instances that a piece may keep to run again: what it starts from, and copies of buffers."""
+    """Yield the instances that a piece may keep for its recomputation: its inputs, targets, and copies of
+    buffers.
+    """
     yield from piece.inputs
     yield from transition.storages.target_storages
     for fed_back in (False, True):

@@ -1,8 +1,9 @@
-"""Forward and backward through consecutive layers: which storages are held, and the peak on the way.
+"""Forward and backward through consecutive layers: the storages that are held, and the peak.
 
-A layer's own peak is in its `LayerCost`, in bytes above what exists when the layer begins: before its forward its
-inputs, before its backward what the forward saved and the gradients of its outputs. The spans of a `LayerCost` also
-say which inputs a backward has released before it peaks: their bytes are subtracted where nothing else holds them.
+A layer's own peak is in its `LayerCost`, in bytes above the memory that exists when the layer begins: before
+its forward, its inputs; before its backward, the results of the forward and the gradients of its outputs. The
+spans of a `LayerCost` also say which inputs a backward has released before it peaks; their bytes are
+subtracted if nothing else holds them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from pipefit.schema.layer_costs import Span
 class Working:
     """A copy of a residency that an action changes.
 
-    `level` and `peak` are the bytes now and at the highest moment so far, relative to the start of the action;
-    `workspace` is the part of the peak that a kernel holds.
+    `level` and `peak` are the bytes now and at the highest moment so far, relative to the start of the
+    action; `workspace` is the part of the peak that a kernel holds.
     """
 
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
         self.held, self.away = residency.held.mapping(), dict(residency.away)
         self._residency = residency
-        self._touched = dict[int, int]()  # instances with the holders that they had before
+        self._touched = dict[int, int]()  # instances with their holders before the action
         self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
-        """Bytes of an instance; a negative instance stands for copies of buffers of some layers."""
+        """Return the bytes of an instance; a negative instance stands for buffer copies of some layers."""
         if instance < 0:
             return _copied_bytes(self.storages, instance)
         sizes = self.storages.sizes
@@ -70,24 +71,24 @@ class Working:
         self.drop_from([instance for instance, holders in self.held.items() if holders & holder], holder)
 
     def drop_from(self, instances: Iterable[int], holder: int) -> None:
-        """Remove a holder from those of some instances that it holds."""
+        """Remove a holder from those of the instances that it holds."""
         for instance in dict.fromkeys(instances):
             if self.held.get(instance, 0) & holder:
                 self.drop(instance, holder)
 
     def reach(self, above: int, workspace: int = 0) -> None:
-        """Count a moment within a layer, at which `above` more bytes are allocated, `workspace` of them by a kernel."""
+        """Record a moment within a layer: `above` more bytes are allocated, `workspace` of them by a kernel."""
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
 
     def after(self, **fields: object) -> Residency:
-        """The next residency, with these fields changed."""
+        """Return the next residency, with these fields changed."""
         held = self._residency.held.after(self.held, self._touched)
         return self._residency.changed(held=held, away=self.away, categories=self._categories(), **fields)
 
     def _categories(self) -> tuple[int, int]:
-        """Bytes of the activations and of the boundary buffers on the device: those before the action, and what it has
-        changed of them.
+        """Return the bytes of activations and of boundary buffers on the device, updated for the changed
+        instances.
         """
         activations, boundary = self._residency.categories
         were, saved = self._residency.away, self.holders.activations
@@ -102,7 +103,8 @@ class Working:
         return activations, boundary
 
     def activations(self) -> Counter[int]:
-        """Bytes of the activations on the device by the position that made them; -1 made what came from elsewhere.
+        """Return the bytes of activations on the device by the position that computed them; -1 for data from
+        outside the stage.
 
         Copies of buffers count for the first position of their run.
         """
@@ -112,7 +114,9 @@ class Working:
         return found
 
     def kept(self) -> Iterator[tuple[int, int, int]]:
-        """The activations on the device: what position made each, its storage (-1: copies of buffers), its bytes."""
+        """Yield the activations on the device: the position that computed each, its storage (-1: buffer
+        copies), its bytes.
+        """
         for instance, holders in self.held.items():
             if holders & self.holders.activations and _is_here(self.away, instance):
                 storage = -1 if instance < 0 else instance % len(self.storages.sizes)
@@ -124,7 +128,9 @@ class Working:
         return self.storages.makers.get(instance % len(self.storages.sizes), -1)
 
     def effect(self, after: Residency, *, gradients: int = 0, boundary: int = 0) -> Effect:
-        """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
+        """Return the action's effect, given the changes in parameter gradients and in value gradients
+        (`boundary`).
+        """
         before = self._residency.categories
         return effect(
             peak_bytes=self.peak,
@@ -136,20 +142,22 @@ class Working:
 
 
 def _is_here(away: Mapping[int, Away], instance: int) -> bool:
-    """Whether what is held of an instance is on the device."""
+    """Return whether an instance's bytes are on the device."""
     return instance not in away or away[instance].state is not Whereabouts.AWAY
 
 
 def buffer_copies(storages: StageStorages, first: int, end: int, *, fed_back: bool) -> int:
-    """The negative instance that stands for copies of buffers of positions `first` to `end - 1`.
+    """Return the negative instance that stands for buffer copies of positions `first` to `end - 1`.
 
-    They are copies of those that feed back, or of all others.
+    They are copies of buffers that feed back, or of all others.
     """
     return -1 - (2 * (first * (storages.count + 1) + end) + fed_back)
 
 
 def _copied_bytes(storages: StageStorages, instance: int) -> int:
-    """Bytes of the copies that a negative instance stands for, each once. Shared buffers never feed back."""
+    """Return the bytes of the copies that a negative instance stands for, each once. Shared buffers never
+    feed back.
+    """
     run, fed_back = divmod(-1 - instance, 2)
     first, end = divmod(run, storages.count + 1)
     costs = storages.costs[first:end]
@@ -164,7 +172,9 @@ def _copied_bytes(storages: StageStorages, instance: int) -> int:
 
 
 class Forward(NamedTuple):
-    """A forward: its positions, whether it is their second one, and whether it saves for the backward."""
+    """A forward: its positions, whether it is a recomputation (`again`), and whether it saves for the
+    backward.
+    """
 
     first: int
     end: int
@@ -173,16 +183,16 @@ class Forward(NamedTuple):
 
 
 def _given(storages: StageStorages, first: int, inputs: tuple[int, ...]) -> dict[int, int]:
-    """The instances of the inputs of a piece that begins at `first`, and of the targets, by their storages."""
+    """Return the instances of a piece's inputs and of the targets, by their storages."""
     numbers = storages.values(first)
     found = dict(zip(numbers, inputs, strict=True))
     return found | {s: s for s in storages.target_storages}
 
 
 def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Run the layers forward; the instances of the values after the last one, held as values.
+    """Run the layers forward; return the instances of the values after the last layer, held as values.
 
-    The inputs must be held as values too, and are dropped as such; other holders of theirs stay.
+    The inputs must be held as values too, and are dropped as such; their other holders stay.
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if way.again else 0
@@ -210,13 +220,15 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
 
 
 def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple[int, ...]:
-    """The instances of a layer's outputs, one by one: values in one storage have copies apart, if they were copied."""
+    """Return the instances of a layer's outputs. Values in one storage have separate copies if they were
+    copied.
+    """
     made = zip(layer.cost.output_origins, layer.outputs, strict=True)
     return tuple(values[origin.index] if origin.kind == "input" else number + shift for origin, number in made)
 
 
 def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """What a forward starts from whose inputs are kept to run again: copies, if its first layer works in place."""
+    """Return the instances that a forward with kept inputs reads: copies, if its first layer works in place."""
     storages = working.storages
     if not storages.layers[first].cost.mutates_inputs:
         return inputs
@@ -231,11 +243,12 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
     """Run the layers of a piece backward.
 
     Args:
-        bears: whether the backward of a position allocates the gradients of its parameters, as the step's first one
-            does, instead of adding to them.
+        bears: whether the backward of a position allocates its parameter gradients, as the step's first one
+            does, instead
+        of accumulating.
 
     Returns:
-        The bytes of parameter gradients that it allocates, and the bytes by which the gradients of values grow.
+        The bytes of parameter gradients that it allocates, and the growth in bytes of value gradients.
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if piece.again else 0
@@ -266,13 +279,16 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
 
 
 def _released(layer: LayerStorages, span: Span) -> set[int]:
-    """The storages of saved inputs that the layer has released before `span`; two values may share one."""
+    """Return the storages of saved inputs that the layer has released before `span`; two values may share
+    one.
+    """
     kept = {layer.inputs[k] for k in layer.saved_inputs if k not in span.released}
     return {layer.inputs[k] for k in span.released} - kept
 
 
 def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
-    """By position, the gradient bytes of parameters that the layer shares with a later one of the piece.
+    """Return, by position, the gradient bytes of parameters that the layer shares with a later one of the
+    piece.
 
     The later layer's gradient waits, and autograd adds the two into newly allocated memory.
     """
@@ -284,11 +300,12 @@ def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
 
 
 def _waiting(storages: StageStorages, piece: Piece, position: int, bears: Callable[[int], bool]) -> int:
-    """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `position`.
+    """Return the gradient bytes of shared parameters that wait for an earlier layer while the backward is at
+    `position`.
 
-    Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own gradient waits
-    too, where the layer's profile has it added and freed at once. Where a backward allocates gradients nothing waits:
-    the sum becomes `.grad`, and counts among the parameter gradients that are allocated.
+    Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own
+    gradient also waits, although the layer's profile has it added and freed at once. If a backward allocates
+    gradients, nothing waits: the sum becomes `.grad`, and counts among the allocated parameter gradients.
     """
     inside = [
         again

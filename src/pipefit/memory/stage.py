@@ -19,10 +19,10 @@ from pipefit.timing import Group, Seconds, copy_seconds, host_update_seconds, la
 
 
 class StageCost:
-    """The costs of the layers of a stage whose microbatches are these `flights`; what has been computed is kept.
+    """The costs of a stage whose microbatches are `flights`; computed figures are cached.
 
-    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device; `share` is what
-    the device keeps of what replicas divide.
+    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device;
+    `share` is the device's ZeRO share.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class StageCost:
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether replicas of the stage keep gradients of the layers that they own alone."""
+        """True if each replica keeps only the gradients of the layers that it owns."""
         return self.share is not None and self.share.divides_gradients
 
     def keeps_gradients(self, layer: int) -> bool:
-        """Whether the device keeps the gradients of a layer when they have been summed."""
+        """Return whether the device keeps the gradients of a layer after their reduction."""
         return self.share is None or self.share.keeps("gradients", layer)
 
     def seconds(self, action: Action) -> float:
-        """Seconds of a compute action."""
+        """Return the seconds of a compute action."""
         first, end = action.layers or (self.start, self.stop)
         found = self._seconds.get((action.kind, first, end))
         if found is None:
@@ -55,7 +55,7 @@ class StageCost:
         return found
 
     def _sum(self, kind: Kind, first: int, end: int) -> float:
-        """Seconds of layers `first` to `end - 1`, and of the loss behind the model's last layer."""
+        """Return the seconds of layers `first` to `end - 1`, and of the loss after the model's last layer."""
         if kind is Kind.STASH:
             return copy_seconds(self.rest.weight_bytes_of(first, end), self._kind)
         times = self._times[first : end + (end + 1 == len(self._times))]
@@ -65,25 +65,25 @@ class StageCost:
         return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
 
     def host_update_seconds(self, action: Action, host: Host) -> float:
-        """Seconds of an update on a host.
+        """Return the seconds of an update on a host.
 
         Raises:
-            UsageError: the host's memory bandwidth is not known.
+            UsageError: the host's memory bandwidth is unknown.
         """
         first, end = action.layers or (self.start, self.stop)
         owned = (n for n in range(first, end) if self.share is None or self.share.owns(n))
         return sum(host_update_seconds(self.storages.costs[n - self.start], host) for n in owned)
 
     def collective_bytes(self, action: Action) -> int:
-        """Bytes that every member of a collective contributes: of a REDUCE, gradients of the stage's own parameters, or
-        of one that stages share; of an UNSHARD, parameters.
+        """Return the bytes that every member contributes to a collective: parameter gradients of a REDUCE, of
+        the stage or of a shared parameter; parameters of an UNSHARD.
         """
         if action.kind is Kind.REDUCE and isinstance(action.subject, Subject):
             return self.storages.measurement.shared[action.subject.layer].gradient_bytes
         return sum(self._collected_bytes(action))
 
     def collective_tensors(self, action: Action) -> int:
-        """In how many tensors the bytes of a collective are, where no two are sent as one."""
+        """Return the number of tensors of a collective, each sent separately."""
         if isinstance(action.subject, Subject):
             return 1
         first = self.start if action.layers is None else action.layers[0]
@@ -94,7 +94,9 @@ class StageCost:
         )
 
     def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
-        """Of these bytes, those of the layers that every replica owns; None where each replica gets the sum of all."""
+        """Return a collective's bytes by the replica that owns their layers; None if each replica gets the
+        whole result.
+        """
         if self.share is None or isinstance(action.subject, Subject):
             return None
         found, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
@@ -103,21 +105,21 @@ class StageCost:
         return found
 
     def _collected_bytes(self, action: Action) -> list[int]:
-        """Bytes of every layer in a collective of its stage."""
+        """Return the bytes of every layer in a collective of its stage."""
         if action.kind not in self._collected:
             self._collected[action.kind] = [self._bytes_in(action.kind, n) for n in range(self.start, self.stop)]
         first, end = action.layers or (self.start, self.stop)
         return self._collected[action.kind][first - self.start : end - self.start]
 
     def _bytes_in(self, kind: Kind, layer: int) -> int:
-        """Bytes of a layer in collectives of a kind."""
+        """Return the bytes of a layer in collectives of a kind."""
         if kind is Kind.REDUCE:
             return self.rest.whole_bytes_of("gradients", layer, layer + 1) - self._summed_bytes[layer]
         return self.rest.gathered_bytes(layer) if kind is Kind.UNSHARD else 0
 
     @cached_property
     def _summed_bytes(self) -> Counter[int]:
-        """By layer, bytes of the gradients of parameters that layers of other stages have too."""
+        """Gradient bytes, by layer, of parameters that layers of other stages share."""
         found = Counter[int]()
         for shared in self.storages.measurement.shared:
             users = [user for user in shared.users if self.start <= user < self.stop]
@@ -130,10 +132,10 @@ Way = tuple[int, int, bool]  # of a measurement: samples, ranks, and whether the
 
 
 class Costs:
-    """The costs of all stages asked for so far, for one profile and training. Planners share one between plans.
+    """Cached costs of all stages, for one profile and training. Planners share one object between plans.
 
-    `measurement` is at the size of a microbatch; `slices` are at those of the slices that replicas compute, and of
-    layers that tensor-parallel ranks divide.
+    `measurement` is at the size of a microbatch; `slices` are at the sizes of local batches, and of layers
+    that tensor-parallel ranks divide.
     """
 
     def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
@@ -143,11 +145,11 @@ class Costs:
         self._storages: dict[tuple[object, ...], StageStorages] = {}
         self._flights: dict[tuple[object, ...], Flights] = {}
         self._owners: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by samples and kind of device
+        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # by measurement, kind and group
 
     @staticmethod
     def of(plan: Plan) -> Costs:
-        """Costs for `plan`, which serve every plan of the same profile and training."""
+        """Return the costs for `plan`, valid for every plan of the same profile and training."""
         return Costs(plan.measurement, plan.training, plan.profile.measurements)
 
     def stage(
@@ -162,11 +164,11 @@ class Costs:
         sequences: bool = False,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> StageCost:
-        """The costs of layers `start` to `stop - 1` on a device of `kind`.
+        """Return the costs of layers `start` to `stop - 1` on a device of `kind`.
 
-        The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
-        divide; or it is one of the ranks of such a replica, which divide the layers, by `sequences` along positions
-        too, and exchange in a `group`.
+        The device computes a local batch of every microbatch, as one of `data` replicas, and has a ZeRO
+        `share`. If tensor-parallel ranks divide the layers, with `sequences` also along positions, the device
+        is one of a `group`.
         """
         degree = self._size // data, 1 if group is None else group.members, sequences
         flight = start, stop, degree, sent
@@ -179,7 +181,7 @@ class Costs:
         return self._stages[key]
 
     def of_device(self, plan: Plan, stage: int, device: int, devices: Sequence[int]) -> StageCost:
-        """The costs of a stage of `plan` on one of the `devices` that hold it."""
+        """Return the costs of a stage of `plan` on one of the `devices` that hold it."""
         place, grid = plan.stages[stage], plan.stages[stage].grid
         replica, shard = divmod(devices.index(device), grid.tensor)
         ranks = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
@@ -195,7 +197,7 @@ class Costs:
         )
 
     def _storages_of(self, start: int, stop: int, degree: Way) -> StageStorages:
-        """The storages of layers `start` to `stop - 1`, as they were measured in a way."""
+        """Return the storages of layers `start` to `stop - 1` in one measurement."""
         key = start, stop, degree
         if key not in self._storages:
             rooms = self._training.versions == "everything"
@@ -203,7 +205,7 @@ class Costs:
         return self._storages[key]
 
     def _share(self, place: Stage, device: int) -> Share | None:
-        """What a device of a stage has of what its replicas divide."""
+        """Return a device's ZeRO share of a stage; None if nothing is divided."""
         grid = place.grid
         if grid.shard == "none":
             return None
@@ -213,7 +215,7 @@ class Costs:
         return share_among(place, device, self._owners[*there, grid.shard])
 
     def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[Seconds, ...]:
-        """The seconds of all layers, as they were measured in a way, on a device of `kind`."""
+        """Return the seconds of all layers in one measurement, on a device of `kind`."""
         found = self._times.get((degree, kind.key, group))
         if found is None:
             measurement = self._measurements[degree]
@@ -222,14 +224,16 @@ class Costs:
 
 
 class WholeStage:
-    """The effects of a stage whose forward and backward are one action each, for closed forms of a stage's peak."""
+    """The effects of a stage whose forward and backward are one action each, for closed forms of a stage's
+    peak.
+    """
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
         self.storages = StageStorages(measurement, start, stop)
         self._flights = Flights(self.storages)
 
     def backward(self, *, is_first: bool) -> Effect:
-        """The effect of a backward without recomputation, the step's first or a later one."""
+        """Return the effect of a backward without recomputation, the step's first or a later one."""
         residency = self._flights.start
         first, last = not self.storages.start, self.storages.last
         kinds: list[tuple[Kind, bool]] = [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]

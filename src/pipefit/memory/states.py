@@ -1,18 +1,19 @@
-"""Where the state of a stage is: what of its optimizer state, gradients and parameters is away, and what that frees.
+"""The location of a stage's state: which optimizer state, gradients and parameters are offloaded, and the
+bytes this frees.
 
-State belongs to no microbatch. What one OFFLOAD or RELOAD moves of it is a state of one or several layers, and has a
-home: memory at the place it goes to, which is its own for the whole run. It is in one of these conditions:
+State belongs to no microbatch. One OFFLOAD or RELOAD moves a state of one or several layers, which has a
+home: memory at the target place, reserved for the whole run. The state is in one of these conditions:
 
-    on the device        as it is where nothing is moved
+    on the device        as without offloading
     on its way out       from an OFFLOAD to its join, which frees the device's memory
-    away                 optimizer state and parameters are so before the first step; their homes have been given what
+    away                 optimizer state and parameters begin so: before the first step, their homes have received what
                          exists by then
     on its way back      from a RELOAD, which allocates, to its join
     being updated        parameters, and gradients that are away, from the STEP at a place to its join
-    out of date          parameters that have been updated at a place, until they are back from there
+    out of date          parameters that have been updated at a place, until they are reloaded
 
-Parameters that are updated at a place keep their memory on the device. Their optimizer state is never there, and their
-gradients end where they were sent.
+Parameters that are updated at a place keep their memory on the device. Their optimizer state is never on the
+device, and their gradients are freed at the place.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from pipefit.schema.devices import Place
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import layers_text
 
-Layers = tuple[int, int]  # the first, and the one behind the last
+Layers = tuple[int, int]  # half-open
 
 
 class Condition(StrEnum):
-    """Where a state is, in the words of errors."""
+    """The condition of a state, as errors name it."""
 
     HERE = "on the device"
     LEAVING = "on its way out"
@@ -52,7 +53,7 @@ class Away(NamedTuple):
 
 
 class Home(NamedTuple):
-    """The memory at `place` that keeps what actions about `subject` move of a stage."""
+    """The memory at `place` for the state `subject` of a stage."""
 
     stage: int
     subject: Subject | Bundle
@@ -60,7 +61,7 @@ class Home(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a home keeps: a state of `layers`, by its name in actions."""
+    """The contents of a home: a state of `layers`, by its name in actions."""
 
     kind: str
     layers: Layers
@@ -73,39 +74,40 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateMoves:
-    """What the program of a device does with state: what every home keeps, and which layers are updated where."""
+    """The state moves of a device's program: the contents of every home, and the places of updates by layers."""
 
     homes: Mapping[Home, Kept] = field(default_factory=dict)
     updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
-    layers_elsewhere: frozenset[int] = field(init=False)  # that are updated at another place
+    layers_elsewhere: frozenset[int] = field(init=False)  # layers that are updated at another place
 
     def __post_init__(self) -> None:
         elsewhere = frozenset(layer for _, layers in self.updates for layer in range(*layers))
         object.__setattr__(self, "layers_elsewhere", elsewhere)
 
     def of_stage(self, stage: int) -> StateMoves:
-        """The same of one stage."""
+        """Return the moves of one stage."""
         return StateMoves(
             {home: kept for home, kept in self.homes.items() if home.stage == stage},
             {key: place for key, place in self.updates.items() if key[0] == stage},
         )
 
     def begins_away(self, kept: Kept) -> bool:
-        """Whether a state is away before the first step."""
+        """Return whether a state is away before the first step."""
         moves = kept.kind == "parameters" and not self.updated_elsewhere(kept.layers)
         return moves or kept.kind == "optimizer"
 
     def updated_elsewhere(self, layers: Layers) -> bool:
-        """Whether some of these layers are updated at another place."""
+        """Return whether some of these layers are updated at another place."""
         return not self.layers_elsewhere.isdisjoint(range(*layers))
 
 
 def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Layers]) -> StateMoves:
-    """What `program` does with the state of a device, which has these `stages` of so many layers.
+    """Return the state moves of `program` on a device with these `stages`, each with its layers.
 
     Raises:
-        UsageError: an action moves several states at once, layers that do not follow each other or are not in its
-            stage, or a state that another one moves too.
+        UsageError: an action moves several states at once, layers that are not consecutive or not in its
+            stage, or a state
+        that another action moves too.
     """
     homes, updates = dict[Home, Kept](), dict[tuple[int, Layers], Place]()
     owners = dict[tuple[str, int], Home]()
@@ -122,7 +124,7 @@ def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Lay
 
 
 def home_of(action: Action) -> Home:
-    """The home of what an OFFLOAD or RELOAD moves.
+    """Return the home of the state that an OFFLOAD or RELOAD moves.
 
     Raises:
         UsageError: the action names no place.
@@ -134,7 +136,7 @@ def home_of(action: Action) -> Home:
 
 
 def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
-    """What an action moves: one state of layers that follow each other."""
+    """Return the content that an action moves: one state of consecutive layers."""
     layers, kinds = [subject.layer for subject in subjects], {str(subject.what) for subject in subjects}
     start, stop = layers[0], layers[-1] + 1
     if len(kinds) > 1 or not kinds <= {*STATES} or layers != list(range(start, stop)):
@@ -150,7 +152,7 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
 
 
 class Conditions:
-    """Where every state of one stage is, as its program goes on: what ledger and runtime agree on."""
+    """The conditions of all states of one stage at a point of its program; ledger and runtime both use it."""
 
     def __init__(self, moves: StateMoves) -> None:
         self._moves = moves
@@ -162,23 +164,23 @@ class Conditions:
             for layer in range(*kept.layers):
                 self._by_layer.setdefault(layer, []).append(home)
         self._places = {home: number for number, home in enumerate(moves.homes)}
-        self._elsewhere = set[Home]()  # of what is not on the device, or not up to date
+        self._elsewhere = set[Home]()  # homes whose state is not on the device, or not up to date
         self._missing = set[Home]()  # those of them that passes need
         self._of: dict[Home, Condition] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Put every state where it is between steps."""
+        """Restore the conditions between steps."""
         for home, kept in self._moves.homes.items():
             self.put(home, Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE)
 
     @property
     def of(self) -> Mapping[Home, Condition]:
-        """The condition of what each home keeps."""
+        """The condition of each home's state."""
         return self._of
 
     def put(self, home: Home, condition: Condition) -> None:
-        """What a home keeps is in another condition from now on."""
+        """Set the condition of a home's state."""
         self._of[home] = condition
         if condition is Condition.HERE:
             self._elsewhere.discard(home)
@@ -190,14 +192,14 @@ class Conditions:
 
     @property
     def complete(self) -> bool:
-        """Whether all that a forward or a backward could need is on the device, and up to date."""
+        """True if all states that a forward or a backward may need are on the device, and up to date."""
         return not self._missing
 
     def behind(self, action: Action) -> Condition:
-        """Where a state is behind an OFFLOAD, a RELOAD or the join of one.
+        """Return the condition of a state after an OFFLOAD, a RELOAD or the join of one.
 
         Raises:
-            UsageError: it is elsewhere than the action needs it, or the program does not move it.
+            UsageError: the state is elsewhere than the action needs it, or the program does not move it.
         """
         home = home_of(action)
         if home not in self._of:
@@ -208,11 +210,11 @@ class Conditions:
         return after
 
     def check_here(self, action: Action, layers: Layers, *, newest: bool = True) -> None:
-        """Check that what an action of these layers needs is on the device, and up to date. Unless it goes through the
-        `newest` weights, it needs no parameters.
+        """Check that the states for an action of these layers are on the device and up to date; parameters
+        only if the action uses the `newest` weights.
 
         Raises:
-            UsageError: a state is not; says what has to come before the action.
+            UsageError: a state is not; says what must come before the action.
         """
         if action.kind is Kind.STASH and action.wait:
             return
@@ -228,7 +230,7 @@ class Conditions:
                 self._check(action, home)
 
     def _needed(self, kind: Kind, layers: Layers) -> Iterator[Home]:
-        """The homes of what an action of this kind and of these layers needs."""
+        """Yield the homes of the states that an action of this kind and of these layers needs."""
         kinds = _NEEDS.get(kind, ())
         found = {home for layer in range(*layers) for home in self._by_layer.get(layer, ())}
         for home in sorted(found, key=self._places.__getitem__):
@@ -236,7 +238,7 @@ class Conditions:
                 yield home
 
     def _check(self, action: Action, home: Home) -> None:
-        """Refuse an action if what it needs of a home is not on the device, and up to date."""
+        """Refuse an action unless its state of a home is on the device and up to date."""
         if (condition := self._of[home]) is not Condition.HERE:
             reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
             raise UsageError(
@@ -245,17 +247,17 @@ class Conditions:
             )
 
     def update(self, action: Action, layers: Layers) -> None:
-        """An update of these layers on the device.
+        """Check an update of these layers on the device.
 
         Raises:
-            UsageError: what it needs is not there, or another place updates some of them.
+            UsageError: a needed state is not there, or another place updates some of them.
         """
         if self._moves.updated_elsewhere(layers):
             raise UsageError(f"{action} updates layers that another place updates in this program")
         self.check_here(action, layers)
 
     def update_elsewhere(self, action: Action, layers: Layers) -> None:
-        """An update of these layers begins at another place, or has ended there.
+        """Start or join an update of these layers at another place.
 
         Raises:
             UsageError: their gradients are not there, or their parameters are not on the device.
@@ -273,7 +275,7 @@ class Conditions:
         self.put(parameters, Condition.UPDATING)
 
     def _home(self, action: Action, layers: Layers, kind: str) -> Home:
-        """The home of a state of just these layers, at the place of their update."""
+        """Return the home of a state of exactly these layers, at the place of their update."""
         home = None if action.place is None else self._by_content.get((Kept(kind, layers), action.place))
         if home is not None:
             return home
@@ -281,14 +283,14 @@ class Conditions:
         raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
 
 
-_COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs, and the one that it leaves
+_COPIES = {  # by kind and whether it is a WAIT: the condition before and after a copy
     (Kind.OFFLOAD, False): (Condition.HERE, Condition.LEAVING),
     (Kind.OFFLOAD, True): (Condition.LEAVING, Condition.AWAY),
     (Kind.RELOAD, False): (Condition.AWAY, Condition.RETURNING),
     (Kind.RELOAD, True): (Condition.RETURNING, Condition.HERE),
 }
 assert {kind for kind, _ in _COPIES} == COPIES
-_NEEDS = {  # by kind of action, the states that it needs on the device
+_NEEDS = {  # by kind of action, the states that must be on the device
     **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH, Kind.UNSHARD), ("parameters",)),
     Kind.BACKWARD: ("parameters", "gradients"),
     **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
@@ -297,24 +299,24 @@ _NEEDS = {  # by kind of action, the states that it needs on the device
 
 
 class StageStates:
-    """What copies of the state of one stage take and free, as its program goes on."""
+    """The state moves of one stage at a point of its program, with the bytes that they allocate and free."""
 
     def __init__(self, rest: StageRest, moves: StateMoves) -> None:
         self._rest, self._moves, self.conditions = rest, moves, Conditions(moves)
 
     @property
     def complete(self) -> bool:
-        """Whether all that a forward or a backward could need is there."""
+        """True if all states that a forward or a backward may need are on the device."""
         return self.conditions.complete
 
     @property
     def state(self) -> object:
-        """Equal at two moments at which everything is at the same places."""
+        """A key that is equal at two moments with equal conditions."""
         return tuple(self.conditions.of.values())
 
     @property
     def away(self) -> Away:
-        """What exists before the first step, and is not on the device."""
+        """The bytes that exist before the first step and are not on the device."""
         kept = [kept for kept in self._moves.homes.values() if self._moves.begins_away(kept)]
         early = [one.layers for one in kept if one.kind == "optimizer"]
         early += [layers for _, layers in self._moves.updates]
@@ -324,11 +326,11 @@ class StageStates:
         )
 
     def move(self, action: Action, *, born: set[int], stepped: set[int]) -> Effect | None:
-        """The effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients, `stepped` ones have
-        optimizer state.
+        """Return the effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients,
+        `stepped` layers have optimizer state.
 
         Raises:
-            UsageError: what it moves is elsewhere, or does not exist.
+            UsageError: the state is elsewhere, or does not exist.
         """
         home = home_of(action)
         kept = self._moves.homes[home]
@@ -339,12 +341,12 @@ class StageStates:
         if action.wait != (action.kind is Kind.OFFLOAD):
             return None
         nbytes = self._bytes(kept, stepped) * (1 if action.kind is Kind.RELOAD else -1)
-        if kept.kind == "parameters":  # those that are updated elsewhere keep their memory
+        if kept.kind == "parameters":  # parameters that are updated elsewhere keep their memory
             return None if self._moves.updated_elsewhere(kept.layers) else effect(parameters=nbytes)
         return effect(gradients=nbytes) if kept.kind == "gradients" else effect(optimizer=nbytes)
 
     def _bytes(self, kept: Kept, stepped: set[int]) -> int:
-        """What a state takes now."""
+        """Return the bytes of a state now."""
         if kept.kind != "optimizer":
             return sum(self._rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
         return sum(
@@ -354,12 +356,13 @@ class StageStates:
 
 
 def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset[int]:
-    """The positions of OFFLOADs that copy nothing: parameters that no update has changed since they came in.
+    """Return the positions of OFFLOADs that copy nothing: parameters without an update since they were
+    reloaded.
 
-    Their joins free the device's memory all the same.
+    Their joins free the device's memory nevertheless.
     """
-    updated, all_updated = dict[tuple[int, int], int](), dict[int, int]()  # the last updates of layers, and of stages
-    left = dict[Home, int]()  # the position of the last OFFLOAD
+    updated, all_updated = dict[tuple[int, int], int](), dict[int, int]()  # positions of last updates
+    left = dict[Home, int]()  # position of the last OFFLOAD
     found = set[int]()
     for position, action in enumerate(actions):
         if action.kind is Kind.STEP and action.place is None and action.layers is None:

@@ -1,11 +1,10 @@
-"""The storages of a microbatch in a stage: which layer makes each, which layers save it, and which pass it on.
+"""The storages of a microbatch in a stage: which layer makes each, which layers save it, and when it is in
+memory.
 
-Each storage has one number in the stage, whichever layers use it: what one layer returns, the next one may save, and a
-later one may pass on. Gradients have storages too: a layer may pass a gradient on, or slices of a larger one. All of
-this follows from the costs of the layers, and holds for every microbatch and every program. Which of the storages are
-in memory at some moment is a `pipefit.memory.storages.Residency`.
-
-Costs: one walk over the layers and what they save, microseconds per saved tensor.
+Each storage has one number in the stage, whichever layers use it: the output of one layer may be saved by the
+next and passed on by a later one. Gradients have storages too: a layer may pass on a gradient, or views of a
+larger one. All of this follows from the costs of the layers, and holds for every microbatch and every
+program. A `Residency` says which storages are in memory at a moment.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.texts import layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# What an action does to the memory of its device, by category.
+# ---- Effect of an action on its device's memory, by category
 #
 # Between actions, every byte belongs to one category:
 #
@@ -45,20 +43,19 @@ from pipefit.texts import layers_text
 #     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
 #     gradients          of parameters, from the first backward of a step to its STEP
 #     optimizer state    from the first STEP on
-#     parameters         and buffers, which change where parameters are moved away
+#     parameters         and buffers, which change if parameters are offloaded
 #
-# At the peak of an action, a category that grows counts as large as after the action, and one that shrinks as
-# large as before it; the bytes of the peak above this sum are temporary. The sum may also exceed the peak,
-# because the action freed before it allocated. The categories that shrink then count as smaller. So the
-# categories always add up to the exact total.
+# At the peak of an action, a growing category counts as large as after the action, and a shrinking one as
+# large as before it; the bytes of the peak above this sum are temporary. If the sum exceeds the peak, because
+# the action freed before it allocated, shrinking categories count as smaller. So the categories always add up
+# to the exact total.
 
 
 class Effect(NamedTuple):
-    """Bytes relative to the start of an action: at its peak, and when it has ended.
+    """Bytes relative to the start of an action: at its peak, and after it.
 
-    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers, parameters,
-    temporary, workspace.
-    `after` is the same without the last two, because none of their bytes outlive the action.
+    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers,
+    parameters, temporary, workspace. `after` lacks the last two, whose bytes never outlive an action.
     """
 
     peak_bytes: int
@@ -78,7 +75,8 @@ def effect(
     boundary: int = 0,
     parameters: int = 0,
 ) -> Effect:
-    """The effect of an action that changes the categories by these bytes and peaks at `peak_bytes` above its start.
+    """Return the effect of an action that changes the categories by these bytes and peaks at `peak_bytes`
+    above its start.
 
     `workspace` bytes of the peak are the workspace of a kernel.
     """
@@ -99,30 +97,30 @@ def effect(
 
 
 def freeing_versions(before: Effect, nbytes: int) -> Effect:
-    """The effect of an action that, when it has ended, also frees `nbytes` of weight versions."""
+    """Return the effect of an action that finally also frees `nbytes` of weight versions."""
     gradients, optimizer, activations, versions, boundary, parameters = before.after
     after = gradients, optimizer, activations, versions - nbytes, boundary, parameters
     return before._replace(after_bytes=before.after_bytes - nbytes, after=after)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Storages of a stage
 
 Shared = TypeVar("Shared", bound=SharedTensor)
 
 
 class LayerStorages(NamedTuple):
-    """One layer of a stage: its cost, and the numbers of the storages that it reads, keeps and returns."""
+    """One layer of a stage: its cost, and the numbers of the storages that it reads, saves and returns."""
 
     cost: LayerCost
     inputs: tuple[int, ...]  # one for every input value; values may share one
-    saves: tuple[int, ...]  # what its backward needs, each once
-    lasts: frozenset[int]  # those of them that its backward does not free, but the end of the whole piece's
-    saved_inputs: tuple[int, ...]  # the numbers of the inputs whose storages are among these
+    saves: tuple[int, ...]  # storages that its backward needs, each once
+    lasts: frozenset[int]  # storages among them that are freed only after the backward of the whole piece
+    saved_inputs: tuple[int, ...]  # numbers of the inputs whose storages are among them
     outputs: tuple[int, ...]  # one for every output value
 
 
 class GradientValue(NamedTuple):
-    """The gradient of a value: the storage it lives in, whether it is contiguous there, and its own bytes."""
+    """The gradient of a value: its storage, whether it is contiguous there, and its bytes."""
 
     storage: int
     contiguous: bool
@@ -131,7 +129,7 @@ class GradientValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Repetition(Generic[Shared]):
-    """A tensor that two layers of a stage share: the positions of one user and of the next."""
+    """A tensor that two layers of a stage share: the positions of two consecutive users."""
 
     user: int
     later: int
@@ -141,9 +139,9 @@ class Repetition(Generic[Shared]):
 class StageStorages:
     """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
 
-    Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before position n:
-    boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a version of the weights has
-    room for gradients and optimizer state too.
+    Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before
+    position n: boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a weight
+    version has room for gradients and optimizer state too.
     """
 
     def __init__(self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False) -> None:
@@ -159,12 +157,12 @@ class StageStorages:
         self.target_storages: tuple[int, ...] = ()
         self._saved_places: list[dict[Origin, int]] = []  # by position: the storage of each saved tensor
         self.layers: tuple[LayerStorages, ...] = self._walk()
-        # Of every position whose layer works in place: what its input values take as copies, one each
+        # By position, storages for copies of the inputs, if the layer works in place
         self.copies = tuple(self._new(v.nbytes for v in cost.inputs * cost.mutates_inputs) for cost in self.costs)
 
     @staticmethod
     def of(plan: Plan, stage: int) -> StageStorages:
-        """The storages of a stage of `plan`."""
+        """Return the storages of a stage of `plan`."""
         place = plan.stages[stage]
         rooms = plan.training.versions == "everything"
         return StageStorages(plan.measured(stage), place.start, place.stop, rooms=rooms)
@@ -173,7 +171,9 @@ class StageStorages:
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """The position whose layer made a storage, for those that a layer of the stage saves, returns or copies."""
+        """The position whose layer made a storage, for storages that a layer of the stage saves, returns or
+        copies.
+        """
         given = {*self.target_storages, *self.input_storages}
         found: dict[int, int] = {}
         for position, layer in enumerate(self.layers):
@@ -184,7 +184,7 @@ class StageStorages:
 
     @cached_property
     def saved_as(self) -> dict[int, SavedTensor]:
-        """What is kept in a storage, for those that a layer of the stage saves: the first tensor in it that is kept."""
+        """The first saved tensor in each storage that a layer of the stage saves."""
         found: dict[int, SavedTensor] = {}
         for cost, places in zip(self.costs, self._saved_places, strict=True):
             for tensor in cost.saved:
@@ -194,12 +194,12 @@ class StageStorages:
 
     @property
     def samples(self) -> int:
-        """How many samples of a microbatch go through the stage: all, or those of a replica's slice."""
+        """The samples of a microbatch in the stage: all of them, or those of a replica's local batch."""
         return self.measurement.microbatch_size
 
     @property
     def count(self) -> int:
-        """Number of positions: the stage's layers, and the loss where it is here."""
+        """The number of positions: the stage's layers, and the loss on the last stage."""
         return len(self.layers)
 
     @property
@@ -208,17 +208,17 @@ class StageStorages:
         return self.layers[0].inputs
 
     def values(self, boundary: int) -> tuple[int, ...]:
-        """The storages of the values at a boundary, without targets."""
+        """Return the storages of the values at a boundary, without targets."""
         if boundary == 0:
             return self.input_storages
         return () if self.last and boundary == self.count else self.layers[boundary - 1].outputs
 
     def position(self, layer: int) -> int:
-        """The boundary before a layer of the model, or, for `stop`, the stage's last boundary."""
+        """Return the boundary before a layer of the model, or, for `stop`, the stage's last boundary."""
         return self.count if layer == self.stop else layer - self.start
 
     def _new(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Numbers of storages of these sizes."""
+        """Add storages of these sizes; return their numbers."""
         first = len(self.sizes)
         self.sizes += sizes
         return tuple(range(first, len(self.sizes)))
@@ -241,7 +241,9 @@ class StageStorages:
         return tuple(layers)
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
-        """The storage that a tensor lives in; one of no bytes for parameters and constants, which exist anyway."""
+        """Return the storage of a tensor; a new one of no bytes for parameters and constants, which exist
+        anyway.
+        """
         match origin.kind:
             case "own":
                 return own[origin.index]
@@ -253,10 +255,12 @@ class StageStorages:
     # ---------------------------------------------------------------- saved tensors by name
 
     def storage(self, subject: Subject) -> int:
-        """The storage of a saved tensor, named by its layer and its number there.
+        """Return the storage of a saved tensor, named by its layer and its number in the layer.
 
         Raises:
-            UsageError: the layer keeps no such tensor, or it is a parameter or constant, or the loss's.
+            UsageError: the layer does not keep the tensor, or it cannot be moved: a parameter or constant,
+                one that hooks do not
+            see, or a tensor of the loss.
         """
         found = self._named.get(subject)
         if found is None:
@@ -267,7 +271,7 @@ class StageStorages:
         return found
 
     def nbytes(self, subject: Subject) -> int:
-        """What moves with a saved tensor, or with a version of a layer's weights.
+        """Return the bytes that move with a saved tensor, or with a version of a layer's weights.
 
         Raises:
             UsageError: as `storage`.
@@ -275,20 +279,25 @@ class StageStorages:
         return self.version_bytes(subject.layer) if subject.what == "versions" else self.sizes[self.storage(subject)]
 
     def version_bytes(self, layer: int) -> int:
-        """A version of the weights of a layer of the model; that of a shared one belongs to the stage's first user."""
+        """Return the bytes of a weight version of a layer; those of a shared parameter belong to the stage's
+        first user.
+        """
         shared = sum(one.nbytes for one in self._shared_before(layer) if one.gradient_bytes)
         trained = self.costs[layer - self.start].trained_bytes - shared
         return trained + self.copy_bytes(layer) + self.room_bytes(layer)
 
     def copy_bytes(self, layer: int) -> int:
-        """Half-precision copies of a layer's weights; that of a shared one belongs to the first layer that uses it."""
+        """Return the bytes of half-precision weight copies of a layer; a shared copy belongs to the first
+        layer that uses it.
+        """
         shared = self.measurement.shared
         again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
         return self.costs[layer - self.start].copy_bytes - again
 
     def cast_only_bytes(self, layer: int) -> tuple[int, int]:
-        """Bytes of the parameters of a layer that the whole stage reads through their half-precision copies alone, and
-        of these copies; those of a shared one belong to the first layer that uses it.
+        """Return the bytes of a layer's parameters that the whole stage reads only through half-precision
+        copies, and the bytes of these copies. Those of a shared parameter belong to the first layer that uses
+        it.
         """
         own = [one for one in self.costs[layer - self.start].parameters if one.cast_only]
         whole, copies = sum(one.nbytes for one in own), sum(one.copy_bytes for one in own)
@@ -299,7 +308,7 @@ class StageStorages:
         return whole, copies
 
     def room_bytes(self, layer: int) -> int:
-        """What a version of a layer's weights takes beside them."""
+        """Return the bytes of gradients and optimizer state in a version of a layer's weights."""
         if not self.rooms:
             return 0
         cost, shared = self.costs[layer - self.start], list(self._shared_before(layer))
@@ -307,11 +316,13 @@ class StageStorages:
         return cost.gradient_bytes + cost.state_bytes - repeated
 
     def _shared_before(self, layer: int) -> Iterator[SharedParameter]:
-        """The parameters of a layer that an earlier one of the stage has too."""
+        """Yield the parameters that a layer shares with an earlier one of the stage."""
         return (again.shared for again in self.repetitions if again.later == layer - self.start)
 
     def savers(self, subject: Subject) -> tuple[int, ...]:
-        """The layers of the model whose backward needs the storage of a saved tensor; the loss counts as the last."""
+        """Return the layers of the model whose backward needs a saved tensor's storage; the loss counts as
+        the last.
+        """
         number = self.storage(subject)
         return tuple(
             min(self.start + position, self.stop - 1)
@@ -334,12 +345,14 @@ class StageStorages:
 
     @property
     def output_gradient_bytes(self) -> int:
-        """What receiving the gradients of the outputs allocates; nothing on the last stage."""
+        """The bytes that receiving the output gradients allocates; 0 on the last stage."""
         return 0 if self.last else gradient_bytes(self.outputs)
 
     @cached_property
     def sent_gradient_bytes(self) -> int:
-        """Gradients that a backward leaves to be sent to the stage before, each contiguous; none on the first stage."""
+        """The bytes of the gradients that a backward leaves to be sent to the previous stage, each
+        contiguous; 0 on the first.
+        """
         if not self.start:
             return 0
         whole = {g.storage: self._gradient_sizes[g.storage] for g in self._present(0) if g.contiguous}
@@ -347,11 +360,11 @@ class StageStorages:
 
     @cached_property
     def made_gradient_bytes(self) -> int:
-        """Gradients of the inputs that are allocated in order to be sent: copies of those that are not contiguous."""
+        """The bytes of input gradients that are copied to be sent, because they are not contiguous."""
         return sum(g.nbytes for g in self._present(0) if not g.contiguous) if self.start else 0
 
     def gradients(self, boundary: int) -> int:
-        """Bytes of the gradients of the values at a boundary; the first stage's inputs have none."""
+        """Return the bytes of the value gradients at a boundary; the first stage's inputs have none."""
         return self._gradient_bytes[boundary]
 
     @cached_property
@@ -363,25 +376,27 @@ class StageStorages:
         return found if self.start else [0, *found[1:]]
 
     def arrived_gradients(self, boundary: int) -> int:
-        """Bytes of the gradients at a boundary that exist before the backward of the position before it begins.
+        """Return the bytes of the gradients at a boundary that exist before the backward of the previous
+        position begins.
 
-        At the model's end there are none: the gradient that the backward of the loss starts from is made in it.
+        At the model's end there are none, because the backward of the loss makes the gradient that it starts
+        from.
         """
         return 0 if self.last and boundary == self.count else self.gradients(boundary)
 
     def unlike_gradients(self) -> list[tuple[int, int]]:
-        """Boundaries at which a gradient has other bytes than a whole gradient for each value would have.
+        """Return boundaries at which the gradient bytes differ from a whole gradient for each value.
 
-        There the gradient of a value is a slice of a larger one, or that of another value too. Each comes with the last
-        boundary at which that is so, because only a stage that holds both boundaries meets the exception: one that ends
-        between them, or at the second, receives whole gradients.
+        At such a boundary, the gradient of a value is a view of a larger one, or shared with another value.
+        Each comes with the last boundary at which that holds, because only a stage with both boundaries meets
+        the exception: a stage that ends between them, or at the second, receives whole gradients.
         """
         unlike = [self._unlike(boundary) for boundary in range(self.count + 1)]
         last = {storage: boundary for boundary, storages in enumerate(unlike) for storage in storages}
         return [(boundary, last[storage]) for boundary, storages in enumerate(unlike) for storage in sorted(storages)]
 
     def _unlike(self, boundary: int) -> set[int]:
-        """The storages of gradients at a boundary that are no whole gradient of one value."""
+        """Return the gradient storages at a boundary that do not hold exactly one whole gradient."""
         present = self._present(boundary)
         holders = Counter(g.storage for g in present)
         return {
@@ -400,10 +415,10 @@ class StageStorages:
 
     @cached_property
     def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
-        """The gradients of the values at every boundary, and the bytes of the storages that they live in.
+        """The gradients of the values at every boundary, and the bytes of their storages.
 
-        Followed from the last layer to the first: a layer may pass on the gradient of an output, or slices of it. The
-        gradient that the backward of a loss starts from is counted like any other.
+        Traced from the last layer to the first: a layer may pass on the gradient of an output, or views of
+        it. The gradient that the backward of a loss starts from is counted like any other.
         """
         sizes: list[int] = []
 
@@ -424,7 +439,7 @@ class StageStorages:
         return boundaries[::-1], sizes
 
     def _present(self, boundary: int) -> list[GradientValue]:
-        """The gradients that exist at a boundary."""
+        """Return the gradients that exist at a boundary."""
         return [value for value in self._gradient_values[boundary] if value is not None]
 
     # ---------------------------------------------------------------- shared parameters and buffers
@@ -436,7 +451,9 @@ class StageStorages:
 
     @cached_property
     def repeated_buffers(self) -> tuple[Repetition[SharedBuffer], ...]:
-        """The same of buffers, and of tensors that are plain attributes."""
+        """Buffers and tensors in plain attributes that several layers of the stage share: one entry for every
+        two users.
+        """
         return tuple(self._repeated(self.measurement.shared_buffers))
 
     def _repeated(self, tensors: Iterable[Shared]) -> Iterator[Repetition[Shared]]:
@@ -447,52 +464,48 @@ class StageStorages:
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:
-    """Bytes of the gradients of `values`, of those that have one; a gradient is as large as its value."""
+    """Return the bytes of the gradients of `values`; a gradient is as large as its value."""
     return sum(value.nbytes for value in values if value.has_gradient)
 
 
 def _gradient(
     origin: GradientOrigin, nbytes: int, own: Sequence[int], behind: Sequence[GradientValue | None]
 ) -> GradientValue | None:
-    """The gradient of an input of `nbytes`, given those of the layer's outputs (`behind`)."""
+    """Return the gradient of an input of `nbytes`, given those of the layer's outputs (`behind`)."""
     if origin.kind == "own":
         return GradientValue(own[origin.index], origin.contiguous, nbytes)
     passed = behind[origin.index] if origin.kind == "output" else None
     return None if passed is None else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A residency: which storages of one microbatch are in its stage's memory at a moment, and what holds each of
-# them.
+# ---- Residency: the storages of one microbatch in memory, and their holders
 #
 #     residency, effect = flights.apply(residency, action)
 #
-# This is the one model of when a storage is allocated and freed. A storage exists as long as something holds
-# it: a layer that saved it for its backward; the forward that will read it next; a message that sends it; a
-# run of layers that keeps its inputs to run again. Actions add and remove holders: a storage is allocated
-# with its first holder and freed with its last. What is held does not depend on the microbatch's number, but
-# only on what has been done with it, so all microbatches of a stage pass through the same few residencies. A
-# residency therefore remembers what each action makes of it, and a ledger looks up nearly all of a million
-# actions.
+# A storage exists as long as it has a holder: a layer that saved it for its backward; the forward that will
+# read it next; a message that sends it; a run of layers that keeps its inputs for recomputation. Actions add
+# and remove holders: a storage is allocated with its first holder and freed with its last. This depends on
+# the microbatch's history, not on its number, so all microbatches of a stage pass through the same few
+# residencies, which cache the answer for each action.
 #
-# A second forward makes new storages, and those of the first may still exist: the output of a recomputed run
-# may wait for the next layer while the run is recomputed. What is held are therefore instances of storages.
-# In a stage of n storages, instance s is storage s of the first forward, and n + s that of the second.
+# A recomputation makes new storages, and those of the first forward may still exist: the output of a
+# recomputed run may wait for the next layer meanwhile. Therefore *instances* of storages are held. In a stage
+# of n storages, instance s is storage s of the first forward, and n + s that of the recomputation.
 #
-# What each action holds and drops:
+# Holders that each action adds and removes:
 #
-#     LOAD, RECV_F          holds the inputs (and targets) for the first forward; of several receives, the first does
+#     LOAD, RECV_F          holds the inputs (and targets) for the first forward; the first of several receives does
 #     F[a:b]                every layer holds what it saves, and drops what only it read
-#     N[a:b]                holds the inputs and copies of buffers that feed back, to run again, and saves nothing
+#     N[a:b]                holds the inputs and copies of buffers that feed back, for recomputation, and saves nothing
 #     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
-#     B[a:b]                every layer, from the last to the first, drops what it saved; then the copies go
-#     WAIT_SEND_F, _B       drops the outputs or gradients that were sent; of several, the last does
+#     B[a:b]                every layer, from the last to the first, drops what it saved; then the copies are dropped
+#     WAIT_SEND_F, _B       drops the outputs or gradients that were sent; the last of several does
 #     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 
-# Of an action: its kind, whether it is a WAIT, its rows, where None is all of them, and the device that it names
+# An action's kind, whether it is a WAIT, its rows (None: all), and the device that it names
 Done = tuple[Kind, bool, Rows | None, Place | None]
 
-_PART = 8  # all that is held is kept where at least one of so many instances has changed since
+_PART = 8  # a full copy is kept once at least one of this many instances has changed
 
 
 class Piece(NamedTuple):
@@ -506,7 +519,7 @@ class Piece(NamedTuple):
 
 
 class Whereabouts(StrEnum):
-    """Where a storage is between its forward and its backward, in the words of errors."""
+    """The location of a storage between its forward and its backward, as errors name it."""
 
     HERE = "on the device"
     LEAVING = "on its way out"
@@ -515,26 +528,25 @@ class Whereabouts(StrEnum):
 
 
 class Away(NamedTuple):
-    """A storage that is moved: where it is, and the other place."""
+    """A storage that is moved: its state, and the other place."""
 
     state: Whereabouts
     place: Place | None
 
 
 class Held:
-    """The instances that exist, on the device or away, with their holders (`Holders`): what was held before an action,
-    and what the action has changed.
+    """The existing instances, on the device or away, with their holders (`Holders`).
 
-    Of many only the changes are kept, so that a stage whose thousand runs of layers are actions of their own takes
-    memory for what these do, and not for all that there is after each.
+    Usually only the changes of an action and the previous `Held` are kept, so that a stage with a thousand
+    actions per microbatch needs memory for the changes, not for full copies.
     """
 
     __slots__ = ("_before", "_changes", "_count", "_since", "_whole")
 
     def __init__(self) -> None:
         self._before: Held | None = None
-        self._changes: dict[int, int] = {}  # 0 where nothing holds an instance any more
-        self._since = 0  # changes since all was kept
+        self._changes: dict[int, int] = {}  # 0 if nothing holds an instance any more
+        self._since = 0  # changes since the last full copy
         self._whole: dict[int, int] | None = {}
         self._count = 0
 
@@ -542,7 +554,7 @@ class Held:
         return self._count
 
     def after(self, now: dict[int, int], touched: Iterable[int]) -> Held:
-        """What is held `now`, which differs in no other instances than those that were `touched`."""
+        """Return the instances held `now`, which differ at most in the `touched` ones."""
         found, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
         found._count, found._since, found._whole = len(now), self._since + len(changes), None
         if found._since * _PART >= found._count:
@@ -552,7 +564,7 @@ class Held:
         return found
 
     def mapping(self) -> dict[int, int]:
-        """All instances with their holders, as a dictionary that may be changed."""
+        """Return all instances with their holders, as a new dictionary."""
         later, one = list[dict[int, int]](), self
         while one._whole is None:
             assert one._before is not None
@@ -569,11 +581,13 @@ class Held:
 
 
 class Residency:
-    """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a stage.
+    """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a
+    stage.
 
-    `held` has the instances that exist. `at` is the boundary that the forward has reached, and `values` the instances
-    there; `back` is the boundary that the backward has reached, None before it begins. `done` has the loads, sends,
-    receives and their joins so far. `away` has the instances that are moved, until they are back.
+    `held` has the instances that exist. `at` is the boundary that the forward has reached, and `values` the
+    instances there; `back` is the boundary that the backward has reached, None before it begins. `done` has
+    the loads, sends, receives and their joins so far. `away` has the instances that are moved, until they are
+    back.
     """
 
     __slots__ = ("at", "away", "back", "categories", "done", "held", "known", "pieces", "values")
@@ -593,57 +607,60 @@ class Residency:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces
         self.back, self.done, self.away = back, done, away
         self.categories = categories  # bytes of the activations and of the boundary buffers on the device
-        self.known: dict[object, tuple[Residency, Effect | None]] = {}  # the answers for actions
+        self.known: dict[object, tuple[Residency, Effect | None]] = {}  # cached answers for actions
 
     def key(self) -> object:
-        """Equal for residencies with equal fields. What is held follows from the others: from what was done."""
+        """Return a key that is equal for residencies with equal fields. `held` follows from the other fields."""
         return self.at, self.values, self.pieces, self.back, self.done, frozenset(self.away.items())
 
     def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
-        """How many of the slice's `samples` actions of this kind, or their WAITs, have had so far."""
+        """Return the rows of the local batch's `samples` that actions of this kind, or their WAITs, have
+        carried so far.
+        """
         parts = [part for done, waited, part, _ in self.done if done is kind and waited is wait]
         return sum(samples if part is None else part[1] - part[0] for part in parts)
 
     def changed(self, **fields: object) -> Residency:
-        """Another residency, with some fields changed."""
+        """Return another residency, with some fields changed."""
         names = ("held", "at", "values", "pieces", "back", "done", "away", "categories")
         return Residency(**{name: fields.get(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 def begin() -> Residency:
-    """The residency of a microbatch that has not reached the stage yet."""
+    """Return the residency of a microbatch that has not reached the stage yet."""
     return Residency(held=Held(), at=0, values=(), pieces=(), back=None, done=frozenset(), away={}, categories=(0, 0))
 
 
 class Holders:
-    """All that may hold an instance, each as one bit of a whole number."""
+    """The possible holders of an instance, each as one bit of an integer."""
 
     def __init__(self, storages: StageStorages) -> None:
         self._count = storages.count
         self.value = 1 << self._count  # the forward that reads it next
         self.sending = 1 << self._count + 1
         self.target = 1 << self._count + 2
-        self.activations = ~(self.value | self.sending | self.target)  # saved, or kept to be recomputed from
+        self.activations = ~(self.value | self.sending | self.target)  # saved, or kept for recomputation
 
     def saved(self, position: int) -> int:
-        """The layer at a position, which saved it."""
+        """Return the bit of the layer at a position that saved the instance."""
         return 1 << position
 
     def kept(self, position: int) -> int:
-        """The run that begins at a position, which keeps its inputs until its backward has ended."""
+        """Return the bit of the run that begins at a position and keeps its inputs until its backward has
+        ended.
+        """
         return 1 << self._count + 3 + position
 
 
-# ----------------------------------------------------------------------------------------------------
-# The bytes of messages between stages: of all that a stage sends, or of the rows that one of several replicas
-# gets.
+# ---- Messages between stages
 
 
 class Sent(NamedTuple):
-    """How often a device sends every row of its slice to the stage behind it, and gradients to the one in front.
+    """The number of times that a device sends every row of its local batch forward, and its gradients
+    backward.
 
-    Of several tensor-parallel ranks each serves some of those at the other end: none, where there are fewer, and then
-    what they would send is freed as soon as it is made; or several, where there are more.
+    Each of several tensor-parallel ranks serves some ranks at the other end: none if the other end has fewer,
+    and then its outputs are freed at once; or several if it has more.
     """
 
     forward: int = 1
@@ -651,14 +668,21 @@ class Sent(NamedTuple):
 
     @staticmethod
     def of(plan: Plan, stage: int, shard: int) -> Sent:
-        """That of the devices of a stage that hold this shard."""
+        """Return the counts of the devices of a stage that hold this shard."""
         own, last = plan.stages[stage].grid.tensor, len(plan.stages) - 1
         ahead, behind = (plan.stages[other].grid.tensor for other in (max(stage - 1, 0), min(stage + 1, last)))
         return Sent(len(range(shard, behind, own)), len(range(shard, ahead, own)))
 
 
 def message_sizes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
-    """The bytes of every message between stages, which are on the devices of `placement` and have these storages."""
+    """Return a function from a message to its bytes: of all that a stage sends, or of the rows that one
+    replica gets.
+
+    Args:
+        plan: the plan.
+        placement: the devices of every stage.
+        storages: the storages of every stage.
+    """
     division = cache(plan.division)
 
     def nbytes(message: Message) -> int:

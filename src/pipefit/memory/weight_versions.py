@@ -1,17 +1,17 @@
-"""Weight versions: which of a stage's weights are in memory while it is updated with microbatches in flight.
+"""Weight versions: the weights of a stage that are in memory while it is updated with microbatches in flight.
 
-A microbatch goes backward through the weights of its own forward, however many updates have come between. So a stage
-may hold several versions of its weights:
+A microbatch goes backward through the weights of its own forward, although updates have happened since. So a
+stage may hold several versions of its weights:
 
-    newest      what the optimizer updates, in place
-    current     what forwards use: the newest, but for the time from a STASH to its join
-    in flight   those that a microbatch in flight has gone forward with
+    newest      updated by the optimizer, in place
+    current     used by forwards: the newest, except between a STASH and its join
+    in flight   used by the forward of a microbatch in flight
 
-A STASH copies the newest weights, of all layers or run by run, and the copy is the newest from then on. Of a version
-that is neither the newest nor current, a layer is freed when the last microbatch that uses it has gone backward through
-that layer. Layers of any but the newest may be moved away and back, each by the name of a microbatch in flight that
-goes through them. (PipeDream, SOSP 2019, section 3.3; two versions with gradients of many microbatches: PipeDream-2BW,
-ICML 2021.)
+A STASH copies the newest weights, of all layers or run by run, and the copy becomes the newest. In a version
+that is neither newest nor current, a layer is freed after the last microbatch that uses it has gone backward
+through it. Layers of any version but the newest may be offloaded and reloaded, each by the name of a
+microbatch in flight that uses them. (PipeDream, SOSP 2019, section 3.3; two versions with gradients of many
+microbatches: PipeDream-2BW, ICML 2021.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipefit.schema.devices import Place
 
 
 class _Absent(NamedTuple):
-    """A layer's weights of one version that are moved: by the name of which microbatch, and where."""
+    """A moved layer of one weight version: the microbatch that names it, its state, and the place."""
 
     microbatch: int
     state: Whereabouts
@@ -34,48 +34,54 @@ class _Absent(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What a microbatch in flight needs: the layers of a version up to `end`; it has gone backward through others."""
+    """The need of a microbatch in flight: the layers of a version up to `end`; it has gone backward through
+    the others.
+    """
 
     version: int
     end: int
 
 
 class StageVersions:
-    """The versions of one stage, numbered from 0; `nbytes` are those of one version of every layer from `start` on."""
+    """The weight versions of one stage, numbered from 0; `nbytes` has one version's bytes of every layer from
+    `start` on.
+    """
 
     def __init__(self, start: int, nbytes: Sequence[int]) -> None:
         self._start, self._stop = start, start + len(nbytes)
         self._sums = (0, *accumulate(nbytes))
         self._newest = self._current = 0
-        self._copied = frozenset(range(start, self._stop))  # layers of which the newest version is a copy of its own
-        self._held = {0: self._stop}  # by version in memory, the end of the layers that are
+        self._copied = frozenset(range(start, self._stop))  # layers whose newest version is a separate copy
+        self._held = {0: self._stop}  # by version in memory, the end of its layers
         self._used: dict[int, _Use] = {}  # by microbatch in flight
         self._absent: dict[tuple[int, int], _Absent] = {}  # by version and layer
 
     @property
     def count(self) -> int:
-        """How many versions are in memory, or some layers of them."""
+        """The number of versions that are in memory at least in part."""
         return len(self._held)
 
     @property
     def state(self) -> object:
-        """Equal at two moments at which the same comes next: versions are counted back from the newest."""
+        """A key that is equal at two moments with equal futures: versions are counted back from the newest."""
         held = frozenset((self._newest - version, end) for version, end in self._held.items())
         used = frozenset((m, self._newest - version, end) for m, (version, end) in self._used.items())
         absent = ((self._newest - version, layer, *absent) for (version, layer), absent in self._absent.items())
         return held, self._newest - self._current, used, frozenset(absent)
 
     def goes_through_newest(self, microbatch: int) -> bool:
-        """Whether a microbatch has gone forward, or would go now, through the weights that updates change."""
+        """Return whether a microbatch has used, or would use now, the weights that updates change."""
         use = self._used.get(microbatch)
         return (self._current if use is None else use.version) == self._newest
 
     def forward(self, microbatch: int) -> None:
-        """A microbatch begins its forward, with the current weights."""
+        """Start the forward of a microbatch with the current weights."""
         self._used[microbatch] = _Use(self._current, self._stop)
 
     def backward(self, microbatch: int, first: int | None = None) -> int:
-        """A microbatch has ended its backward through all layers from `first` on; the bytes that this frees."""
+        """End the backward of a microbatch through all layers from `first` on; return the bytes that this
+        frees.
+        """
         version = self._used[microbatch].version
         if first is None or first == self._start:
             del self._used[microbatch]
@@ -84,7 +90,7 @@ class StageVersions:
         return self._free(version)
 
     def stash(self, layers: tuple[int, int] | None = None) -> int:
-        """The newest weights are copied, all or those of a run of layers; the bytes of the copy.
+        """Copy the newest weights, all or those of a run of layers; return the bytes of the copy.
 
         Raises:
             UsageError: they have been copied already, and forwards do not use the copy yet.
@@ -99,16 +105,16 @@ class StageVersions:
         return self._bytes(first, end)
 
     def adopt(self) -> int:
-        """Forwards use the newest weights from now on; the bytes that this frees."""
+        """Make forwards use the newest weights; return the bytes that this frees."""
         self._check_copied()
         before, self._current = self._current, self._newest
         return self._free(before)
 
     def check_update(self, first: int, end: int) -> None:
-        """Check that nobody needs the weights of these layers that an update is about to change.
+        """Check that the weights of these layers, which an update will change, are not needed any more.
 
         Raises:
-            UsageError: somebody does; says who.
+            UsageError: forwards or a microbatch in flight still need them.
         """
         if not self._copied.issuperset(range(first, end)):
             raise UsageError("would change weights that forwards still use")
@@ -117,7 +123,8 @@ class StageVersions:
                 raise UsageError(f"would change weights that microbatch {microbatch} needs for its backward")
 
     def _check_copied(self) -> None:
-        """Check that all layers of the newest version have been copied, as forwards to come go through all of them.
+        """Check that all layers of the newest version have been copied, because coming forwards use all of
+        them.
 
         Raises:
             UsageError: some have not.
@@ -127,7 +134,7 @@ class StageVersions:
             raise UsageError(f"comes before the STASH of layer {missing}: copy the weights of all layers first")
 
     def _free(self, version: int) -> int:
-        """Free what nobody needs of a version that is neither the newest nor current; its bytes."""
+        """Free the unused layers of a version that is neither newest nor current; return their bytes."""
         if version in (self._newest, self._current):
             return 0
         before = self._held.pop(version)
@@ -140,15 +147,15 @@ class StageVersions:
         return self._sums[end - self._start] - self._sums[first - self._start]
 
     def shift(self, microbatches: int) -> None:
-        """Count microbatches from one that comes `microbatches` later."""
+        """Renumber microbatches from the one that comes `microbatches` later."""
         self._used = {microbatch - microbatches: use for microbatch, use in self._used.items()}
         for key, absent in self._absent.items():
             self._absent[key] = absent._replace(microbatch=absent.microbatch - microbatches)
 
-    # ---------------------------------------------------------------- away and back
+    # ---- Offloading
 
     def leave(self, microbatch: int, layers: Iterable[int], place: Place | None) -> None:
-        """Weights that a microbatch went forward with start to be copied away; nothing is freed yet.
+        """Start offloading weights that a microbatch's forward used; nothing is freed yet.
 
         Raises:
             UsageError: they are in use, away already, or those of no microbatch in flight.
@@ -164,16 +171,16 @@ class StageVersions:
             self._absent[version, layer] = _Absent(microbatch, Whereabouts.LEAVING, place)
 
     def left(self, microbatch: int, layers: Iterable[int]) -> None:
-        """The copies have arrived, and the weights here are freed."""
+        """Join an offload: the weights on the device are freed."""
         for layer in layers:
             key = self._version(microbatch), layer
             self._absent[key] = self._absent[key]._replace(state=Whereabouts.AWAY)
 
     def come_back(self, microbatch: int, layers: Iterable[int], place: Place | None) -> None:
-        """The weights start to be copied back, into memory that is allocated now.
+        """Start reloading the weights, into memory that is allocated now.
 
         Raises:
-            UsageError: they are not away at that place, or went by the name of another microbatch.
+            UsageError: they are not away at that place, or were offloaded by the name of another microbatch.
         """
         for layer in layers:
             key = self._version(microbatch), layer
@@ -184,12 +191,12 @@ class StageVersions:
             self._absent[key] = _Absent(microbatch, Whereabouts.RETURNING, place)
 
     def are_back(self, microbatch: int, layers: Iterable[int]) -> None:
-        """The weights are there again."""
+        """Join a reload."""
         for layer in layers:
             del self._absent[self._version(microbatch), layer]
 
     def check_present(self, microbatch: int, layers: Iterable[int]) -> None:
-        """Check that the weights which a microbatch needs in a pass are there.
+        """Check that the weights for a pass of a microbatch are on the device.
 
         Raises:
             UsageError: some are not.

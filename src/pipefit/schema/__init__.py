@@ -1,1 +1,1 @@
-"""The documents: frozen data that is checked where it is made, without torch."""
+"""The documents: frozen data, checked at construction, without torch."""

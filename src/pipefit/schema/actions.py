@@ -1,44 +1,45 @@
-"""Actions: what a device can do in a step, and the text form in which people read and write it.
+"""Actions: the operations of a device within a step, and their text form.
 
-An action has a text form that can be parsed. The first number is the stage, the one after the kind the microbatch:
+`str(action)` and `parse_action` convert between an action and its text. The first number is the stage, the
+number after the kind is the microbatch:
 
     0LOAD3               copy microbatch 3's data to the device; complete when it returns
-    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       they have arrived
+    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       the inputs have arrived
     2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
     2N0                  forward that keeps nothing but its inputs      2N0[3:6]
-    2R0                  forward again, from those inputs               2R0[3:6]
-    2B0                  backward, from what F or R has saved           2B0[3:6]
+    2R0                  recompute the forward from those inputs        2R0[3:6]
+    2B0                  backward, from the tensors that F or R saved   2B0[3:6]
     2I0, 2W0             the two parts of a split backward: gradients of the inputs, gradients of the weights
     2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer is freed
     2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
-    2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one device of several
-    2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
+    2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one of several devices
+    2OFFLOAD0[5.3]@host  start offloading layer 5's saved tensor 3      2WAIT_OFFLOAD0[5.3]@host   device copy freed
     2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
-    2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
-    0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
-    0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
+    2OFFLOAD0[5.versions]@host    the weights of layer 5 that the forward of microbatch 0 used
+    0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the local batch of one of several replicas
+    0REDUCE              start the all-reduce of the stage's parameter gradients over its replicas; WAIT joins
     0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
-    0UNSHARD[2:4]        start bringing parameters from the replicas that own their layers; WAIT joins
+    0UNSHARD[2:4]        start the all-gather of parameters from their shard owners; WAIT joins
     0RESHARD[2:4]        free the parameters of layers that other replicas own
-    0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
-    0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
+    0REDUCE[1.shared]    start the all-reduce of shared parameter 1's gradients over its holders; WAIT joins
+    0AGREE               start exchanging gradient norms and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
     2STEP[5:7]           of layers 5 and 6 only
     2STEP[5:7]@host      start it on the host, which has the optimizer's state and gradients; WAIT joins
-    2OFFLOAD[5.optimizer]@host    start copying a state of layer 5 away; with #1 those of the program's bundle 1
+    2OFFLOAD[5.optimizer]@host    start offloading a state of layer 5; #1 names the states of bundle 1
     2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a copy
     2WAIT_STASH3         forwards use the updated copy from here on
 
-Everything that runs in the background has one mechanism: an action starts it, and the same action with WAIT joins it.
-Receives and reloads allocate memory when they start; sends and offloads free memory when they are joined. So what is
-allocated at which action depends on the program alone, and not on the speed of devices and links. A STASH allocates the
-copy; weights are freed when neither a microbatch in flight nor a forward to come needs them
-(`pipefit.memory.weight_versions`).
+Background work has one mechanism: an action starts it, and the same action with WAIT joins it. Receives and
+reloads allocate memory when they start; sends and offloads free memory when they are joined. Thus the bytes
+allocated at an action depend on the program alone, not on the speed of devices and links. A STASH allocates
+the copy; weights are freed when no microbatch in flight and no coming forward needs them
+(`memory.weight_versions`).
 
-A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`, whatever the microbatch.
-The other end of a message is named only where the neighbouring stage is on several devices.
+A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`. A message
+names its other end only if the neighbouring stage is on several devices.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from pipefit.units import WHOLE
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its name in the text form."""
+    """Kinds of actions; the value is the name in the text form."""
 
     LOAD = "LOAD"
     FORWARD = "F"
@@ -87,16 +88,17 @@ COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UNSHARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
-OF_ROWS = MESSAGES | {Kind.LOAD}  # may have some rows of a microbatch alone
+OF_ROWS = MESSAGES | {Kind.LOAD}  # may carry a part of a microbatch's rows
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 BACKGROUND = MESSAGES | COLLECTIVE | COPIES | {Kind.STASH}
-STATES = ("parameters", "gradients", "optimizer", "versions")  # what a layer has, whatever the microbatch
+STATES = ("parameters", "gradients", "optimizer", "versions")  # states of a layer
 _TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the next stage
 
 
 class Subject(NamedTuple):
-    """What an action is about: saved tensor number `what` of a layer, or the layer's `parameters`, `gradients`,
-    `optimizer` state or `versions`. With `shared` as `what`, `layer` is the number of a shared parameter.
+    """The data that an action moves or reduces: saved tensor number `what` of a layer, or the layer's
+    `parameters`, `gradients`, `optimizer` state or `versions`. If `what` is `shared`, `layer` is the number
+    of a shared parameter.
     """
 
     layer: int
@@ -107,8 +109,8 @@ class Subject(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What one action moves together, saved tensors or a state of several layers: entry `number` of the program's
-    table.
+    """Saved tensors or a state of several layers that one action moves together: entry `number` of the
+    program's table.
     """
 
     number: int
@@ -118,11 +120,12 @@ class Bundle(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing a device does.
+    """One action of a device.
 
-    `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, the other end of a message, or
-    who takes part in a sum, if these are not all devices of the stages.
-    `part` are the rows of the microbatch that a message or a LOAD carries; None is all. `wait` joins an earlier start.
+    `layers` is a half-open range; None means the whole stage. `place` is the target of a copy, the other end
+    of a message, or the members of a collective if these are not all devices of the stages. `part` is the
+    range of microbatch rows that a message or a LOAD carries; None means all rows. `wait` marks the join of
+    an earlier start.
     """
 
     kind: Kind
@@ -159,12 +162,12 @@ class Action(NamedTuple):
 
     @property
     def in_background(self) -> bool:
-        """Whether this starts something that its WAIT joins; of updates, those that run at another place do."""
+        """True if the action starts work that its WAIT joins; an update does if it runs at another place."""
         return self.kind in BACKGROUND or (self.kind is Kind.STEP and self.place is not None)
 
     @property
     def moves_state(self) -> bool:
-        """Whether this moves a state, which belongs to no microbatch, instead of saved tensors."""
+        """True if the action moves a state, which belongs to no microbatch, instead of saved tensors."""
         return self.kind in COPIES and self.microbatch is None
 
     @property
@@ -174,8 +177,8 @@ class Action(NamedTuple):
 
 
 def collective(action: Action) -> Hashable:
-    """A key that the starts of one collective share: its kind and subject, the stage if all members are in one, and its
-    members where it names them.
+    """Return a key that the starts of one collective share: kind, subject, layers, the stage if all members
+    are in one stage, and the members if the action names them.
     """
     kind, stage, _, layers, subject, place, *_ = action
     within = kind is Kind.UNSHARD or (kind is Kind.REDUCE and subject is None)
@@ -194,10 +197,10 @@ _ACTION = re.compile(
 
 @lru_cache(maxsize=1 << 16)
 def parse_action(text: str) -> Action:
-    """The action that `str(action)` wrote.
+    """Parse the text form of an action.
 
     Raises:
-        UsageError: not an action.
+        UsageError: the text is not an action.
     """
     match = _ACTION.fullmatch(text.strip())
     if not match:
@@ -226,29 +229,30 @@ def _subject(layer: str | None, what: str | None, bundle: str | None) -> Subject
     return Subject(int(layer), int(what) if what.isdigit() else what)
 
 
-# -------------------------------------------------------------------- the two ends of a message
+# ---- The two ends of a message
 
 
 Placement = tuple[tuple[int, ...], ...]  # the devices of every stage
-Actions = tuple[tuple[Action, ...], ...]  # the actions of every device, in their order
+Actions = tuple[tuple[Action, ...], ...]  # the ordered actions of every device
 
 
 class Message(NamedTuple):
-    """What a send and its receive have in common."""
+    """A message: the fields that a send and its receive share."""
 
-    forward: bool  # outputs, which go to the next stage; or gradients, which go to the one before
+    forward: bool  # True: outputs, sent to the next stage; False: gradients, sent to the previous stage
     receiver: int  # the receiving stage
     microbatch: int | None
-    part: tuple[int, int] | None  # its rows; None is all of them
+    part: tuple[int, int] | None  # the rows; None means all rows
     source: int  # the sending device
     target: int  # the receiving device
 
 
 def message_of(device: int, action: Action, placement: Placement) -> Message:
-    """The message that a send or receive on `device` is one end of.
+    """Return the message that a send or receive on `device` is one end of.
 
     Raises:
-        UsageError: the stage at the other end does not exist, or is on several devices of which none is named.
+        UsageError: the stage at the other end does not exist, or is on several devices and the action names
+            none.
     """
     kind, stage, microbatch, _, _, place, part, _ = action
     other = action.neighbour
@@ -272,7 +276,7 @@ def message_of(device: int, action: Action, placement: Placement) -> Message:
 
 
 def _how_named(devices: tuple[int, ...]) -> str:
-    """The devices of a stage, and whether a message to it names one of them."""
+    """Describe the devices of a stage, and whether a message to the stage names one of them."""
     if len(devices) == 1:
         return f"device {devices[0]} alone, which is not named"
     return f"devices {', '.join(map(str, devices))}; name one of them"
@@ -287,5 +291,5 @@ _PARTNERS = {
 
 
 def message_partner(action: Action) -> Action:
-    """The other end of a send or receive, as it is written where the stages are on one device each."""
+    """Return the other end of a send or receive, as written if each of the two stages is on one device."""
     return action._replace(kind=_PARTNERS[action.kind], stage=action.neighbour, place=None)

@@ -1,7 +1,7 @@
-"""What commands print with `--json` where it is no document: the names of fields, and what each holds.
+"""JSON answers: the fields that commands print with `--json` if the answer is not a document.
 
-`docs/schemas` has the JSON Schema of each, beside those of documents. Sizes end in `bytes`, times in `seconds`; None is
-what is not known or not there.
+`docs/schemas` has the JSON Schemas of answers and of documents. Sizes end in `bytes`, times in `seconds`;
+None means unknown or absent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing_extensions import TypedDict  # pydantic takes that of typing from Py
 
 
 class Tried(TypedDict):
-    """One value that was tried. Bytes are those of a dry run where it is `certified`; `over_bytes` are below zero where
-    it fits.
+    """One value that was tried. If `certified`, the bytes are those of a dry run. `over_bytes` is negative if
+    the value fits.
     """
 
     value: int
@@ -29,14 +29,16 @@ class Tried(TypedDict):
 
 
 class Rate(TypedDict):
-    """The fastest plan that was looked at."""
+    """The fastest plan that was found."""
 
     microbatch_size: int
     samples_per_second: float
 
 
 class OnDevices(TypedDict):
-    """What so many devices hold: the largest microbatch by `kept`, `recomputed` and `moved`, 0 where none fits."""
+    """The capacity of a number of devices: the largest microbatch for `kept`, `recomputed` and `moved`; 0 if
+    none fits.
+    """
 
     devices: int
     one_sample: Tried
@@ -45,7 +47,7 @@ class OnDevices(TypedDict):
 
 
 class OfPrecision(TypedDict):
-    """What one sample takes on one device, in one precision."""
+    """The memory of one sample on one device, in one precision."""
 
     precision: str
     state_bytes: int
@@ -54,8 +56,9 @@ class OfPrecision(TypedDict):
 
 
 class OfReplicas(TypedDict):
-    """What the fullest device takes of those that each have the whole model and compute one sample; a lower bound where
-    `is_bound`. Without samples per second it does not fit.
+    """The memory of the fullest device if each device has the whole model and computes one sample.
+
+    If `is_bound`, `need_bytes` is a lower bound. Samples per second are None if the plan does not fit.
     """
 
     way: str
@@ -83,7 +86,7 @@ class FitAnswer(TypedDict):
 
 
 class GrowthAnswer(TypedDict):
-    """`pipefit fit --grow`; `refused` has the reason of each value that the model cannot have."""
+    """`pipefit fit --grow`; `refused` has the reason for each value that the model refuses."""
 
     model: str
     cluster: str
@@ -100,7 +103,7 @@ class GrowthAnswer(TypedDict):
 
 
 class Seconds(TypedDict):
-    """Whose seconds of a step they are; none of a dry run."""
+    """The step time of one document; `step_seconds` is None for a dry run."""
 
     source: str
     step_seconds: float | None
@@ -108,7 +111,7 @@ class Seconds(TypedDict):
 
 
 class ComparedDevice(TypedDict):
-    """The peaks of a device; `difference` is the part of what was measured."""
+    """The peaks of a device; `difference` is relative to the measured peak."""
 
     device: int
     predicted_bytes: int
@@ -126,7 +129,9 @@ class CompareAnswer(TypedDict):
 
 
 class DifferentDevice(TypedDict):
-    """The peaks of a device, and by how many bytes each category differs there; None where only one has the device."""
+    """The peaks of a device in both documents, and the difference in bytes by category; None if one document
+    lacks the device.
+    """
 
     device: int
     before_bytes: int | None
@@ -135,7 +140,9 @@ class DifferentDevice(TypedDict):
 
 
 class ChangedLayers(TypedDict):
-    """The first and the last of a run of layers, what was done with them, and what is; `tensors` where some move."""
+    """A changed run of layers: its first and last layer, the technique before and after; `tensors` if some
+    are moved.
+    """
 
     layers: list[str]
     before: str
@@ -145,7 +152,7 @@ class ChangedLayers(TypedDict):
 
 
 class DiffAnswer(TypedDict):
-    """`pipefit diff`: pairs are of the first and the second document."""
+    """`pipefit diff`: pairs belong to the first and the second document."""
 
     asked: list[str]
     changes: list[ChangedLayers]
@@ -156,7 +163,7 @@ class DiffAnswer(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """Any command that fails: its sentence and its exit code; with `result` what is known all the same."""
+    """A failed command: its message and exit code; `result` has the partial result, if any."""
 
     error: str
     exit_code: int

@@ -1,7 +1,7 @@
-"""The devices a model must fit on, the hosts behind them, and the links between them (`pipefit.schema.devices`).
+"""Clusters: devices, their hosts, and the links between them (`schema.devices`).
 
-A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
-`emulated:4x256MiB`, CPU workers whose memory is capped.
+A `Cluster` is plain data. Users write it as TOML, name a preset (`dgx1-v100`), or write `emulated:4x256MiB`
+for CPU workers whose memory is capped.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pipefit.units import WHOLE, format_bytes, parse_bytes
 
 
 class Route(NamedTuple):
-    """How bytes get from one member to another: how fast, after what delay, and over which wires.
+    """A path for bytes between two members: its rate, latency and wires.
 
-    A wire is one direction of a link, or one direction of a member's port in a switch. It carries one transfer at a
-    time. `slowed` is the part of the rate that is left while the other direction of each wire is busy (`opposite`).
+    A wire is one direction of a link, or one direction of a member's port in a switch; it carries one
+    transfer at a time. `slowed` is, for each wire, the share of the rate that remains while the opposite
+    direction is busy (`opposite`).
     """
 
     bytes_per_second: float
@@ -37,7 +38,7 @@ class Route(NamedTuple):
     slowed: tuple[float, ...]
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds that `nbytes` take where no other transfer is on the wires."""
+        """Return the seconds to transfer `nbytes` over idle wires."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
     @property
@@ -47,9 +48,9 @@ class Route(NamedTuple):
 
 
 class Tier(NamedTuple):
-    """What a member offers to a device that moves tensors there: room, and how fast and after what delay it is reached.
+    """A target for offloading, as a device sees it: capacity, rate and latency.
 
-    Peers, hosts, disks and hosts behind a coherent link (NVLink-C2C) differ in nothing else.
+    Peers, hosts, disks and hosts with a coherent link (NVLink-C2C) differ in nothing else.
     """
 
     capacity_bytes: int
@@ -61,10 +62,10 @@ class Tier(NamedTuple):
 class Cluster(Shown):
     """Devices, hosts and links. Device and host numbers are positions in the tuples.
 
-    Budgets and routes are remembered, as thousands of devices are asked for them again and again.
+    Budgets and routes are cached, because planners query them for thousands of devices.
 
     Raises:
-        UsageError: no devices, or a device or link names a host or member that is not there.
+        UsageError: no devices, or a device or link names a host or member that does not exist.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -91,10 +92,10 @@ class Cluster(Shown):
     @staticmethod
     @cache
     def preset(name: str) -> Cluster:
-        """The cluster that ships with pipefit under `name`: a machine (`dgx1-v100`), or cards in a box (`4x-rtx-3090`).
+        """Return the preset cluster `name`: a machine (`dgx1-v100`), or cards in a box (`4x-rtx-3090`).
 
         Raises:
-            UsageError: there is none of that name, or no box for so many cards.
+            UsageError: no preset has this name, or a box cannot have this many cards.
         """
         one = Cluster.parse(preset_text(instance("name", name, str)), f"preset {name}")
         cards = cards_asked(name)
@@ -102,16 +103,18 @@ class Cluster(Shown):
 
     @staticmethod
     def parse(text: str, source: str = "the text") -> Cluster:
-        """The cluster that a TOML text describes (`pipefit.schema.presets.toml`); `source` names the text in errors.
+        """Parse a cluster in TOML (`schema.presets.toml`); `source` names the text in errors.
 
         Raises:
-            FileError: not TOML, or not a cluster: what, and where.
+            FileError: the text is not TOML, or not a cluster; says what is wrong and at which place.
         """
         return parse_cluster(text, source, Cluster)
 
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:
-        """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
+        """Return CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 *
+        MIB))`.
+        """
         for group in groups:
             if not isinstance(group, tuple) or len(group) != 2:
                 raise UsageError(
@@ -126,25 +129,25 @@ class Cluster(Shown):
         return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without what is remembered."""
+        """Return the fields without cached values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def target(self) -> Literal["cpu", "cuda"]:
-        """Whose kernels run on the devices: emulated ones compute on the CPU."""
+        """The kernels that run on the devices; emulated devices compute on the CPU."""
         return "cuda" if self.backend == "cuda" else "cpu"
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:
-        """What tensors may take of every device, in bytes: its memory less its reserve, and at least one byte."""
+        """The bytes that tensors may use on every device: its memory less its reserve, at least 1."""
         return tuple(map(self._budget, self.devices))
 
     @cached_property
     def reserves(self) -> tuple[int, ...]:
-        """What every device leaves to what its process takes besides tensors, in bytes.
+        """The bytes of every device that are reserved for non-tensor memory of its process.
 
-        Where a device does not say, a GPU leaves what a worker of its kind between two others takes
-        (`Overheads.of_process`), and all else nothing.
+        Without an explicit reserve, a GPU reserves the overhead of a worker of its kind between two others
+        (`Overheads.of_process`); other devices reserve nothing.
         """
         return tuple(map(self._reserve, self.devices))
 
@@ -157,16 +160,16 @@ class Cluster(Shown):
         return device.kind.overheads.of_process(alone=len(self.devices) == 1) if self.backend == "cuda" else 0
 
     def reserving(self, reserves: Sequence[int]) -> Cluster:
-        """The same cluster with these reserves, in bytes, on its devices.
+        """Return the cluster with these reserves, in bytes, on its devices.
 
         Raises:
-            UsageError: a reserve leaves nothing of a device.
+            UsageError: a reserve leaves no memory of a device.
         """
         pairs = zip(self.devices, reserves, strict=True)
         return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
 
     def _with_cards(self, count: int) -> Cluster:
-        """So many of the one device in its host, each with links like those of the one."""
+        """Return a box with `count` copies of the one device, each with copies of its links."""
         whole("the number of cards in one box", count, 1, _MOST_CARDS)
         card = Member.device(0)
 
@@ -179,13 +182,14 @@ class Cluster(Shown):
         return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
 
     def machines(self, count: int, bytes_per_second: float) -> Cluster:
-        """So many of this cluster, between which every device sends and receives so many bytes per second.
+        """Return a cluster of `count` such machines, joined by a network of `bytes_per_second` per device,
+        each way.
 
-        Hosts and devices are numbered machine by machine. The network is a switch of all devices, and devices of one
-        machine use it where nothing faster joins them.
+        Hosts and devices are numbered machine by machine. The network is a switch of all devices; devices of
+        one machine use it only if no faster link joins them.
 
         Raises:
-            UsageError: fewer than one, too many devices, or a rate that is not positive.
+            UsageError: fewer than one machine, too many devices, or a rate that is not positive.
         """
         whole("the number of machines", count, 1, max(1, MOST_DEVICES // len(self.devices)))
         members = tuple(Member.device(number) for number in range(count * len(self.devices)))
@@ -201,7 +205,7 @@ class Cluster(Shown):
         )
 
     def _moved(self, link: Link, machine: int) -> Link:
-        """A link as the machine of that number has it."""
+        """Return a link renumbered for machine number `machine`."""
         sizes = {MemberKind.DEVICE: len(self.devices)}
 
         def there(member: Member) -> Member:
@@ -212,7 +216,7 @@ class Cluster(Shown):
         return replace(link, members=tuple(map(there, link.members)), wire=wire)
 
     def check(self, member: Member, who: str) -> None:
-        """Check that the cluster has `member`; `who` says what names it.
+        """Check that the cluster has `member`; `who` names the user of the member in errors.
 
         Raises:
             UsageError: the cluster has no such member; says how many of that kind it has.
@@ -226,7 +230,7 @@ class Cluster(Shown):
 
     @cached_property
     def _numbers(self) -> dict[MemberKind, Sequence[int]]:
-        """The numbers of all members of every kind; a disk has the number of its host."""
+        """The numbers of all members, by kind; a disk has the number of its host."""
         hosts = range(len(self.hosts))
         return {
             MemberKind.DEVICE: range(len(self.devices)),
@@ -235,10 +239,11 @@ class Cluster(Shown):
         }
 
     def route(self, source: Member, target: Member) -> Route:
-        """The fastest link that joins the two members; without one, by way of the hosts.
+        """Return the route over the fastest link between two members, or through the hosts if no link joins
+        them.
 
         Raises:
-            UsageError: nothing joins them.
+            UsageError: nothing joins the members.
         """
         if (source, target) not in self._routes:
             self._routes[source, target] = self._route(source, target)
@@ -246,7 +251,7 @@ class Cluster(Shown):
 
     @cached_property
     def _routes(self) -> dict[tuple[Member, Member], Route]:
-        """Those that were asked for."""
+        """Cached routes."""
         return {}
 
     @cached_property
@@ -274,21 +279,21 @@ class Cluster(Shown):
         both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
         for hop in hops:
             both_ways |= {wire: hop.bytes_per_second * left for wire, left in zip(hop.wires, hop.slowed, strict=True)}
-        itself = {wire for wire in both_ways if opposite(wire) in both_ways}  # the way goes up and down a link
+        itself = {wire for wire in both_ways if opposite(wire) in both_ways}  # the route uses both directions of a link
         rate = min([*(hop.bytes_per_second for hop in hops), *(both_ways[wire] for wire in itself)])
         slowed = (1.0 if wire in itself else min(1.0, own / rate) for wire, own in both_ways.items())
         return Route(rate, sum(hop.latency_seconds for hop in hops), tuple(both_ways), tuple(slowed))
 
     def _near(self, member: Member) -> Member:
-        """The host by which a member is reached: a device's own."""
+        """Return the host of a device; for other members, the host with the same number."""
         assert member.number is not None
         number = self.devices[member.number].host if member.kind is MemberKind.DEVICE else member.number
         return Member.host(number)
 
     def seconds(self, transfers: Iterable[tuple[Member, Member, int]]) -> float:
-        """Seconds until transfers from one member to another, of so many bytes, have all ended on wires that were free.
+        """Return the seconds until transfers (source, target, bytes) on idle wires have all ended.
 
-        They begin at once, and take common wires in this order.
+        All transfers are ready at once, and take shared wires in the given order.
         """
         free: dict[str, float] = {}
         for source, target, nbytes in transfers:
@@ -298,7 +303,7 @@ class Cluster(Shown):
         return max(free.values(), default=0.0)
 
     def capacity(self, member: Member) -> int:
-        """Bytes that tensors may take of a device, or bytes of a host or of a disk.
+        """Return the bytes that tensors may use on a device, or the bytes of a host or disk.
 
         Raises:
             UsageError: the cluster has no such member.
@@ -311,7 +316,8 @@ class Cluster(Shown):
         return host.memory_bytes if member.kind is MemberKind.HOST else host.disk_bytes
 
     def tier(self, device: int, member: Member) -> Tier:
-        """What `member` offers to a device; a host or disk without a number is the device's own.
+        """Return `member` as an offload target of a device; a host or disk without a number is the device's
+        host or disk.
 
         Raises:
             UsageError: the cluster has no such member, or nothing joins the two.
@@ -321,7 +327,7 @@ class Cluster(Shown):
         return Tier(self.capacity(there), route.bytes_per_second, route.latency_seconds)
 
     def __repr__(self) -> str:
-        """A line; its links would be hundreds."""
+        """Return one line, without hundreds of links."""
         return f"<Cluster: {self}>"
 
     def __str__(self) -> str:
@@ -330,15 +336,15 @@ class Cluster(Shown):
 
 
 _COUNT = re.compile(WHOLE)
-_MOST_CARDS = 16  # in one box; more of them are several machines
-_NETWORK_SECONDS = 1e-5  # until a message between machines begins to move
+_MOST_CARDS = 16  # in one box; more cards need several machines
+_NETWORK_SECONDS = 1e-5  # latency of a message between machines
 
 
 def parse_emulated(text: str) -> Cluster:
-    """`emulated:4x256MiB` or `emulated:2x256MiB+2x128MiB`.
+    """Parse `emulated:4x256MiB` or `emulated:2x256MiB+2x128MiB`.
 
     Raises:
-        UsageError: not of that form, no devices, or no memory.
+        UsageError: the text has another form, no devices, or no memory.
     """
     groups = []
     for part in text.removeprefix("emulated:").split("+"):
@@ -358,14 +364,14 @@ _EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_band
 
 
 def _short(nbytes: int) -> str:
-    """The shortest exact way to write a size: `256MiB`, `50GB`, `1000B`."""
+    """Format a size as short as is exact: `256MiB`, `50GB`, `1000B`."""
     units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "GB": 10**9, "MB": 10**6, "B": 1}
     return min((f"{nbytes // unit}{name}" for name, unit in units.items() if nbytes % unit == 0), key=len)
 
 
 def opposite(wire: str) -> str | None:
-    """The wire of the other direction, with which that one shares its link as `Link.duplex` says; None if it has none,
-    as the memory of a host.
+    """Return the wire of the opposite direction, which shares the link's rate as `Link.duplex` says; None if
+    there is none, as for a host's memory.
     """
     name, _, way = wire.rpartition(":")
     return f"{name}:{_OPPOSITE[way]}" if way in _OPPOSITE else None
@@ -375,7 +381,7 @@ _OPPOSITE = {"up": "down", "down": "up", "out": "in", "in": "out"}
 
 
 def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:
-    """The wires a transfer occupies, by direction."""
+    """Return the wires that a transfer occupies in its direction."""
     name = link.wire or f"link{number}"
     if len(link.members) == 2:
         upward = link.members.index(source) == 0

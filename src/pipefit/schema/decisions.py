@@ -1,6 +1,6 @@
-"""Decisions about the memory of a stage: what is recomputed, what is moved away and where to, what is updated there.
+"""Decisions about the memory of a stage: recomputation, offloading with its target, and updates on a host.
 
-A decision is for a share of the microbatches, and says how far ahead of its use the memory comes back.
+A decision applies to a share of the microbatches, and says how long before its use the memory returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
 
 
 class What(StrEnum):
-    """What a decision does to its subject."""
+    """The technique that a decision applies to its subject."""
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
@@ -27,7 +27,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Layers `start` to `stop - 1`, a part of a stage or all of it.
+    """Layers `start` to `stop - 1`, all or a part of a stage.
 
     Raises:
         UsageError: no layers.
@@ -48,7 +48,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensors:
-    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved.
+    """Saved tensors that are offloaded together with their storages; each is a layer and the tensor's number
+    in it.
 
     Raises:
         UsageError: no tensors.
@@ -69,7 +70,7 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions.
+    """A state of layers `start` to `stop - 1`: parameters, gradients, optimizer or versions.
 
     Raises:
         UsageError: no layers.
@@ -95,10 +96,10 @@ def _check_layers(what: str, start: int, stop: int) -> None:
 
 
 class Microbatches(NamedTuple):
-    """The microbatches that a decision is for: `taken` of every `every`, from number `first` on.
+    """The microbatches of a decision: `taken` of every `every`, from number `first` on.
 
-    Microbatch m is one of them if (m - first) modulo `every` is less than `taken`. So a decision has the same meaning
-    for any number of microbatches, and for schedules without end.
+    Microbatch m is included if (m - first) modulo `every` is less than `taken`. Thus a decision has the same
+    meaning for any number of microbatches, and for asynchronous schedules.
     """
 
     taken: int = 1
@@ -115,20 +116,22 @@ ALL_MICROBATCHES = Microbatches()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is done with a part of a stage's memory instead of keeping it.
+    """A technique applied to a part of a stage's memory instead of keeping that part on the device.
 
-    A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward. Saved
-    tensors or a state can be offloaded to `place`. `ahead` is how many forwards and backwards of the device lie between
-    the start of the recomputation or reload and the backward that needs it; with 0 it comes directly before. `behind`
-    is how many lie between the start of an offload and its join, which frees the device's copy. Where a state is moved,
-    every piece of a forward or backward and the update of every run of layers count; of optimizer state, updates alone.
+    A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward.
+    Saved tensors or a state can be offloaded to `place`. `ahead` counts the forwards and backwards of the
+    device between the start of the recomputation or reload and the backward that needs it; 0 means directly
+    before. `behind` counts those between the start of an offload and its join, which frees the device's copy.
+    For states, every piece of a forward or backward and the update of every run of layers count; for
+    optimizer state, only updates count.
 
-    Layers can also be updated at `place`, a host: their optimizer state is never on the device, gradients go there, and
-    new parameters come back.
+    Layers can also be updated at `place`, a host: their optimizer state is never on the device, gradients are
+    sent to the host, and new parameters return.
 
     Raises:
-        UsageError: the subject cannot be recomputed, offloaded or updated, there is a place where none belongs, or a
-            state would be moved for some microbatches only.
+        UsageError: the technique does not suit the subject, a place is missing or superfluous, or a state
+            would be moved for
+        some microbatches only.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -168,7 +171,9 @@ class Decision:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that the subject names: of a run or a state, the first and the last."""
+        """The layers of the subject: all layers of saved tensors, or the first and the last layer of a run or
+        a state.
+        """
         subject = self.subject
         if isinstance(subject, SavedTensors):
             return tuple(layer for layer, _ in subject.tensors)

@@ -1,9 +1,9 @@
-"""Kinds of devices, devices, hosts, and the links between them: what clusters are made of.
+"""Device kinds, devices, hosts, links and places: the parts of a cluster.
 
-A link joins two members or many (`pipefit.schema.devices.Member`); any two of them talk at `lanes * bytes_per_second`,
-each way, of which copies reach the part `efficiency`. While both directions are busy, each reaches the part `duplex` of
-what it reaches alone. Two members share one wire for each direction; more than two meet in a switch, where every member
-has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+A link joins two or more members; any two of them exchange `lanes * bytes_per_second` each way. Copies reach
+the share `efficiency` of this rate, and the share `duplex` of that while both directions are busy. Two
+members share one wire for each direction; more members meet in a switch, in which each has a separate port.
+Links with the same `wire` contend for it, such as two GPUs on one PCIe uplink.
 """
 
 from __future__ import annotations
@@ -20,23 +20,18 @@ from pipefit.schema.validation import LONGEST_SECONDS, check_dtype, check_types
 from pipefit.texts import shortened
 from pipefit.units import KIB, MIB, WHOLE, format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Where bytes can be: a device, a host or a disk of the cluster, alone or several of them with shares.
+# ---- Members and places: locations of bytes, with a text form
 #
 #     device3                  one device
-#     host                     the host of the device that moves something; host1 is host number 1
+#     host                     the host of the device that moves data; host1 is host number 1
 #     device3*2+device4*1      striped over two peers: two parts of three on device 3, one on device 4
-#     device5                  of a message, its other end
-#
-# The text forms are what people write and read; inside pipefit a place is a tuple of members with
-# whole-number shares. What a place offers to a device - room, a rate and a latency - is the cluster's to say
-# (`pipefit.schema.cluster.Tier`).
+#     device5                  in a message: its other end
 
-ALIGNMENT = 512  # bytes; CUDA's allocator begins every block at a multiple of it, and copies between such run fastest
+ALIGNMENT = 512  # bytes; CUDA's allocator aligns every block to it, and copies between aligned blocks are fastest
 
 
 class MemberKind(StrEnum):
-    """What a member of a cluster is."""
+    """The kind of a cluster member."""
 
     DEVICE = "device"
     HOST = "host"
@@ -44,9 +39,9 @@ class MemberKind(StrEnum):
 
 
 class Member(NamedTuple):
-    """A device, host or disk of a cluster, by its number there.
+    """A device, host or disk of a cluster, by its number.
 
-    A host or disk without a number is that of the device that moves something. A disk has the number of its host.
+    A host or disk without a number belongs to the device that moves data. A disk has the number of its host.
     """
 
     kind: MemberKind
@@ -56,34 +51,34 @@ class Member(NamedTuple):
         return self.kind.value if self.number is None else f"{self.kind.value}{self.number}"
 
     def at(self, host: int) -> Member:
-        """This member with its number, for a device that sits in `host`."""
+        """Return this member with its number, for a device in host number `host`."""
         return self if self.number is not None else Member(self.kind, host)
 
     @staticmethod
     def device(number: int) -> Member:
-        """Device `number` of the cluster."""
+        """Return device `number` of the cluster."""
         return Member(MemberKind.DEVICE, number)
 
     @staticmethod
     def host(number: int | None = None) -> Member:
-        """Host `number`; without one, the host of the device that moves something."""
+        """Return host `number`; without a number, the host of the device that moves data."""
         return Member(MemberKind.HOST, number)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """In files a member is its text."""
+        """Return the pydantic schema: in files, a member is its text form."""
         return _as_text(parse_member)
 
 
 class Share(NamedTuple):
-    """A member and how many parts of the whole it takes."""
+    """A member, and its number of parts of the whole."""
 
     member: Member
     parts: int
 
 
 class Place(tuple[Share, ...]):
-    """Members of a cluster and the share of the bytes that each takes."""
+    """Members of a cluster with whole-number shares of the bytes."""
 
     __slots__ = ()
 
@@ -95,13 +90,13 @@ class Place(tuple[Share, ...]):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members that take a share."""
+        """The members that have a share."""
         return tuple(member for member, _ in self)
 
     def split(self, nbytes: int) -> tuple[tuple[Member, int], ...]:
-        """`nbytes` in proportion to the shares, in blocks of whole bytes that add up.
+        """Divide `nbytes` in proportion to the shares, into whole bytes that add up.
 
-        Every block begins at a multiple of `ALIGNMENT`, unless the smallest share is less than that.
+        Every block begins at a multiple of `ALIGNMENT`, unless the smallest share is smaller than that.
         """
         whole, smallest = sum(parts for _, parts in self), min(parts for _, parts in self)
         unit = ALIGNMENT if nbytes * smallest >= ALIGNMENT * whole else 1
@@ -115,13 +110,13 @@ class Place(tuple[Share, ...]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """In files a place is its text."""
+        """Return the pydantic schema: in files, a place is its text form."""
         return _as_text(parse_place)
 
 
 @lru_cache(maxsize=1 << 12)
 def _text(place: Place) -> str:
-    """The text form; kept, because a program's many copies have few places."""
+    """Format a place; cached, because the many copies of a program use few places."""
     return "+".join(str(m) if len(place) == 1 and parts == 1 else f"{m}*{parts}" for m, parts in place)
 
 
@@ -130,7 +125,7 @@ _SHARE = re.compile(rf"([a-z]+[0-9]*)(?:\*({WHOLE}))?")
 
 
 def parse_member(text: str) -> Member:
-    """The member that `str(member)` wrote, such as `device3`.
+    """Parse the text form of a member, such as `device3`.
 
     Raises:
         UsageError: not a member, or a device without a number.
@@ -143,10 +138,10 @@ def parse_member(text: str) -> Member:
 
 @lru_cache(maxsize=1 << 12)
 def parse_place(text: str) -> Place:
-    """The place that `str(place)` wrote.
+    """Parse the text form of a place.
 
     Raises:
-        UsageError: not a place: an unknown member, a share of nothing, a member named twice.
+        UsageError: not a place: an unknown member, an empty share, or a member named twice.
     """
     shares = []
     for word in text.split("+"):
@@ -172,7 +167,7 @@ def parse_place(text: str) -> Place:
 
 
 def _as_text(parse: Any) -> Any:
-    """Pydantic's schema of a type that is written to files as its text."""
+    """Return the pydantic schema of a type that files store as its text form."""
     from pydantic_core import core_schema  # only where a file is read or written
 
     text = core_schema.chain_schema([core_schema.str_schema(), core_schema.no_info_plain_validator_function(parse)])
@@ -189,18 +184,18 @@ def _as_text(parse: Any) -> Any:
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
-USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
+USUAL_FLOPS_REACHED = 0.6  # default share of the peak that large products reach
 _NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
-_THREADS = 2  # that multiply matrices: one runs forwards, autograd has another for backwards
-_SLOWEST, _FASTEST = 1e-9, 1e60  # a second: between them, sums and ratios of times are finite, however many there are
-MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
+_THREADS = 2  # threads that multiply matrices: one runs forwards, autograd has another for backwards
+_SLOWEST, _FASTEST = 1e-9, 1e60  # per second; rates in this range keep all sums and ratios of times finite
+MOST_DEVICES = 4096  # of a cluster described by counts; a larger count is a mistake
 
 
 def _check_rates(what: str, *rates: float) -> None:
-    """Check that times can be reckoned with these rates, per second and as far as they are reached.
+    """Check that times computed with these rates, per second, stay finite.
 
     Raises:
-        UsageError: one is too low or too high; says of `what`.
+        UsageError: a rate is too low or too high; names `what`.
     """
     for rate in rates:
         if not _SLOWEST <= rate <= _FASTEST:
@@ -212,10 +207,10 @@ def _check_rates(what: str, *rates: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What a process takes of a GPU besides its tensors, in bytes (docs/memory.md says where the figures come from).
+    """Non-tensor memory of a GPU process, in bytes (docs/memory.md has the sources).
 
-    `context_bytes` is the CUDA context with the kernels that are loaded, `communicator_bytes` one communicator of NCCL,
-    and `cublas_workspace_bytes` what cuBLAS has for each thread that computes, inside the caching allocator.
+    `context_bytes` is the CUDA context with its loaded kernels, `communicator_bytes` one NCCL communicator,
+    and `cublas_workspace_bytes` cuBLAS's workspace for each computing thread, inside the caching allocator.
 
     Raises:
         UsageError: a negative figure.
@@ -233,22 +228,22 @@ class Overheads:
             raise UsageError("context, communicator and cublas_workspace take zero or more bytes of a device")
 
     def of_process(self, *, alone: bool) -> int:
-        """What a worker takes besides its tensors, `alone` or between two others, without what fragmentation takes."""
+        """Return a worker's non-tensor bytes, `alone` or between two others, without fragmentation."""
         communicators = 0 if alone else _NEIGHBOURS * self.communicator_bytes
         return self.context_bytes + communicators + _THREADS * self.cublas_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """The peak figures of a kind of device, and how much of them kernels reach (`pipefit.timing`).
+    """Peak figures of a kind of device, and the shares that kernels reach (`timing`).
 
-    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
-    `flops_reached` is the part of the peak that large products reach, by dtype; `bandwidth_reached` the part that large
-    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small. `overheads` are
-    what a process takes of its memory besides tensors, if it is a GPU.
+    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per
+    second. `flops_reached` is the share of the peak that large products reach, by dtype; `bandwidth_reached`
+    is the share that large elementwise kernels reach; `operation_seconds` is the fixed cost of every
+    operation. `overheads` is the non-tensor memory of a process, for GPUs.
 
     Raises:
-        UsageError: a figure that is not positive, no FLOP/s figure, one for no dtype of torch, a part above 1, or a
+        UsageError: a figure that is not positive, no FLOP/s figure, an unknown dtype, a share above 1, or a
             negative time.
     """
 
@@ -287,20 +282,24 @@ class DeviceKind:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All figures, in a form that can be the key of a dictionary."""
+        """All figures as a hashable key."""
         by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
         return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
+        """Return the FLOP/s at `dtype`; a dtype without a figure has the float32 rate, or else the slowest
+        listed.
+        """
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
     def part_of_flops(self, dtype: str) -> float:
-        """The part of the peak that large products reach at `dtype`; a dtype without a figure reaches the usual one."""
+        """Return the share of the peak that large products reach at `dtype`; `USUAL_FLOPS_REACHED` without a
+        figure.
+        """
         return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
 
     def estimates(self, dtype: str) -> str:
-        """What times are estimated by where none were measured, as a phrase."""
+        """Describe the rates that estimate unmeasured times, as a phrase."""
         return (
             f"{100 * self.part_of_flops(dtype):.0f} % of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
             f"{100 * self.bandwidth_reached:.0f} % of {self.memory_bandwidth / 1e9:g} GB/s, "
@@ -310,10 +309,10 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device: its kind, its memory in bytes, and the host it sits in.
+    """One device: its kind, its memory in bytes, and its host.
 
-    `reserve_bytes` of its memory are left to what a process takes besides its tensors; None is what its kind says
-    (`Cluster.reserves`).
+    `reserve_bytes` of its memory are reserved for non-tensor memory of its process; None means the default of
+    its kind (`Cluster.reserves`).
 
     Raises:
         UsageError: no memory, or a reserve that leaves none.
@@ -339,11 +338,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
+    """One machine: memory for offloaded tensors, and optionally a disk, both in bytes.
 
-    `memory_bandwidth` is the peak of its memory in bytes per second, by which updates on the CPU are estimated; None
-    where it is not known. `disk_folder` is where on the disk tensors are kept while a training runs; None is the
-    system's folder for temporary files.
+    `memory_bandwidth` is the peak of its memory in bytes per second, used to estimate updates on the CPU;
+    None if unknown. `disk_folder` is the folder for tensors on the disk during training; None means the
+    system's temporary folder.
 
     Raises:
         UsageError: no memory, a negative disk, or a bandwidth that is not positive.
@@ -376,9 +375,9 @@ class Host:
 class Link:
     """A connection between members of a cluster.
 
-    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it, and
-    `duplex` of that while copies go the other way: 1 if the directions do not hinder each other, 0.5 if they take
-    turns. Links with the same `wire` share it.
+    `bytes_per_second` is one lane's rate in one direction, from the data sheet. Copies reach the share
+    `efficiency` of it, and the share `duplex` of that while the opposite direction is busy: 1 if the
+    directions are independent, 0.5 if they alternate. Links with the same `wire` share it.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -424,7 +423,7 @@ class Link:
 
     @property
     def _named(self) -> str:
-        """The link by its members, of which the first few tell."""
+        """The link by its members, shortened."""
         return f"link {shortened('-'.join(map(str, self.members)))}"
 
     @property
@@ -443,10 +442,11 @@ class Link:
         efficiency: float = 1.0,
         duplex: float = 1.0,
     ) -> Link:
-        """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
+        """Return a link between members given as texts: `Link.between("device0", "host0",
+        bytes_per_second=1e10)`.
 
         Raises:
-            UsageError: a text names no member, or as the constructor says.
+            UsageError: a text is not a member, or as in the constructor.
         """
         return cls(
             members=tuple(map(parse_member, members)),

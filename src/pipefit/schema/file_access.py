@@ -1,9 +1,4 @@
-"""Whether files can be made in a folder, and how one is replaced as a whole.
-
-A file is made to know the first, for rights and names say nothing of /proc or a full disk. Good for refusing a result's
-place before hours of work. What changes between the question and the writing, such as a disk that fills, it cannot
-know.
-"""
+"""Reading of files that users name, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -17,19 +12,16 @@ from pipefit.errors import FileError, UsageError
 from pipefit.texts import kind_of
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Files that people name, as they are read: regular ones of a reasonable size, each with a sentence for what
-# is not.
+# ---- Reading
 #
-# So nothing waits on a pipe, and nothing reads from a device until memory ends. Costs a look at the file
-# before it is read as a whole.
+# Only regular files of limited size are read, so nothing waits on a pipe or reads a device until memory ends.
 
 
 def path_of(named: str | os.PathLike[str]) -> Path:
-    """The path that is named.
+    """Return the path that is named.
 
     Raises:
-        UsageError: it is neither a text nor a path.
+        UsageError: neither a text nor a path.
     """
     if not isinstance(named, str | os.PathLike):
         raise UsageError(f"a file is named by a text or a path, not by {kind_of(named)}")
@@ -37,10 +29,10 @@ def path_of(named: str | os.PathLike[str]) -> Path:
 
 
 def content(path: str | os.PathLike[str], source: str, most: int, what: str) -> bytes:
-    """The bytes of a file, which messages call `source`; `what` says in words what has at most `most` bytes.
+    """Read a file; `source` names it in messages, and `what` names the files that have at most `most` bytes.
 
     Raises:
-        FileError: it is missing, a folder, a pipe or a device, larger than that, or cannot be read.
+        FileError: it is missing, a folder, a pipe or a device, too large, or unreadable.
     """
     try:
         status = os.stat(path)
@@ -58,15 +50,18 @@ def content(path: str | os.PathLike[str], source: str, most: int, what: str) -> 
         raise FileError(f"{source} cannot be read: {reason or error}") from None
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Writing
 
-# Flags of `os.open` for a file whose name somebody else may have given to a link or a pipe: neither is followed or
-# waited for, and no program that is started inherits it. Windows has none of the three.
+# `os.open` flags for a file that another user may have replaced by a link or a pipe: do not follow links, do
+# not wait for pipes, and do not let child processes inherit it. Windows has none of the three.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def obstacle(folder: str | os.PathLike[str]) -> str:
-    """What keeps us from making a file in a folder that exists, in the system's words; empty if nothing does."""
+    """Return why no file can be created in an existing folder, in the system's words; empty if one can.
+
+    Creates and deletes a file, because permissions reveal nothing about /proc or a full disk.
+    """
     try:
         number, name = tempfile.mkstemp(prefix=".pipefit-", suffix=".tmp", dir=folder)
     except OSError as error:
@@ -77,13 +72,13 @@ def obstacle(folder: str | os.PathLike[str]) -> str:
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes, *, through_links: bool = True) -> None:
-    """Write a temporary file beside the file that is meant, flush it to the disk, and then rename it.
+    """Replace a file atomically: write a temporary file next to it, flush it to the disk, and rename it.
 
-    Nothing stays beside it however that ends, unless this process is killed. A user who names a link means what it
-    leads to; where nobody has named it, the link itself is replaced.
+    The temporary file is removed on any failure, unless this process is killed. With `through_links`, a
+    link's target is replaced, which a user who names a link expects; without, the link itself.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was.
+        OSError: it cannot be written; the previous file is unchanged.
     """
     target = Path(os.path.realpath(path) if through_links else path)
     temporary = temporary_of(target)
@@ -99,7 +94,8 @@ def replace_file(path: str | os.PathLike[str], content: bytes, *, through_links:
 
 
 def temporary_of(target: Path) -> Path:
-    """A new hidden name beside `target`. Others have it neither at the same time nor left from before, as they may have
-    the number of a process, on another machine or in another container.
+    """Return a new hidden name next to `target`.
+
+    The name is random, because a process number may also be used on another machine or in another container.
     """
     return target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")

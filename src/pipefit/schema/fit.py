@@ -1,7 +1,8 @@
-"""The answer to what is the largest that fits: the value, the next one that does not fit, and all that was tried.
+"""Answers about fit: the largest (or smallest) value that fits, and the overview of what fits on which
+devices.
 
-`pipefit.largest.search` finds a `Fit`; `pipefit.report.fit` and `pipefit.report.page` show one. For the number of
-devices and for their memory the smallest value is wanted.
+`largest.search` finds a `Fit`, `largest.overview` an `Overview`; `report` shows both. For the number of
+devices and for their memory, the smallest value is searched.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Sense = Literal["largest", "smallest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One value that was tried: its plan, the peaks of its dry run in bytes if there was one, and what a host lacks."""
+    """One value that was tried: its plan, the peaks of its dry run in bytes if any, and the shortage of a
+    host if any.
+    """
 
     value: int
     plan: Plan
@@ -33,7 +36,7 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The highest bytes of every device: those of the dry run, or else the predicted ones."""
+        """The peak bytes of every device: from the dry run, or else predicted."""
         if self.certified_bytes is not None:
             return self.certified_bytes
         assert self.plan.prediction is not None  # planners predict
@@ -41,45 +44,45 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        """Whether every device and every host has the memory it needs."""
+        """True if every device and every host has the memory it needs."""
         return self.over_bytes <= 0 and not self.shortage
 
     @property
     def device(self) -> int:
-        """The device that limits: the fullest of those that have a stage."""
+        """The limiting device: the fullest device that has a stage."""
         budgets = self.plan.cluster.budgets
         used = [device for stage in self.plan.stages for device in stage.devices]
         return max(used, key=lambda device: self.peak_bytes[device] / budgets[device])
 
     @property
     def stage(self) -> int:
-        """The stage that limits: it is on that device."""
+        """The limiting stage: the first stage on the limiting device."""
         return next(number for number, stage in enumerate(self.plan.stages) if self.device in stage.devices)
 
     @property
     def need_bytes(self) -> int:
-        """The highest bytes of the limiting device."""
+        """The peak bytes of the limiting device."""
         return self.peak_bytes[self.device]
 
     @property
     def budget_bytes(self) -> int:
-        """What the limiting device has."""
+        """The budget of the limiting device in bytes."""
         return self.plan.cluster.budgets[self.device]
 
     @property
     def over_bytes(self) -> int:
-        """How much the limiting device needs above what it has; negative where it has room."""
+        """The bytes that the limiting device lacks; negative if it has room."""
         return self.need_bytes - self.budget_bytes
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the blocks of the stage that limits; of its layers, where it ends within a block."""
+        """The names of the limiting stage's blocks, or of its layers if the stage ends within a block."""
         stage = self.plan.stages[self.stage]
         return self.plan.profile.span(stage.start, stage.stop)
 
     @property
     def miss(self) -> str:
-        """Which device or host an attempt overfills, with what, and by how much."""
+        """The overfilled device or host, its contents, and the excess, as a phrase."""
         if self.over_bytes <= 0:
             return self.shortage
         return (
@@ -90,7 +93,7 @@ class Attempt:
 
     @property
     def parameters(self) -> int:
-        """Numbers that the model has as parameters, trainable or not; shared ones count once."""
+        """The number of scalar parameters of the model, trainable or not; shared parameters count once."""
         measurement, names = self.plan.measurement, self.plan.profile.layers
         by_layer = [{p.name: prod(p.shape) for p in cost.parameters} for cost in measurement.costs]
         again = sum(
@@ -101,7 +104,7 @@ class Attempt:
         return sum(sum(layer.values()) for layer in by_layer) - again
 
     def as_json(self) -> Tried:
-        """Plain data; bytes are those of the dry run where there was one."""
+        """Return plain data; bytes are those of the dry run, if any."""
         return {
             "value": self.value,
             "fits": self.fits,
@@ -118,9 +121,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit(Shown):
-    """The `sense` value of what was `grown` that fits, and the next one, which does not.
+    """The `sense` value of the `grown` quantity that fits, and the next value, which does not fit.
 
-    `beyond` is None where nothing further was allowed or where the model refused it; `refused` has its reasons.
+    `beyond` is None if no further value was allowed or the model refused it; `refused` has the reasons.
     """
 
     grown: str  # a setting of the model, or batch, devices, memory
@@ -131,12 +134,12 @@ class Fit(Shown):
     refused: dict[int, str]
 
     def __repr__(self) -> str:
-        """A line: the plans of all that was tried would be thousands."""
+        """Return one line, without the plans of all attempts."""
         plan, value = self.best.plan, self.named(self.best.value)
         return f"<Fit: {value} is the {self.sense} that fits, {plan.profile.model} on {plan.cluster}>"
 
     def as_json(self) -> GrowthAnswer:
-        """Plain data, the shape of `pipefit fit --json`."""
+        """Return plain data, the shape of `pipefit fit --grow --json`."""
         training = self.best.plan.training
         return {
             "model": self.best.plan.profile.model,
@@ -154,33 +157,29 @@ class Fit(Shown):
         }
 
     def named(self, value: int) -> str:
-        """`layers=12`, or `memory=13.50 GiB`."""
+        """Format a value with its name: `layers=12`, or `memory=13.50 GiB`."""
         return f"{self.grown}={named_value(self.grown, value)}"
 
 
 def named_value(grown: str, value: int) -> str:
-    """A value as people read it: sizes have units."""
+    """Format a value; sizes have units."""
     return format_bytes(value) if grown == "memory" else str(value)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The answer to whether a model fits at all: on how many devices, in how large microbatches, in which
-# precision.
-#
-# `pipefit.fit` finds an `Overview`; `pipefit.report.fit` shows it on one screen.
+# ---- Overview: devices, microbatch sizes and precisions with which a model fits
 
 How = Literal["kept", "recomputed", "moved"]
-HOWS: tuple[How, ...] = ("kept", "recomputed", "moved")  # each may do what those before it may
+HOWS: tuple[How, ...] = ("kept", "recomputed", "moved")  # each may do everything that the previous ones may do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What so many devices hold. The values of attempts are samples in a microbatch.
+    """The capacity of a number of devices. The values of attempts are samples in a microbatch.
 
-    `one` is a microbatch of one sample of which all is kept. `largest` has, in the order of `HOWS`, the largest
-    microbatch that fits: where everything is kept, where runs of layers may be recomputed, and where tensors and
-    optimizer state may move to the host as well. None where not even one sample fits. `fastest` is the plan with the
-    most samples per second among those that were looked at and fit.
+    `one` is a microbatch of one sample with everything kept. `largest` has, in the order of `HOWS`, the
+    largest microbatch that fits: with everything kept, with recomputed runs of layers, and with tensors and
+    optimizer state offloaded to the host too; None if one sample does not fit. `fastest` is the fitting plan
+    with the most samples per second among the plans that were compared.
     """
 
     devices: int
@@ -189,7 +188,7 @@ class Reach:
     fastest: Attempt | None
 
     def as_json(self) -> OnDevices:
-        """Plain data."""
+        """Return plain data."""
         return {
             "devices": self.devices,
             "one_sample": self.one.as_json(),
@@ -204,10 +203,11 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPrecision:
-    """What one precision takes: of the whole model's state, and of one device for one sample of which all is kept.
+    """The memory of one precision: of the whole model's state, and of one device for one sample with
+    everything kept.
 
-    State is parameters, gradients and optimizer state. `fewest` is the smallest number of devices that hold one sample
-    without recomputing or moving anything, of those that were looked at; None if none does.
+    State is parameters, gradients and optimizer state. `fewest` is the smallest compared number of devices
+    that hold one sample without recomputation or offloading; None if none does.
     """
 
     precision: Precision
@@ -216,7 +216,7 @@ class InPrecision:
     fewest: int | None
 
     def as_json(self) -> OfPrecision:
-        """Plain data."""
+        """Return plain data."""
         return {
             "precision": self.precision,
             "state_bytes": self.state_bytes,
@@ -227,11 +227,12 @@ class InPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """A plan in which every device has the whole model and computes one sample of each microbatch of its own.
+    """A plan in which every device has the whole model and computes one sample of each of its own
+    microbatches.
 
-    `way` says what the devices divide of its state, and whether hosts have some of it; with `recompute`, every block is
-    recomputed by itself. `need_bytes` are the peak of the fullest device, or at least as many where it `is_bound`.
-    `samples_per_second` is None if it does not fit.
+    `way` says how the devices divide its state, and whether hosts hold some of it; with `recompute`, every
+    block is recomputed separately. `need_bytes` is the peak of the fullest device, or a lower bound of it if
+    `is_bound`. `samples_per_second` is None if the plan does not fit.
     """
 
     way: str
@@ -241,7 +242,7 @@ class Replicated:
     samples_per_second: float | None
 
     def as_json(self) -> OfReplicas:
-        """Plain data."""
+        """Return plain data."""
         return {
             "way": self.way,
             "recompute": self.recompute,
@@ -253,16 +254,17 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview(Shown):
-    """All of it, for the devices of a cluster. `sizes` are the microbatches that were looked at where smaller ones fit.
+    """The fit of a model on the devices of a cluster. `sizes` are the microbatch sizes that were tried while
+    smaller ones fit.
 
-    `replicated` are the plans of all devices as replicas, if the model can have them. `impossible` says why no plan
-    fits, if that is proven. `filled` says what holds the bytes of the device that limits the cluster at its peak, in
-    bytes, and `loss_bytes` are the least that the loss alone takes of a device for one sample.
+    `replicated` are the plans of all devices as replicas, if the model allows them. `impossible` says why no
+    plan fits, if that is proven. `filled` is the peak of the limiting device by category, in bytes, and
+    `loss_bytes` are the least bytes of a device that the loss alone needs for one sample.
     """
 
     cluster: Cluster
     sizes: tuple[int, ...]
-    reaches: tuple[Reach, ...]  # by rising number of devices, that of the cluster among them
+    reaches: tuple[Reach, ...]  # by rising number of devices, including that of the cluster
     precisions: tuple[InPrecision, ...]
     replicated: tuple[Replicated, ...]
     filled: dict[Category, int]
@@ -270,34 +272,34 @@ class Overview(Shown):
     loss_bytes: int = 0
 
     def __repr__(self) -> str:
-        """A line: the plans that it rests on would be thousands."""
+        """Return one line, without the plans."""
         answer = "fits" if self.fits else "does not fit" if self.impossible else "has no plan that was found"
         return f"<Overview: {self.here.one.plan.profile.model} {answer} on {self.cluster}>"
 
     @property
     def here(self) -> Reach:
-        """The row of the cluster as it is, or of as many of its devices as the model has blocks."""
+        """The row of the whole cluster, or of as many devices as the model has blocks."""
         count = len(self.cluster.devices)
         return max((row for row in self.reaches if row.devices <= count), key=lambda row: row.devices)
 
     @property
     def fits(self) -> bool:
-        """Whether some plan fits."""
+        """True if any plan fits."""
         return self.here.fastest is not None or self.fastest_replicas is not None
 
     @property
     def fastest_replicas(self) -> Replicated | None:
-        """The plan of replicas that trains the most samples per second, if one fits."""
+        """The fitting plan of replicas with the most samples per second; None if none fits."""
         fitting = [one for one in self.replicated if one.samples_per_second is not None]
         return max(fitting, key=lambda one: one.samples_per_second or 0.0, default=None)
 
     @property
     def limiting(self) -> Attempt:
-        """The largest microbatch of the cluster of which all is kept; one sample, where not even that fits."""
+        """The largest microbatch of the cluster with everything kept; one sample if not even that fits."""
         return self.here.largest[0] or self.here.one
 
     def as_json(self) -> FitAnswer:
-        """Plain data, the shape of `pipefit fit --json` without `--grow`."""
+        """Return plain data, the shape of `pipefit fit --json` without `--grow`."""
         one = self.here.one
         return {
             "model": one.plan.profile.model,
@@ -316,7 +318,7 @@ class Overview(Shown):
 
 
 def samples_per_second(attempt: Attempt) -> float:
-    """How many samples a plan trains in a second, by its predicted step."""
+    """Return the samples per second of a plan, from its predicted step."""
     assert attempt.plan.prediction is not None  # planners predict
     seconds = attempt.plan.prediction.step_seconds
     return attempt.plan.training.batch_size / seconds if seconds else 0.0

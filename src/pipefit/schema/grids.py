@@ -1,7 +1,7 @@
-"""Stages and the grids of devices that hold them.
+"""Stages, the grids of devices that hold them, and the rows of a microbatch that each replica computes.
 
-A stage is a run of layers. Its grid says which devices hold it, and how they share its work: as replicas, each of which
-computes a slice of every microbatch, or as shards, each of which holds a part of the layers.
+A stage is a run of layers. Its grid says which devices hold it, and how they share its work: as replicas,
+each with a local batch of every microbatch, or as shards, each with a part of the layers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from pipefit.schema.layer_costs import Value
 from pipefit.schema.validation import check_types
 from pipefit.texts import counted, layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# Rows: which samples of a microbatch a replica of a stage computes, and what of them it exchanges with its
-# neighbours.
+# ---- Rows: the samples of a microbatch that a replica computes and exchanges with neighbouring stages
 #
-# The replicas of a stage divide the samples of every microbatch, in order and equally. Where the stages next
-# to each other have different numbers of replicas, a message carries just the rows that both its ends have. A
-# value that does not depend on the samples, such as a table of positions, goes whole to every receiver, and
-# once: from the replica that has the receiver's first row.
+# The replicas of a stage divide the samples of every microbatch, in order and equally. If neighbouring stages
+# have different numbers of replicas, a message carries only the rows that both ends have. A value that does
+# not depend on the samples, such as a table of positions, is sent whole to every receiver, once: by the
+# replica that has the receiver's first row.
 
-Rows = tuple[int, int]  # of a microbatch: the first, and the one behind the last
+Rows = tuple[int, int]  # a half-open range in a microbatch
 
 
 class Division(NamedTuple):
-    """How the values between two stages are divided: `front` replicas send them to `behind` replicas.
+    """The division of the values between two stages: `front` replicas send them to `behind` replicas.
 
-    `dimensions` has for every value the dimension of its samples, which is divided. It is None where the value has
-    none, and for all values where there are as many replicas on both sides: each then sends its partner all it has.
+    `dimensions` has the samples' dimension of every value, along which it is divided. It is None for a value
+    without samples, and for all values if both sides have equal numbers of replicas: each then sends all its
+    values to its partner.
     """
 
     dimensions: tuple[int | None, ...]
@@ -41,22 +40,28 @@ class Division(NamedTuple):
     behind: int
 
     def carries_all(self, sender: int, receiver: int) -> bool:
-        """Whether the message between these replicas, towards the model's end or back, has values that go whole."""
+        """Return whether the message between these replicas, in either direction, includes the values that
+        are sent whole.
+        """
         return receiver * self.front // self.behind == sender
 
     def carried(self, sender: int, receiver: int) -> list[tuple[int, int | None]]:
-        """The numbers of the values in the message between these replicas, each with its divided dimension."""
+        """Return the numbers of the values in the message between these replicas, each with its divided
+        dimension.
+        """
         whole = self.carries_all(sender, receiver)
         return [(n, k) for n, k in enumerate(self.dimensions) if k is not None or whole]
 
 
 def rows_of(replica: int, samples: int) -> Rows:
-    """The rows of a replica that has so many samples."""
+    """Return the rows of a replica if each replica has `samples` rows."""
     return replica * samples, (replica + 1) * samples
 
 
 def common_rows(own: Rows, samples: int) -> Iterator[tuple[int, Rows]]:
-    """The replicas of another stage, of `samples` rows each, that have some of the `own` rows; and which these are."""
+    """Yield the replicas of another stage, of `samples` rows each, that have some of the `own` rows, with the
+    common rows.
+    """
     first, end = own
     for replica in range(first // samples, -(-end // samples)):
         start, stop = rows_of(replica, samples)
@@ -66,11 +71,12 @@ def common_rows(own: Rows, samples: int) -> Iterator[tuple[int, Rows]]:
 def dimensions(
     one: Sequence[Value], other: Sequence[Value], samples: tuple[int, int], *, gathers: bool = False
 ) -> tuple[int | None, ...]:
-    """The dimension of the samples of every value, which is known in two sizes, for so many samples each.
+    """Return the samples' dimension of every value, from its shapes at two numbers of `samples`.
 
     Raises:
-        UsageError: a value depends on the number of samples, but not in one dimension that is this number; its rows lie
-            apart in memory; or a sender `gathers` what several receivers have of a gradient without samples.
+        UsageError: a value depends on the number of samples, but not by one dimension equal to this number;
+            its rows are
+        not contiguous in memory; or a sender `gathers` a gradient without samples from several receivers.
     """
     found = tuple(_dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True)))
     for number, (dimension, value) in enumerate(zip(found, one, strict=True)):
@@ -96,22 +102,23 @@ def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) 
 # ----------------------------------------------------------------------------------------------------
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)  # each divides what the one before does, and more
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)  # each divides everything that the previous one does, and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The devices of a stage and how they share its work: `data` replicas of `tensor` shards each.
+    """The devices of a stage and their shares of its work: `data` replicas of `tensor` shards each.
 
-    Device `devices[d * tensor + t]` holds shard t of replica d, which computes slice d of every microbatch. `shard`
-    says what is divided between the replicas instead of held by each: nothing, the optimizer state (ZeRO 1), the
-    gradients too (2), or the parameters too (3). By `sequences`, shards also divide what is between attention and MLP,
-    along the positions of sequences. In so many `buckets`, runs of layers of about equal bytes, gradients
-    are summed over the replicas, each as soon as it has been computed.
+    Device `devices[d * tensor + t]` holds shard t of replica d, which computes local batch d of every
+    microbatch. `shard` says what replicas divide instead of each holding it: nothing, the optimizer state
+    (ZeRO 1), also the gradients (2), or also the parameters (3). With `sequences`, shards also divide the
+    values between attention and MLP along the positions of sequences. Gradients are reduced over the replicas
+    in `buckets`, runs of layers of about equal bytes, each as soon as it has been computed.
 
     Raises:
-        UsageError: the degrees do not multiply to the number of devices, a device is named twice, there is no bucket,
-            or replicas or shards would share something and there is only one.
+        UsageError: the degrees do not multiply to the number of devices, a device is named twice, there is no
+            bucket, or a
+        single replica or shard would share something.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -152,7 +159,7 @@ class Grid:
 
     @property
     def sharing(self) -> str:
-        """How its devices share the work, in words; empty for a single device."""
+        """The division of work between the devices, in words; empty for a single device."""
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
         told += " with sequence parallelism" if self.sequences else ""
@@ -161,29 +168,29 @@ class Grid:
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether replicas keep the gradients of a part of the stage alone."""
+        """True if each replica keeps only the gradients of a part of the stage."""
         return self.shard in ("gradients", "parameters")
 
     def replica_of(self, device: int) -> int:
-        """The number of the replica that a device of the grid belongs to."""
+        """Return the number of the replica that a device belongs to."""
         return self.devices.index(device) // self.tensor
 
     def shard_of(self, device: int) -> int:
-        """The number of the shard that a device of the grid holds."""
+        """Return the number of the shard that a device holds."""
         return self.devices.index(device) % self.tensor
 
     def group_of(self, device: int) -> tuple[int, ...]:
-        """The devices that hold the shards of the same replica, in the order of their shards."""
+        """Return the devices of a device's replica, in the order of their shards."""
         first = self.replica_of(device) * self.tensor
         return self.devices[first : first + self.tensor]
 
     def holding(self, shard: int) -> tuple[int, ...]:
-        """The devices that hold a shard, one in each replica."""
+        """Return the devices that hold a shard, one in each replica."""
         return self.devices[shard :: self.tensor]
 
     @staticmethod
     def of(device: int) -> Grid:
-        """The grid of a single device."""
+        """Return the grid of a single device."""
         return Grid(devices=(device,))
 
 
@@ -213,10 +220,10 @@ class Stage:
 
     @property
     def device(self) -> int:
-        """The device of a stage on a single device.
+        """The device of a stage that is on a single device.
 
         Raises:
-            UsageError: the stage is on several.
+            UsageError: the stage is on several devices.
         """
         if len(self.devices) != 1:
             raise UsageError(
@@ -227,10 +234,11 @@ class Stage:
 
 
 def dividing(size: int, data: int, batch: int | None, microbatches: int = 1) -> str:
-    """What so many replicas could divide instead of microbatches of `size` samples, in words.
+    """Suggest, in words, microbatches or batches that `data` replicas can divide instead of microbatches of
+    `size` samples.
 
-    `batch` is that of a step, if it was asked for: then microbatches divide it; another batch is one of at least so
-    many `microbatches`.
+    If `batch`, the samples of a step, is given, the suggested microbatches divide it. Suggested batches have
+    at least `microbatches` microbatches.
     """
     if batch is None:
         sizes = [size - size % data, size + -size % data]

@@ -1,13 +1,13 @@
-"""Saves and loads every document as versioned JSON: `save(plan, "plan.json")`, `load("plan.json", Plan)`.
+"""Documents as versioned JSON files: `save(plan, "plan.json")`, `load("plan.json", Plan)`.
 
 A document is one object: its kind, its version, and the fields of the dataclass.
 
     {"pipefit": "plan", "version": 2, "profile": {...}, "cluster": {...}, ...}
 
-Loading checks everything: a file that loads is a valid document, and one that does not is refused in one sentence
-that says where, and takes at most ten times the size of the file and 64 MiB more. Nothing in a file names code. Saving
-replaces the file as a whole or leaves it alone. Both cost one pass over the text; a thousand layers take milliseconds.
-Clusters may also be TOML, a name, or emulated: `load_cluster`.
+Loading checks everything: a file that loads is a valid document, and any other file fails with one sentence
+that says what is wrong and where. It needs at most ten times the size of the file and 64 MiB more. Nothing in
+a file names code. Saving replaces a file atomically. Both take one pass over the text. Clusters may also be
+TOML, a name, or emulated: `load_cluster`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
-LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
+LARGEST_TOML_BYTES = 128 << 10  # users write TOML; its parser needs a hundred times the size of a malicious text
 MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
-_OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # what a process has open, and may be writing to
+_OPEN = ("/dev/std", "/dev/fd/", "/proc/")  # files that a process has open, and may be writing to
 _WORD = re.compile(r"\S+")
 _MACHINES = re.compile(r"([0-9]{1,9})x([^@]+)@([^@]+)")
 _HEADER = frozenset({"pipefit", "version"})
@@ -75,7 +75,7 @@ class ProgramText:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of document: its type, the type that is written, and which command makes one."""
+    """A kind of document: its type, the stored type, and the command that makes one."""
 
     document: Any  # a dataclass
     stored: Any  # a dataclass; pydantic reads and writes it
@@ -97,7 +97,7 @@ _KINDS = {
 
 
 def save(document: Document, path: str | os.PathLike[str]) -> None:
-    """Writes `document` to `path` as JSON; an existing file is replaced at once, or, on any failure, stays as it is.
+    """Write `document` to `path` as JSON, atomically: on any failure, an existing file is unchanged.
 
     Raises:
         FileError: the file cannot be written, or a number in the document is not finite.
@@ -106,7 +106,7 @@ def save(document: Document, path: str | os.PathLike[str]) -> None:
 
 
 def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
-    """Writes any text, or bytes of another tool's, to `path`, as a whole or not at all.
+    """Write text or bytes to `path` atomically.
 
     Raises:
         FileError: the file cannot be written.
@@ -119,16 +119,16 @@ def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
 
 
 def dumps(document: Document) -> str:
-    """The JSON text of `document`, as `save` writes it.
+    """Return the JSON text of `document`, as `save` writes it.
 
     Raises:
-        FileError: a number in the document is not finite, or a text cannot be written as UTF-8.
+        FileError: a number in the document is not finite, or a program has more than `MOST_ACTIONS` actions.
     """
     name = name_of_kind(type(document))
     stored = _program_text(document) if isinstance(document, Program) else document
     kind = _KINDS[name]
     body = adapter(kind.stored).dump_python(stored, mode="python", warnings="none")
-    indent = None if name in ("trace", "post-mortem") else 1  # a trace is large, and read by programs
+    indent = None if name in ("trace", "post-mortem") else 1  # traces are large, and read by programs
     try:
         text = json.dumps({"pipefit": name, "version": kind.version, **body}, indent=indent, allow_nan=False)
     except ValueError:
@@ -137,7 +137,7 @@ def dumps(document: Document) -> str:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Check that a file can be written to `path`, before work is spent on what goes into it.
+    """Check that a file can be written to `path`, before its contents are computed.
 
     Raises:
         FileError: its folder does not exist or cannot be written to, or `path` is a folder or a device.
@@ -149,13 +149,13 @@ def check_target(path: str | os.PathLike[str]) -> None:
 
 
 def _check_place(path: str | os.PathLike[str]) -> Path:
-    """The file that is meant, if it may be one.
+    """Return the resolved path of a result file.
 
     Raises:
         FileError: its folder does not exist, or `path` is a folder or a device.
     """
     source, target = _named(path), Path(os.path.realpath(path))
-    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(_OPEN):  # which may lead to a file, redirected
+    if os.fspath(path) in ("", "-") or os.path.abspath(path).startswith(_OPEN):  # even if it is redirected to a file
         raise FileError(f"{source} cannot be written: a result goes to a file of its own; name one such as result.json")
     try:
         taken = target.exists() and not target.is_file()
@@ -177,7 +177,7 @@ def _program_text(program: Program) -> ProgramText:
 
 
 def _words(lines: Iterable[str]) -> int:
-    """How many actions there are at most; counts no further than is allowed."""
+    """Count the words, at most `MOST_ACTIONS + 1`, as an upper bound of the number of actions."""
     words = (word for line in lines for word in _WORD.finditer(line))
     return sum(1 for _ in islice(words, MOST_ACTIONS + 1))
 
@@ -190,15 +190,16 @@ def load(path: str | os.PathLike[str]) -> Document: ...
 @overload
 def load(path: str | os.PathLike[str], type_: type[Loaded]) -> Loaded: ...
 def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
-    """The document in `path`; of type `type_`, or of whatever kind the file says.
+    """Load the document in `path`, of type `type_` or of any kind.
 
     Raises:
-        FileError: missing, too large, not JSON, of another version or kind, or not valid: what, and where.
+        FileError: missing, too large, not JSON, of another version or kind, or invalid; says what is wrong
+            and where.
     """
     source = _named(path)
     expected = None if type_ is None else name_of_kind(type_)
     content = file_access.content(path, source, LARGEST_BYTES, "documents have")
-    _text(content, source)  # and thrown away: the pieces that are read are bytes
+    _text(content, source)  # only checked: the reader works on bytes
     text = JsonText(content)
     name = _check_header(text, source, expected)
     stored: Any = parsed(_KINDS[name].stored, text, source, ignored=_HEADER)
@@ -206,18 +207,18 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
 
 
 def is_cluster(text: str) -> bool:
-    """Whether a text means a cluster by its form: a preset, emulated devices, several machines, or a file in TOML."""
+    """Return whether a text has the form of a cluster: a preset, emulated devices, several machines, or a TOML file."""
     known = is_preset(text) or text.startswith("emulated:") or _MACHINES.fullmatch(text)
     return bool(known) or Path(text).suffix.lower() == ".toml"
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The cluster that a person means: a preset's name, `emulated:4x256MiB`, or a .toml or .json file.
+    """Load a cluster from a preset's name, `emulated:4x256MiB`, or a .toml or .json file.
 
-    `16xdgx-a100@25GB/s` is sixteen of one, between which every device sends and receives 25 GB/s.
+    `16xdgx-a100@25GB/s` means sixteen machines in a network of 25 GB/s per device.
 
     Raises:
-        UsageError: no preset of that name, or not an emulated cluster.
+        UsageError: no preset has this name, or not an emulated cluster.
         FileError: the file cannot be used.
     """
     instance("name_or_path", name_or_path, str, "such as 4x-titan-rtx, emulated:2x64MiB or cluster.toml")
@@ -244,7 +245,7 @@ def _text(content: bytes, source: str) -> str:
 
 
 def _check_header(text: JsonText, source: str, expected: str | None) -> str:
-    """The kind of a document, when kind and version are what they must be."""
+    """Check the kind and version of a document, and return its kind."""
     try:
         header = text.header(*_HEADER)
     except Refusal as refusal:
@@ -268,7 +269,7 @@ def _check_header(text: JsonText, source: str, expected: str | None) -> str:
 
 
 def _program(stored: ProgramText, source: str) -> Program:
-    """The program behind its text form."""
+    """Parse a stored program."""
     if _words(stored.lines) > MOST_ACTIONS:
         raise FileError(f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have")
     try:
@@ -282,10 +283,10 @@ def _program(stored: ProgramText, source: str) -> Program:
 
 
 def name_of_kind(type_: type) -> str:
-    """What a kind of document is called in files and messages: `plan`, of `Plan`.
+    """Return the name of a kind of document in files and messages, such as `plan` for `Plan`.
 
     Raises:
-        UsageError: it is no kind of document.
+        UsageError: the type is not a document.
     """
     for name, kind in _KINDS.items():
         if kind.document is type_:
@@ -296,10 +297,10 @@ def name_of_kind(type_: type) -> str:
 
 
 def _named(path: str | os.PathLike[str]) -> str:
-    """A path for a message.
+    """Format a path for a message.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not a path.
     """
     file_access.path_of(path)
     return printable(os.fspath(path)) or "''"
@@ -310,7 +311,7 @@ def _reason(error: Exception) -> str:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON Schema of the documents of that kind, such as `plan`."""
+    """Return the JSON Schema of a kind of document, such as `plan`."""
     kind = _KINDS[name]
     body: dict[str, Any] = adapter(kind.stored).json_schema()
     header = {"pipefit": {"const": name}, "version": {"const": kind.version}}
@@ -320,7 +321,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every JSON Schema by name: of documents, and of answers that are none, such as `answer-fit`."""
+    """Return all JSON Schemas by name: of documents, and of answers, such as `answer-fit`."""
     documents = {name: schema(name) for name in _KINDS}
     of_answers = {name: adapter(answer).json_schema() for name, answer in ANSWERS.items()}
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -328,7 +329,7 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def write_schemas(folder: Path) -> None:
-    """Writes every schema to `folder`."""
+    """Write every schema to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, found in schemas().items():
         (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
-"""JSON text as a checked type, a piece at a time.
+"""Reading of JSON text as a checked type, piece by piece.
 
-Parsing a whole file before looking at it costs up to fifty times its size (`[[],[],...]`), and collecting every mistake
-in it costs more. Here the types lead: an object whose type is a dataclass is read key by key, a list in pieces of
-16 KiB, and pydantic checks each piece. Memory is that of the text, of the values that are valid so far, and of one
-piece; the first mistake ends the reading. Reading costs about a second for 50 MB.
+Parsing a whole file before checking it costs up to fifty times its size (`[[],[],...]`), and collecting every
+mistake costs more. Therefore the types lead: an object whose type is a dataclass is read key by key, a list
+in pieces of 16 KiB, and pydantic checks each piece. Memory is limited to the text, the values that are valid
+so far, and one piece; the first mistake ends the reading.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ T = TypeVar("T")
 _Scanner = Callable[[str, int], tuple[Any, int]]
 Path = tuple[str | int, ...]
 
-_PIECE = 1 << 14  # bytes; pydantic collects the mistakes of one piece at most
-_GLANCE = 1 << 8  # bytes; most single values are shorter, so that this much is scanned first
-_MOST_KEYS = 4096  # of one object; those whose keys are free hold options, or figures by dtype
-_LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
-_MOST_POOLED = 1 << 16  # different elements of a list of which equal ones are kept as one object
+_PIECE = 1 << 14  # bytes; limits the mistakes that pydantic collects
+_GLANCE = 1 << 8  # bytes scanned first; most single values are shorter
+_MOST_KEYS = 4096  # of one object; objects with free keys hold options, or figures by dtype
+_LONGEST_NUMBER = 40  # characters; the largest sensible size has 20
+_MOST_POOLED = 1 << 16  # distinct elements of a list that are kept, so that equal ones are one object
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# With its digits made alike, a number that may not be finite, or is absurdly long, holds one of these. A regular
-# expression for the same takes half of the time of all reading.
+# After digits are mapped to equal ones, a number that may be infinite or absurdly long contains one of these.
+# A regular expression for the same check takes half of the reading time.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _UNUSUAL = (b"e000", b"0" * _LONGEST_NUMBER)
-_KEYS = dict[str, Any]  # the type of an object of which only the keys matter
+_KEYS = dict[str, Any]  # type of an object if only its keys are needed
 _MEANINGS = {
     "unexpected_keyword_argument": "this key is not known",
     "missing": "this is missing",
@@ -49,10 +49,10 @@ _MEANINGS = {
 
 
 class Refusal(Exception):
-    """What is wrong, and where.
+    """An invalid text: the reason and the path.
 
-    `damage` says that the text is not JSON, or is cut off; otherwise the value at `path` is not valid. `more` says that
-    other values are not valid either.
+    If `damage`, the text is not JSON, or is cut off; otherwise the value at `path` is invalid. `more` says
+    that other values are invalid too.
     """
 
     def __init__(self, what: str, path: Path = (), *, more: bool = False, damage: bool = False) -> None:
@@ -62,24 +62,24 @@ class Refusal(Exception):
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Pydantic's reader and writer of a type; built once, because that costs milliseconds."""
+    """Return pydantic's reader and writer of a type; cached, because building one takes milliseconds."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 class JsonText:
-    """The UTF-8 bytes of a JSON text. Positions are bytes."""
+    """The UTF-8 bytes of a JSON text. Positions are in bytes."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
-        self._after = 0  # where the value of the last key ended
+        self._after = 0  # end of the last key's value
 
     def read(self, kind: type[T], ignored: frozenset[str] = frozenset()) -> T:
-        """The one object that the text holds, as a dataclass `kind`.
+        """Read the one object in the text as a dataclass `kind`, without the keys in `ignored`.
 
         Raises:
-            Refusal: the first thing that is wrong.
+            Refusal: the first mistake.
         """
         try:
             value, end = self._object(kind, self._start(), (), ignored)
@@ -90,10 +90,11 @@ class JsonText:
         return cast("T", value)
 
     def header(self, *names: str) -> dict[str, Any]:
-        """The values of these top-level keys, if they are there and short; reads no further than the last of them.
+        """Return the values of these top-level keys if present and short; reads no further than the last of
+        them.
 
         Raises:
-            Refusal: the text up to there is not JSON, or holds no object.
+            Refusal: the text up to there is not JSON, or does not hold an object.
         """
         found: dict[str, Any] = {}
         try:
@@ -108,10 +109,12 @@ class JsonText:
             raise Refusal("is not a document: it is nested too deeply", damage=True) from None
         return found
 
-    # ------------------------------------------------------------ values of a type
+    # ---- Values of a type
 
     def _value(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
-        """The value that begins at `at`, and where it ends: in one piece if it is small, or else by its parts."""
+        """Read the value at `at`; return it and its end. Small values are read in one piece, others by their
+        parts.
+        """
         end = self._end(at)
         if end is not None:
             return (None if kind is Any else _checked(kind, self.content[at:end], path)), end
@@ -128,7 +131,7 @@ class JsonText:
         raise self._damaged(at)
 
     def _object(self, kind: Any, at: int, path: Path, ignored: frozenset[str] = frozenset()) -> tuple[Any, int]:
-        """An object by its keys: a dataclass's own, or any."""
+        """Read an object key by key: the fields of a dataclass, or any keys."""
         known, values = _fields(kind) if isinstance(kind, type) and is_dataclass(kind) else None, dict[str, Any]()
         free = get_args(kind)[1] if get_origin(kind) is dict else Any
         for key, start in self._keys(at, path):
@@ -142,11 +145,11 @@ class JsonText:
         return (_made(kind, values, path) if known is not None else values), self._after
 
     def _array(self, kind: Any, at: int, path: Path) -> tuple[tuple[Any, ...], int]:
-        """A list of one type, as many elements at a time as a piece holds."""
+        """Read a list of one element type, in runs of as many elements as a piece holds."""
         found: list[Any] = []
         pool: dict[Any, Any] = {}
         at = self._skip_space(at + 1)
-        single_until = at  # up to there, no run of elements could be cut off
+        single_until = at  # no run of elements ends within a piece before this position
         while not (not found and self.content[at : at + 1] == b"]"):
             end = self._run_end(at) if at >= single_until else None
             here = len(found)
@@ -167,7 +170,7 @@ class JsonText:
         return tuple(found), at + 1
 
     def _string(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
-        """A text that is longer than a piece, or damaged."""
+        """Read a text that is longer than a piece, or damaged."""
         match = _STRING.match(self.content, at)
         if match is None:
             raise Refusal(_CUT_OFF, damage=True)
@@ -181,7 +184,7 @@ class JsonText:
         return _checked(kind, match[0], path), match.end()
 
     def _member(self, kind: UnionType, at: int) -> Any:
-        """Of the types of a union, the one that the long value at `at` is of: of several dataclasses, by its keys."""
+        """Choose the union member for the long value at `at`; among several dataclasses, by its keys."""
         several = [one for one in get_args(kind) if isinstance(one, type) and is_dataclass(one)]
         if len(several) > 1 and self.content[at : at + 1] == b"{":
             keys = set(self._object(_KEYS, at, ())[0])
@@ -190,7 +193,7 @@ class JsonText:
         return others[0] if len(others) == 1 else kind
 
     def _refuse_unless(self, kind: Any, empty: bytes, at: int, path: Path) -> None:
-        """Refuses the long value at `at` where the type does not even take an empty one."""
+        """Refuse the long value at `at` if the type does not even accept an empty one."""
         from pydantic import ValidationError
 
         shown = self.content[at : at + _GLANCE].decode(errors="replace")
@@ -203,10 +206,10 @@ class JsonText:
         except ValidationError as refused:
             raise Refusal(_meaning(refused.errors(include_url=False)[0], shown), path) from None
 
-    # ------------------------------------------------------------ where things end
+    # ---- Ends of values
 
     def _end(self, at: int) -> int | None:
-        """Where the value at `at` ends; None where it does not within a piece."""
+        """Return the end of the value at `at`; None if it does not end within a piece."""
         for size in (_GLANCE, _PIECE):
             window = self.content[at : at + size]
             length = _scan(window)
@@ -216,7 +219,7 @@ class JsonText:
         return None
 
     def _run_end(self, at: int) -> int | None:
-        """Where the last of the elements from `at` on that are complete within a piece ends, if that is easily seen."""
+        """Return the end of the complete elements from `at` on within a piece; None if not easily found."""
         window = self.content[at : at + _PIECE]
         last = _LAST.get(window[:1], b",")
         stop = window.rfind(last) + len(last) - 1  # without the comma
@@ -225,7 +228,9 @@ class JsonText:
         return at + stop if _scan(b"[%b]" % window[:stop]) == stop + 2 else None
 
     def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
-        """The keys of the object at `at`, each with where its value begins; reading the value sets `_after`."""
+        """Yield the keys of the object at `at`, each with the start of its value; the caller sets `_after` to
+        the value's end.
+        """
         seen = set[str]()
         at = self._skip_space(at + 1)
         while not (not seen and self.content[at : at + 1] == b"}"):
@@ -256,7 +261,7 @@ class JsonText:
             raise self._syntax(error.msg, match.start() + error.pos) from None
 
     def _start(self) -> int:
-        """Where the one object begins."""
+        """Return the start of the one object."""
         at = self._skip_space(3 if self.content.startswith(b"\xef\xbb\xbf") else 0)
         if at == len(self.content):
             raise Refusal("is empty: make it again, or copy it again", damage=True)
@@ -268,16 +273,18 @@ class JsonText:
 
     def _skip_space(self, at: int) -> int:
         match = _SPACE.match(self.content, at)
-        assert match is not None  # it matches nothing as well
+        assert match is not None  # the pattern also matches an empty text
         return match.end()
 
-    # ------------------------------------------------------------ damage
+    # ---- Damage
 
     def _damaged(self, at: int, expected: str = "Expecting value") -> Refusal:
         return self._syntax("Unterminated string" if self.content[at : at + 1] == b'"' else expected, at)
 
     def _syntax(self, what: str, at: int) -> Refusal:
-        """Not JSON at `at`; or cut off, if the text ends there, or in a text, a word or a number that began there."""
+        """Return the refusal of a text that is not JSON at `at`, or that ends there or inside a token that
+        began there.
+        """
         start = self._skip_space(at)
         rest = self.content[start : start + _LONGEST]
         if what.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
@@ -289,28 +296,30 @@ class JsonText:
 
 _CUT_OFF = "is cut off: make it again, or copy it again"
 _WORDS = b"true", b"false", b"null", b"-0"
-_LONGEST = 6  # bytes, one more than any of them has
-_LAST = {b"{": b"},", b'"': b'",', b"[": b"],"}  # how an element that begins so ends before another
+_LONGEST = 6  # bytes, one more than the longest word
+_LAST = {b"{": b"},", b'"': b'",', b"[": b"],"}  # end of an element before the next one, by its first character
 
 
 def _scan(window: bytes) -> int | None:
-    """How long the value at the start of `window` is; None where it is not complete, or not JSON."""
+    """Return the length of the value at the start of `window`; None if it is incomplete, or not JSON."""
     digits = window.translate(_DIGITS, b"+")
     scan = _scan_carefully if any(unusual in digits for unusual in _UNUSUAL) else _scan_quickly
     try:
-        return scan(window.decode("latin-1"), 0)[1]  # a character for each byte, as only the length matters
+        return scan(window.decode("latin-1"), 0)[1]  # one character for each byte, as only the length matters
     except (json.JSONDecodeError, RecursionError):
         return None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse an object with a key that appears twice. Nothing is made of it, as only its length matters here."""
+    """Refuse an object with duplicate keys. Returns nothing, because only the length matters here."""
     if len(dict(pairs)) != len(pairs):
         raise Refusal(_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
 
 
 def _loaded(content: bytes) -> Any:
-    """The value of a JSON text in UTF-8. Of bytes `json` would guess the encoding, by zeros among the first of them."""
+    """Load a JSON text in UTF-8. Given bytes, `json` would guess the encoding from zeros among the first of
+    them.
+    """
     return json.loads(content.decode())
 
 
@@ -336,36 +345,36 @@ _scan_carefully: _Scanner = json.JSONDecoder(
 ).raw_decode
 
 
-# ---------------------------------------------------------------- types
+# ---- Types
 
 
 @cache
 def _poolable(kind: Any) -> bool:
-    """Whether equal elements of a list of this type can be one object: numbers, and tuples of a few numbers."""
+    """Return whether equal elements of a list of this type may be one object: numbers, and tuples of numbers."""
     return kind in (int, float) or (get_origin(kind) is tuple and set(get_args(kind)) <= {int, float})
 
 
 @cache
 def _fields(kind: type) -> dict[str, Any]:
-    """The type of every field of a dataclass."""
+    """Return the type of every field of a dataclass."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if field.init}
 
 
 def _made(kind: Any, values: dict[str, Any], path: Path) -> Any:
-    """A dataclass of values that are each valid; it may still refuse them together."""
+    """Construct a dataclass from valid values; its own checks may still refuse them together."""
     required = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
     missing = [name for name in required if name not in values]
     if missing:
         raise Refusal(_MEANINGS["missing"], (*path, missing[0]), more=len(missing) > 1)
     try:
         return kind(**values)
-    except ValueError as error:  # raised by the noun's own check
+    except ValueError as error:  # raised by the dataclass's own check
         raise Refusal(str(error), path) from None
 
 
 def _checked(kind: Any, text: bytes, path: Path, first: int = 0) -> Any:
-    """A small text as a `kind`. `first` is the number of the first element of a run of them."""
+    """Parse and check a small text as a `kind`. `first` is the number of the first element of a run."""
     from pydantic import ValidationError
 
     try:
@@ -375,7 +384,9 @@ def _checked(kind: Any, text: bytes, path: Path, first: int = 0) -> Any:
 
 
 def _first(refused: Any, path: Path, first: int) -> Refusal:
-    """The first of pydantic's findings in our words; an unknown key is often the misspelling of a missing one."""
+    """Return the first of pydantic's errors as a refusal; unknown keys come first, because they often
+    misspell missing ones.
+    """
     errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
     error, place = errors[0], errors[0]["loc"]
     if first and place:
@@ -388,7 +399,7 @@ def _meaning(error: ErrorDetails, shown: str | None = None) -> str:
         return "it is nested too deeply"
     if error["type"] in _MEANINGS:
         return _MEANINGS[error["type"]]
-    if error["type"] == "value_error":  # raised by a noun's own check
+    if error["type"] == "value_error":  # raised by a dataclass's own check
         return str(error["ctx"]["error"])
     given = shortened(json.dumps(error["input"], default=str) if shown is None else shown)
     if error["type"] == "dataclass_type":

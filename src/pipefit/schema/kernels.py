@@ -1,10 +1,9 @@
-"""What kernels of the CPU take inside a call, as it was measured.
+"""Measured memory inside CPU kernel calls.
 
-While it runs, a kernel may hold more than the results it returns: packed operands, scratch, copies in another layout.
-Its results may also lie in memory otherwise than torch's rules for shapes say. Both depend on the processor and on the
-release of torch, so they are not computed but measured, once for each operation, where the model will run
-(`pipefit.measure.kernels`). They are kept here by the text of the operation: its name, and the dtypes, shapes and
-strides of its arguments.
+A running kernel may hold more than its results: packed operands, scratch, copies in another layout. Its
+results may also have another memory layout than torch's shape rules predict. Both depend on the processor and
+on the release of torch, so `measure.kernels` measures them once for each operation, on the target machine.
+The key is the text of the operation: its name, and the dtypes, shapes and strides of its arguments.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pipefit.texts import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a result of a kernel lies in memory: elements of `dtype`, except for the bytes of its storage.
+    """The memory layout of a kernel's result. Offsets are in elements of `dtype`, `storage_bytes` in bytes.
 
     Results of one call with the same `storage` share it.
 
     Raises:
-        UsageError: not as many strides as dimensions, a negative number, or no dtype of torch.
+        UsageError: strides do not match the dimensions, a negative number, or an unknown dtype.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -47,9 +46,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What one operation takes, results included: the most bytes that it ever holds above what was there before it.
+    """The peak memory of one operation, results included, above the memory held before it.
 
-    If it could not be measured, `peak_bytes` is None and `reason` says why; only its results are counted then.
+    If it could not be measured, `peak_bytes` is None and `reason` says why; then only its results are
+    counted.
 
     Raises:
         UsageError: a negative peak, or neither a peak nor a reason.
@@ -59,7 +59,7 @@ class Kernel:
 
     operation: str  # such as aten.mm.default(float32[4x8], float32[8x2 by 1,8])
     peak_bytes: int | None
-    results: tuple[Layout | None, ...] = ()  # None where a result is no tensor, or one of the arguments
+    results: tuple[Layout | None, ...] = ()  # None if a result is not a tensor, or is one of the arguments
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelMemory:
-    """What the kernels of a model take, operation by operation."""
+    """The measured memory of a model's kernels, operation by operation."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -79,12 +79,12 @@ class KernelMemory:
 
     @property
     def unknown(self) -> tuple[Kernel, ...]:
-        """Those that could not be measured: what they take beside their results is missing from every peak."""
+        """Kernels that could not be measured; every peak lacks their memory except for their results."""
         return tuple(kernel for kernel in self.kernels if kernel.peak_bytes is None)
 
     @property
     def gap(self) -> str:
-        """What every peak lacks, in words that end without a full stop; empty if all operations were measured."""
+        """The kernel memory that every peak lacks, as a phrase; empty if all operations were measured."""
         if not self.unknown:
             return ""
         first, others = self.unknown[0], len(self.unknown) - 1

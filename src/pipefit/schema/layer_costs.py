@@ -1,7 +1,8 @@
-"""What one layer costs: values and storages, what it saves, the memory of its passes, and their work.
+"""The costs of one layer: values, storages, saved tensors, the memory of its passes, and their work.
 
-Outputs and saved tensors of a layer are in *storages*, each of one origin: the layer's own allocation, the storage of
-one of its inputs, a parameter or buffer, or a constant. So a storage that two layers hold is counted once.
+Outputs and saved tensors of a layer are in *storages*, each of one origin: the layer's own allocation, the
+storage of one of its inputs, a parameter or buffer, or a constant. So a storage that two layers hold is
+counted once.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from pipefit.errors import UsageError
 from pipefit.schema.validation import check_dtype
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# The work of one pass of a layer: its operations by size, their sums, and seconds where they were measured.
+# ---- Work of a pass: operations by size, their sums, and measured seconds
 #
-# Times of passes that were not measured are estimated operation by operation (`pipefit.timing`), because a
-# small one reaches less of a device's peak figures than a large one.
+# Unmeasured times are estimated operation by operation (`timing`), because a small operation reaches less of
+# a device's peak figures than a large one.
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class Alike(NamedTuple):
-    """Operations alike: how many, and the floating-point operations and moved bytes of each.
+    """`number` identical operations, with the floating-point operations and moved bytes of each.
 
-    `dtype` is that of the operands of a product; empty where nothing is multiplied, or where it is not known.
+    `dtype` is that of a product's operands; empty if nothing is multiplied, or if unknown.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Alike(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What the ranks of a tensor-parallel group do together in a pass; `nbytes` are those of the whole tensor."""
+    """A collective of the tensor-parallel ranks in a pass; `nbytes` is the size of the whole tensor."""
 
     kind: CollectiveKind
     nbytes: int
@@ -47,12 +47,12 @@ class Collective(NamedTuple):
 class Work:
     """The work of one pass of a layer.
 
-    It is counted in floating-point operations and in bytes that kernels read and write; `operations` are those that
-    either is the sum of, empty where the work is known as a whole only. `seconds` are measured, or None. They are
-    without the `collectives`, in which the ranks of a tensor-parallel group wait for each other.
+    It is counted in floating-point operations and in bytes that kernels read and write, both summed over
+    `operations`, which are empty if only the sums are known. `seconds` are measured, or None; they exclude
+    the `collectives`, in which tensor-parallel ranks wait for each other.
 
     Raises:
-        UsageError: a negative number, 1e9 seconds or more, or operations of another sum.
+        UsageError: a negative number, 1e9 seconds or more, or operations with another sum.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -65,7 +65,7 @@ class Work:
 
     @staticmethod
     def of(operations: Iterable[Alike]) -> Work:
-        """The work of these operations."""
+        """Return the work of these operations."""
         found = tuple(operations)
         flops = sum(alike.number * alike.flops for alike in found)
         return Work(flops=flops, moved_bytes=sum(a.number * a.moved_bytes for a in found), operations=found)
@@ -82,7 +82,7 @@ class Work:
             )
 
     def _check_operations(self) -> None:
-        """Check that the operations exist, and that the work is the sum of them."""
+        """Check that the operations are valid, and that the work is their sum."""
         if any(number < 1 or flops < 0 or moved < 0 for number, flops, moved, _ in self.operations):
             raise UsageError("operations alike are one or more, of zero or more FLOPs and bytes moved each")
         for dtype in {alike.dtype for alike in self.operations} - {""}:
@@ -98,11 +98,10 @@ class Work:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors that several layers hold. On one device such a tensor exists once; across devices each has a copy.
+# ---- Tensors that several layers hold
 #
-# Every layer counts them in its own cost, so whoever adds up the costs of several layers subtracts what is
-# repeated.
+# On one device such a tensor exists once; across devices each has a copy. Every layer counts it in its own
+# cost, so sums over layers subtract the repeated bytes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +127,17 @@ class SharedTensor:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Every user with the next one: layers that hold n of these pairs count the tensor n times too often."""
+        """Consecutive users: layers that contain n of these pairs count the tensor n times too often."""
         return tuple(pairwise(self.users))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All of its numbers of bytes."""
+        """All byte counts of the tensor."""
         return (self.nbytes,)
 
     @property
     def parts(self) -> Iterator[tuple[int, str, int]]:
-        """What it is in the costs of its users: the layer, the property of its cost, and the bytes in that."""
+        """The tensor's contributions to its users' costs: the layer, the property of its cost, and the bytes."""
         raise NotImplementedError
 
 
@@ -146,12 +145,13 @@ class SharedTensor:
 class SharedParameter(SharedTensor):
     """One parameter that several layers use, such as a tied embedding.
 
-    Across devices each has a copy, and gradients are summed before the update. Those of the users that are in
-    `copying` compute with the half-precision copy that autocast makes of it, which takes `copy_bytes`; those of them in
-    `cast_only` with nothing else of it.
+    Across devices each has a copy, and gradients are all-reduced before the update. Users in `copying`
+    compute with its half-precision autocast copy, of `copy_bytes`; users in `cast_only` read nothing else of
+    it.
 
     Raises:
-        UsageError: fewer than two users, users out of order, or some in `cast_only` that are not in `copying`.
+        UsageError: fewer than two users, users out of order, or some in `cast_only` that are not in
+            `copying`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -159,11 +159,11 @@ class SharedParameter(SharedTensor):
 
     gradient_bytes: int
     state_bytes: int
-    early_state_bytes: int = 0  # the part of it that exists before the first step
+    early_state_bytes: int = 0  # the part that exists before the first step
     copying: tuple[int, ...] = ()  # layers, rising
     copy_bytes: int = 0
     cast_only: tuple[int, ...] = ()  # layers, rising
-    form: str = ""  # how tensor-parallel ranks divide it; empty where each has all of it
+    form: str = ""  # the division between tensor-parallel ranks; empty if each has all of it
 
     def __post_init__(self) -> None:
         SharedTensor.__post_init__(self)
@@ -175,12 +175,12 @@ class SharedParameter(SharedTensor):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All of its numbers of bytes."""
+        """All byte counts of the parameter."""
         return self.nbytes, self.gradient_bytes, self.state_bytes, self.early_state_bytes, self.copy_bytes
 
     @property
     def parts(self) -> Iterator[tuple[int, str, int]]:
-        """As in every shared tensor."""
+        """The parameter's contributions to its users' costs."""
         for user in self.users:
             yield user, "parameter_bytes", self.nbytes
             yield user, "gradient_bytes", self.gradient_bytes
@@ -190,16 +190,18 @@ class SharedParameter(SharedTensor):
         yield from ((user, "cast_only_bytes", self.nbytes) for user in self.cast_only)
 
     def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
-        """Of layers `start` to `stop - 1`, those that use a copy which an earlier one of them uses too."""
+        """Return the users in layers `start` to `stop - 1` whose copy an earlier one of these layers uses
+        too.
+        """
         return tuple(user for user in self.copying if start <= user < stop)[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBuffer(SharedTensor):
-    """One buffer, or tensor that is a plain attribute, that several layers hold, such as a mask or a rotary table.
+    """One buffer, or tensor in a plain attribute, that several layers hold, such as a mask or a rotary table.
 
-    A recomputed run has one copy of a buffer, and none of a plain attribute, which is not `copied`. No forward changes
-    it.
+    A recomputed run has one copy of a buffer, and none of a plain attribute, which is not `copied`. No
+    forward changes it.
 
     Raises:
         UsageError: fewer than two users, or users out of order.
@@ -212,7 +214,7 @@ class SharedBuffer(SharedTensor):
 
     @property
     def parts(self) -> Iterator[tuple[int, str, int]]:
-        """As in every shared tensor."""
+        """The buffer's contributions to its users' costs."""
         what = "buffer_bytes" if self.copied else "constant_bytes"
         return ((user, what, self.nbytes) for user in self.users)
 
@@ -221,13 +223,13 @@ class SharedBuffer(SharedTensor):
 
 OriginKind = Literal["own", "input", "parameter", "constant"]
 Packing = Literal["bare", "tuple", "list"]
-LARGEST_BYTES = 1 << 46  # of one kind in a layer: 64 TiB, of which thousands of layers can be added up in 64 bits
-Order = tuple[int, ...]  # of a value's dimensions in memory; empty where it is their own
+LARGEST_BYTES = 1 << 46  # limit of one kind in a layer: 64 TiB; sums over thousands of layers fit in 64 bits
+Order = tuple[int, ...]  # order of a value's dimensions in memory; empty for the usual order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Whose storage a tensor uses: the layer's `own` number `index`, its `input` number `index`, or neither."""
+    """The storage of a tensor: the layer's `own` number `index`, its `input` number `index`, or neither."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -239,8 +241,9 @@ class Origin:
 class Value:
     """A tensor that crosses a layer boundary.
 
-    `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates. An `unused` value requires a
-    gradient, because it was computed from parameters, and gets none, because the loss does not depend on it.
+    `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates. An `unused` value
+    requires a gradient, because it was computed from parameters, but gets none, because the loss does not
+    depend on it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -256,7 +259,7 @@ class Value:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """True if the value receives a gradient."""
         return self.requires_grad and not self.unused
 
 
@@ -271,7 +274,7 @@ class SavedTensor:
     dtype: str
     origin: Origin
     shape: tuple[int, ...] = ()
-    operation: str = ""  # autograd's, such as `NativeDropout`; empty where unknown
+    operation: str = ""  # autograd's name, such as `NativeDropout`; empty if unknown
     lasting: bool = False  # kept until the backward of all layers that ran forward with this one has ended
     hidden: bool = False  # never moved: autograd's hooks do not see it, or values decide whether it is kept
 
@@ -281,10 +284,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOrigin:
-    """Whose storage an input's gradient uses.
+    """The storage of an input's gradient.
 
-    That is the layer's `own` number `index`, or the storage of the gradient of `output` number `index`, or `none` if
-    there is no gradient. A gradient that is a slice of a larger one may not be `contiguous`.
+    Kind `own`: the layer's gradient storage number `index`. Kind `output`: the storage of the gradient of
+    output number `index`. Kind `none`: no gradient. A gradient that is a view of a part of a larger one may
+    not be `contiguous`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -298,9 +302,9 @@ class GradientOrigin:
 class Parameter:
     """One parameter of a layer, by its name in the layer.
 
-    `copy_bytes` are those of the half-precision copy in which autocast multiplies; 0 for a parameter without one.
-    The layer reads a `cast_only` parameter through this copy alone: no operation but the cast needs its float32 values.
-    A `changed` one is changed by a forward too, as that of `nn.Embedding(max_norm=...)`.
+    `copy_bytes` is the size of the half-precision copy in which autocast multiplies; 0 without a copy. The
+    layer reads a `cast_only` parameter through this copy alone: no operation but the cast needs its float32
+    values. A forward also modifies a `changed` parameter, such as that of `nn.Embedding(max_norm=...)`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -322,9 +326,10 @@ class Parameter:
 class Span:
     """A part of a backward pass, between two releases of inputs.
 
-    `peak_bytes` is its peak above the start of the pass if all inputs were kept; `workspace_bytes` of it are a kernel's
-    workspace. `released` are the inputs that the layer has released before, because nothing in it needs them any more.
-    If nothing else holds such an input either, the device's peak in this span is lower by its bytes.
+    `peak_bytes` is the span's peak above the start of the pass if all inputs were kept; `workspace_bytes` of
+    it are a kernel's workspace. `released` are the inputs that the layer has released before this span,
+    because nothing in the layer needs them any more. If nothing outside the layer holds such an input either,
+    the device's peak in this span is lower by its bytes.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -336,14 +341,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Everything one kind of layer costs, for one microbatch (update: for one step).
+    """The costs of one kind of layer, for one microbatch (update: for one step).
 
-    Peaks are bytes above what was allocated at entry. At the entry of a forward its inputs exist; at the entry of a
-    backward what the forward left and the gradients of the outputs exist.
+    Peaks are bytes above the memory allocated at entry. At the entry of a forward, its inputs exist; at the
+    entry of a backward, the results of the forward and the gradients of the outputs exist.
 
     Raises:
-        UsageError: a negative size, an origin or a released input that the layer does not have, or a parameter that is
-            read through a copy which it does not have.
+        UsageError: a negative size, an origin or a released input that the layer does not have, or a
+            parameter that is read
+        through a missing copy.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -358,38 +364,36 @@ class LayerCost:
     saved: tuple[SavedTensor, ...]
     forward_peak_bytes: int
     checkpoint_peak_bytes: int  # of a forward that saves nothing
-    mutates_inputs: bool  # works in place on what it is given
-    fed_back: tuple[str, ...] = ()  # buffers with which it computes and that it changes; a checkpoint keeps copies
-    fed_back_bytes: int = 0  # the part of `buffer_bytes` that these are
-    unseen: tuple[str, ...] = ()  # tensors that its forward changes where autograd does not see it, as by `x.data`
-    backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
-    backward_later: tuple[Span, ...]  # the others: gradients are added to
+    mutates_inputs: bool  # modifies its inputs in place
+    fed_back: tuple[str, ...] = ()  # buffers that its forward reads and changes; a checkpoint keeps copies
+    fed_back_bytes: int = 0  # their part of `buffer_bytes`
+    unseen: tuple[str, ...] = ()  # tensors that its forward changes without autograd's notice, as by `x.data`
+    backward_first: tuple[Span, ...]  # the step's first microbatch: allocates gradients
+    backward_later: tuple[Span, ...]  # later microbatches: accumulate gradients
     gradient_bytes: int  # parameter gradients left by a backward
-    input_gradients: tuple[GradientOrigin, ...]  # where the gradient of each input lives
-    gradient_storages: tuple[int, ...]  # bytes of the own storages that these live in
+    input_gradients: tuple[GradientOrigin, ...]  # storage of each input's gradient
+    gradient_storages: tuple[int, ...]  # bytes of the own storages of these gradients
     state_bytes: int  # optimizer state, from the first step on
-    early_state_bytes: int  # the part of it that exists before the first step, as Adagrad's does
+    early_state_bytes: int  # the part that exists before the first step, as Adagrad's does
     update_first_peak_bytes: int
     update_peak_bytes: int
     forward: Work
     backward: Work
     update: Work
-    packing: Packing = "bare"  # how it takes inputs (a loss: the outputs); bare is one as itself, several as a tuple
-    orders: tuple[Order, ...] = ()  # in which the dimensions of inputs arrive; empty where each is as it was made
-    unrepeatable: str = ""  # why no second forward is like the first, such as "counts its calls"; empty if it can be
-    coupled: str = (
-        ""  # why slices of a microbatch have other numbers in it, such as "normalizes over the batch"; or empty
-    )
+    packing: Packing = "bare"  # form of its inputs (loss: outputs); bare: one as a value, several as a tuple
+    orders: tuple[Order, ...] = ()  # memory order of the inputs' dimensions; empty if as computed
+    unrepeatable: str = ""  # why a second forward would differ, such as "counts its calls"; or empty
+    coupled: str = ""  # why local batches would compute other values, such as "normalizes over the batch"; or empty
     draws: bool = False  # whether its forward draws random numbers
-    update_left_bytes: int = 0  # of temporaries that are still there as the optimizer goes on to the next layer
+    update_left_bytes: int = 0  # temporaries that remain while the optimizer updates the next layer
     undivided: str = ""  # why its optimizer updates all layers at once, such as "has hooks on its steps"; or empty
-    constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies
-    # How much of each peak one kernel took for itself and gave back before it returned
+    constant_bytes: int = 0  # tensors in plain attributes, which recomputation does not copy
+    # Kernel workspace within each peak: memory that a kernel allocates for itself and frees before it returns
     forward_workspace_bytes: int = 0
     checkpoint_workspace_bytes: int = 0
     update_first_workspace_bytes: int = 0
     update_workspace_bytes: int = 0
-    # Backwards where the next layer is on the same device and hands on gradients that are not dense; else empty
+    # Backwards if the next layer is on the same device and passes on gradients that are not dense; else empty
     inner_first: tuple[Span, ...] = ()
     inner_later: tuple[Span, ...] = ()
 
@@ -413,7 +417,7 @@ class LayerCost:
                 self._refuse(f"releases input {number} in a backward; it has {counted(len(self.inputs), 'input')}")
 
     def _sizes(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """All numbers of bytes that cannot be negative, by what they are."""
+        """Yield all byte counts that cannot be negative, by name."""
         for each in fields(self):
             if each.name.endswith("_bytes"):
                 yield each.name, (getattr(self, each.name),)
@@ -426,7 +430,7 @@ class LayerCost:
         yield "workspace", [span.workspace_bytes for span in self._spans]
 
     def _check_size(self, what: str, sizes: Sequence[int]) -> None:
-        """Check that a device may have as much, and planners can add it up over layers."""
+        """Check that the sum is below `LARGEST_BYTES`, so that planners can add it up over layers."""
         if sum(sizes) >= LARGEST_BYTES:
             self._refuse(f"has {sum(sizes)} bytes as {what}, which no device has: profile again")
 
@@ -445,7 +449,9 @@ class LayerCost:
         return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later)
 
     def spans(self, *, is_first: bool, inner: bool) -> tuple[Span, ...]:
-        """Of a backward: the step's first one, or a later one; `inner` where the next layer is on the same device."""
+        """Return the spans of the step's first or a later backward; `inner` if the next layer is on the same
+        device.
+        """
         usual, arriving = (
             (self.backward_first, self.inner_first) if is_first else (self.backward_later, self.inner_later)
         )
@@ -468,7 +474,7 @@ class LayerCost:
 
     @property
     def alone(self) -> str:
-        """Why no replicas can hold it: what a forward changes would become another in each; empty if they can."""
+        """Why replicas cannot hold the layer: each would change its state differently; empty if they can."""
         if self.fed_back:
             return f"computes with {', '.join(self.fed_back)} and changes it in every forward"
         return self.unrepeatable
@@ -490,7 +496,7 @@ class LayerCost:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of what exists as long as the layer does: parameters, their copies, buffers and constants."""
+        """Bytes that exist as long as the layer: parameters, their copies, buffers and constants."""
         return self.parameter_bytes + self.copy_bytes + self.buffer_bytes + self.constant_bytes
 
     @property
@@ -505,10 +511,11 @@ class LayerCost:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a device has at least while the layer runs, whatever else is moved away or computed again.
+        """A lower bound of a device's bytes while the layer runs, whatever else is offloaded or recomputed.
 
-        Those are its weights, or their copies, and what a pass makes; in a backward also the own storages that its
-        saved tensors hold. Inputs and gradients of outputs are left out, for they may be views of something smaller.
+        It includes the layer's weights, or their copies, and the memory that a pass allocates; for a backward
+        also the own storages of its saved tensors. It excludes inputs and gradients of outputs, which may be
+        views of something smaller.
         """
         weights = sum(one.copy_bytes or one.nbytes for one in self.parameters)
         saved = sum(self.storages[origin.index] for origin in self.saved_storages if origin.kind == "own")
@@ -518,7 +525,7 @@ class LayerCost:
 
     @property
     def lasting_storages(self) -> tuple[Origin, ...]:
-        """Those of the saved storages that the layer's own backward does not free."""
+        """The saved storages that the layer's own backward does not free."""
         lasting = {tensor.origin for tensor in self.saved if tensor.lasting}
         return tuple(origin for origin in self.saved_storages if origin in lasting)
 

@@ -1,7 +1,7 @@
-"""A plan: which layers go on which devices, what is recomputed or moved away, and what a step should cost.
+"""A plan: the layers of each device, the recomputed and offloaded memory, and the predicted cost of a step.
 
-A plan contains the profile, the cluster and the training that it was made for, so that it can be simulated, explained,
-certified and run from one file. You may also write one: `Plan(profile=..., cluster=..., training=..., stages=...)`.
+A plan contains its profile, cluster and training, so one file can be simulated, explained, certified and run.
+A plan can also be written directly: `Plan(profile=..., cluster=..., training=..., stages=...)`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from pipefit.tables import Shown
 from pipefit.texts import counted, layers_text
 from pipefit.units import format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# Where a plan comes from: its planner, what was minimised, and how close to the lowest possible value it is.
+# ---- Provenance: the planner, its objective, and the gap to the lower bound
 
-_LARGEST = 1e30  # of any unit
+_LARGEST = 1e30  # upper limit of a value, in any unit
 
 
 class Objective(StrEnum):
-    """What a planner minimises, as a phrase; `unit` is the unit of its value."""
+    """The quantity that a planner minimises, as a phrase; `unit` is the unit of its value."""
 
     PEAK = "peak of the fullest device, in bytes"
     PEAK_SHARE = "peak of the fullest device, as a part of its budget"
@@ -54,11 +53,11 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Which planner made a plan, and how good it is proven to be.
+    """The planner of a plan, and its proven quality.
 
-    `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
-    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages,
-    splits or plans it compared. `remarks` are sentences about what it tried.
+    `value` is the minimised `objective`. No plan can have a value below `bound`, which equals `value` if the
+    planner is exact, and is None if unknown. `evaluated` counts the candidate stages, splits or plans that
+    were compared. `remarks` are sentences about the search.
 
     Raises:
         UsageError: a number is negative, or too large to be a size or a time.
@@ -87,7 +86,7 @@ class Provenance:
 
     @property
     def proves_lowest_peak(self) -> bool:
-        """Whether it is proven that no other split has a lower peak."""
+        """True if the plan's peak is proven to be the lowest of all splits."""
         return self.bound == self.value and self.objective in _PEAKS
 
     @property
@@ -104,7 +103,7 @@ class Provenance:
 
     @property
     def _value(self) -> str:
-        """The value in the unit of its objective."""
+        """The value in the unit of its objective, as text."""
         match self.objective.unit:
             case "share":
                 return f"{100 * self.value:.1f} % of its budget"
@@ -116,20 +115,18 @@ class Provenance:
                 return f"{self.value:g}"
 
 
-_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # the objectives that are true peaks, not estimates or stand-ins
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # objectives that are exact peaks, not estimates
 
 
-# ----------------------------------------------------------------------------------------------------
-# Other answers to the question of a plan that are worth knowing, with their prices: seconds a step, and
-# bytes.
+# ---- Alternatives: other plans, with their seconds per step and bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that is better in one respect, by `what` it is the best: `leanest`, `fewest devices` or `fastest`.
+    """A plan that is the best in one respect, `what`: `leanest`, `fewest devices` or `fastest`.
 
-    `peak_bytes` is that of its fullest device. `asked_by` are the options of `pipefit plan` that ask for it, beside
-    those that the plan itself was asked with.
+    `peak_bytes` is the peak of its fullest device. `asked_by` are the `pipefit plan` options that select it,
+    in addition to the options of this plan.
 
     Raises:
         UsageError: no stage, device or microbatch, or a negative peak or time.
@@ -154,18 +151,16 @@ class Alternative:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What recomputing and moving tensors does for each stage of a plan: bytes that it frees, and seconds that it
-# adds.
+# ---- Compactions: bytes freed and seconds added by recomputation and offloading, stage by stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:
-    """One technique on one stage, by what the plan would be without it.
+    """One technique on one stage, compared with the plan without it.
 
-    `what` is `recompute`, or what is moved and where to; `layers` are those that are recomputed or from which something
-    is moved. Without it the device's peak would be higher by `freed_bytes` and a step shorter by `added_seconds`, both
-    of which may be negative: a technique may be of no use beside the others.
+    `what` is `recompute`, or names the moved data and the target; `layers` counts the recomputed layers, or
+    the layers with moved data. Without the technique, the device's peak would be higher by `freed_bytes` and
+    a step shorter by `added_seconds`; both may be negative, because other techniques may make one useless.
 
     Raises:
         UsageError: no such stage, or no layers.
@@ -188,24 +183,22 @@ class Compaction:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is predicted for a plan: peaks, step time, and what the processes of GPUs take, beside what devices
-# have.
+# ---- Predictions: peaks, step time and the memory of GPU processes
 
-TIGHT = 0.95  # of a GPU: what is not counted, such as cuDNN's workspaces, may take the rest
+TIGHT = 0.95  # of a GPU's memory: memory that is not counted, such as cuDNN's workspaces, may take the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is predicted for a plan: the peak of every device in bytes, and seconds per step.
+    """Predicted figures of a plan: the peak of every device in bytes, and seconds per step.
 
-    Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
-    `utilisation` is the share of a step in which each device computes; empty where it is not known. `compactions` say
-    what recomputing and moving does for each stage. `processes` are what a dry run found that the process of each
-    device takes of a GPU, None for devices without tensors; empty where there was none.
+    Seconds are estimated if the profile has no measured seconds (`Measurement.estimated`). `utilisation` is
+    the share of a step in which each device computes; empty if unknown. `compactions` list the effect of
+    recomputation and offloading on each stage. `processes` are the GPU memory of each device's process, found
+    by a dry run: None for devices without tensors; empty without a dry run.
 
     Raises:
-        UsageError: a negative peak or time, or not as many figures as peaks.
+        UsageError: a negative peak or time, or a number of figures that differs from the number of peaks.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -233,7 +226,7 @@ class Prediction:
                 raise UsageError(f"{name} of a prediction are zero or more, not {wrong[0]}")
 
     def is_tight(self, cluster: Cluster, device: int) -> bool:
-        """Whether little is left of a GPU: for its process, or for tensors where that is not known."""
+        """Return whether a GPU has little memory left: for its process, or for tensors if the process is unknown."""
         process = self.processes[device] if self.processes else None
         if process is None:
             return is_tight(cluster, device, self.peak_bytes[device])
@@ -241,14 +234,15 @@ class Prediction:
 
 
 def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
-    """Whether so high a peak leaves little of a GPU's budget."""
+    """Return whether a peak leaves little of a GPU's budget."""
     return cluster.backend == "cuda" and peak_bytes >= TIGHT * cluster.budgets[device]
 
 
 def fullness(part: float, *, tight: bool) -> str:
-    """How full a device is, in a cell of a table: `80.0 %`, `96.2 % tight` where little is left, or `110.0 % over`.
+    """Format how full a device is for a table cell: `80.0 %`, `96.2 % tight` if little is left, or `110.0 %
+    over`.
 
-    Where tensors leave much of the budget, and the process of a GPU little of the GPU, it says so: `84.9 %, process
+    If tensors leave much of the budget but the GPU's process leaves little of the GPU: `84.9 %, process
     tight`.
     """
     why = " tight" if part >= TIGHT else ", process tight"
@@ -260,13 +254,14 @@ def fullness(part: float, *, tight: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Shown):
-    """Stages in pipeline order over the devices of a cluster, and decisions about their memory.
+    """Stages in pipeline order on the devices of a cluster, and decisions about their memory.
 
     A device may hold several stages; two stages share either all of their devices or none.
 
     Raises:
-        UsageError: stages, decisions or a prediction that do not match the profile and the cluster, another precision
-            than the profile's, or a microbatch size that was not profiled.
+        UsageError: stages, decisions or a prediction do not match the profile and the cluster, the precision
+            differs from
+        the profile's, or the microbatch size was not profiled.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -306,7 +301,9 @@ class Plan(Shown):
         self._check_slices()
 
     def _check_slices(self) -> None:
-        """Check that replicas can divide a microbatch, and that the profile knows what a slice costs."""
+        """Check that replicas can divide a microbatch, and that the profile contains the costs of their local
+        batch.
+        """
         size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
         every, asked = lcm(*(stage.grid.data for stage in self.stages)), self.training
         for number, stage in enumerate(self.stages):
@@ -349,19 +346,16 @@ class Plan(Shown):
         return self.profile.at(self.training.microbatch_size)
 
     def measured(self, stage: int) -> Measurement:
-        """The layer costs on a device of a stage.
-
-        They are for a slice of a microbatch, where replicas divide it, and of layers that tensor-parallel ranks divide.
-        """
+        """Return the layer costs on a device of a stage: for its local batch and its tensor-parallel shard."""
         grid = self.stages[stage].grid
         size = self.training.microbatch_size // grid.data
         return self.profile.at(size, grid.tensor, sequences=grid.sequences)
 
     def division(self, stage: int) -> Division:
-        """How the values between the stage before and `stage` are divided.
+        """Return how the values between stage `stage - 1` and `stage` are divided.
 
         Raises:
-            UsageError: they cannot be; names the boundary, and says what would work.
+            UsageError: the values cannot be divided; names the boundary and a remedy.
         """
         front, behind = (self.stages[number].grid.data for number in (stage - 1, stage))
         one, other = self.measured(stage - 1), self.measured(stage)
@@ -380,31 +374,31 @@ class Plan(Shown):
 
     @property
     def is_sliced(self) -> bool:
-        """Whether a stage has several replicas, which divide every microbatch."""
+        """True if a stage has several replicas, which divide every microbatch."""
         return any(stage.grid.data > 1 for stage in self.stages)
 
     @property
     def asks_for_replicas(self) -> bool:
-        """Whether its planner was asked for replicas, or for what they are to divide."""
+        """True if the planner's options requested replicas, or a sharding between replicas."""
         asked = self.provenance.options if self.provenance else {}
         return "data" in asked or asked.get("shard", "none") != "none"
 
     @property
     def names_rows(self) -> bool:
-        """Whether its programs say which rows of a microbatch are sent: where a stage is on several devices."""
+        """True if the plan's programs name the rows of a message: true if a stage is on several devices."""
         return any(len(stage.devices) > 1 for stage in self.stages)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The devices in use, host by host, as launchers start workers: worker w runs the w-th.
+        """The devices in use, host by host; worker w runs device w of them.
 
-        Those of a host are in the order of ranks, and within a rank as its grid names them.
+        Devices of a host are in the order of ranks, and within a rank in the order of its grid.
         """
         devices = (device for stages in self.ranks for device in self.stages[stages[0]].devices)
         return tuple(sorted(devices, key=lambda device: self.cluster.devices[device].host))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages that a device holds."""
+        """Return the stages that a device holds."""
         return tuple(number for number, stage in enumerate(self.stages) if device in stage.devices)
 
     @property
@@ -414,7 +408,7 @@ class Plan(Shown):
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank. A rank is one grid of devices; ranks are in the order of their first stages."""
+        """The stages of every rank. A rank is one grid of devices; ranks are ordered by their first stages."""
         grids: dict[tuple[int, ...], list[int]] = {}
         for number, stage in enumerate(self.stages):
             grids.setdefault(stage.devices, []).append(number)
@@ -430,7 +424,9 @@ class Plan(Shown):
 
     @property
     def summed(self) -> dict[int, tuple[int, ...]]:
-        """The stages that add up the gradients of a shared parameter, by its number. A frozen one has no gradients."""
+        """For each shared parameter with gradients on several stages, by its number: the stages that
+        all-reduce its gradients.
+        """
         shared = zip(self.measurement.shared, self.holders, strict=True)
         return {n: stages for n, (one, stages) in enumerate(shared) if one.gradient_bytes and len(stages) > 1}
 
@@ -445,24 +441,24 @@ class Plan(Shown):
         return tuple(stage.stop - stage.start for stage in self.stages)
 
     def decisions_of(self, stage: int, what: What) -> tuple[Decision, ...]:
-        """The decisions of one kind about one stage."""
+        """Return the decisions of one kind about one stage."""
         return tuple(d for d in self.decisions if d.stage == stage and d.what is what)
 
     @property
     def headline(self) -> str:
-        """Of what, in how many stages, on what: a line."""
+        """The model, its parts, the number of stages and the cluster, in one line."""
         return f"{self.profile.model}: {self.profile.parts} in {counted(len(self.stages), 'stage')} on {self.cluster}"
 
     def __repr__(self) -> str:
-        """A line: a plan of everything that is in it would be thousands."""
+        """Return one line instead of thousands."""
         return f"<Plan: {self.headline}>"
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
-    """Check that the decision is about layers and places that exist.
+    """Check that the decision's layers and places exist.
 
     Raises:
-        UsageError: no such stage, layers outside it, or a place that the cluster does not have.
+        UsageError: no such stage, layers outside the stage, or a place that the cluster does not have.
     """
     if not 0 <= decision.stage < len(stages):
         raise UsageError(f"{decision}: the plan has {counted(len(stages), 'stage')}")

@@ -1,7 +1,8 @@
-"""A run that ran out of memory, as a document: which device, at which action, what held its bytes, what was asked for.
+"""A run that ran out of memory, as a document: the device, the action, its memory by category, and the failed
+request.
 
-`train` leaves one of what its meters counted, and `certify` one of its dry run. The plan is in it, so that the layers
-which held the bytes, and what would have fitted, can be told on any machine: `pipefit report` makes a page of it.
+`train` writes one from measured memory, and `certify` one from its dry run. It contains the plan, so that
+`pipefit report` can show on any machine which layers held the bytes, and which plans would have fitted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from pipefit.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostMortem(Shown):
-    """A plan whose run passed the memory of `device`, the trace until then, and the `moment` at which it did.
+    """A plan whose run exceeded the memory of `device`, the trace until then, and the `moment` of the
+    failure.
 
-    The moment has the bytes that would have been held with what was asked for. `asked_bytes` are those of the one
-    allocation that failed; 0 where nobody says, as after a dry run, which goes on to the end. `sentence` is the
-    error's.
+    The moment has the bytes that would have been held if the request had succeeded. `asked_bytes` is the size
+    of the one allocation that failed; 0 if unknown, as after a dry run, which goes on to the end. `sentence`
+    is the error message.
 
     Raises:
-        UsageError: the trace or the plan has no such device, or more was asked for than would have been held.
+        UsageError: the trace or the plan has no such device, or the request is larger than the moment's
+            bytes.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -46,32 +49,32 @@ class PostMortem(Shown):
             )
 
     def __repr__(self) -> str:
-        """A line: the plan and the trace would be thousands."""
+        """Return one line, without the plan and the trace."""
         return f"<PostMortem: device {self.device} at {self.moment.action}, {self.plan.profile.model}>"
 
     @property
     def traced(self) -> DeviceTrace:
-        """The device that ran out."""
+        """The trace of the device that ran out of memory."""
         return next(one for one in self.trace.devices if one.device == self.device)
 
     @property
     def budget_bytes(self) -> int:
-        """What the device has."""
+        """The budget of the device in bytes."""
         return self.traced.budget_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What was held as the allocation failed; of a dry run, the peak of the action."""
+        """The bytes held when the allocation failed; for a dry run, the peak of the action."""
         return self.moment.total_bytes - self.asked_bytes
 
     @property
     def left_bytes(self) -> int:
-        """What was left of the device."""
+        """The bytes left on the device."""
         return max(0, self.budget_bytes - self.held_bytes)
 
     @property
     def lack_bytes(self) -> int:
-        """What the device had too little; 0 where tensors alone would have fitted."""
+        """The bytes that the device lacked; 0 if tensors alone would have fitted."""
         return max(0, self.moment.total_bytes - self.budget_bytes)
 
     @property
@@ -82,7 +85,7 @@ class PostMortem(Shown):
 
     @property
     def head(self) -> str:
-        """Which device ran out, at which action, for want of what."""
+        """The device, the action, and the lacking memory, in a sentence."""
         asked = f"asked for {format_bytes(self.asked_bytes)} with {format_bytes(self.left_bytes)} left of"
         needed = f"needs {format_bytes(self.moment.total_bytes)} of"
         return (
@@ -92,7 +95,9 @@ class PostMortem(Shown):
 
 
 def of_dry_run(plan: Plan, trace: Trace) -> PostMortem | None:
-    """The post-mortem of a plan that a dry run shows not to fit: of its worst device; None if it fits."""
+    """Return the post-mortem of the worst device if a dry run shows that the plan does not fit; None if it
+    fits.
+    """
     worst = max(trace.devices, key=lambda device: device.lack_bytes)
     if not worst.lack_bytes or worst.peak is None or not plan.stages_of(worst.device):
         return None

@@ -1,9 +1,8 @@
-"""A profile: what every layer of a model costs. Planners and simulator know nothing else of the model.
+"""Profiles: the costs of all layers of a model, all that planners and the simulator know of it.
 
-Equal layers share one `LayerCost`, so that a file holds each kind of layer once. Costs are exact for one microbatch
-size (a `Measurement`); a profile may hold several.
-
-Layers are fine; planners cut between the `Block`s that they form.
+Equal layers share one `LayerCost`, so a file holds each kind of layer once. Costs are exact for one
+microbatch size (a `Measurement`); a profile may hold several. Planners cut between `Block`s of layers. A
+`Fingerprint` ties a profile to its task.
 """
 
 from __future__ import annotations
@@ -25,61 +24,60 @@ from pipefit.tables import Shown
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_flops
 
-# ----------------------------------------------------------------------------------------------------
-# A fingerprint: what the costs of a task depend on, so that a profile or a plan is used for its own task
-# alone.
+# ---- Fingerprint: everything that a task's costs depend on
 #
-# Short texts and digests of the model, its data, its loss and its optimizer. They are equal for the same task
-# in every process and on every machine, whether its tensors are real, fake or on the `meta` device, and for
-# every microbatch size. Weights, the learning rate and random states are no part of it: no cost depends on
-# them. `pipefit.fake_cuda.fingerprint` makes one from a task; `differences` compares two, and says in words what
-# differs.
+# Its texts and digests are equal for the same task in every process and on every machine, whether its tensors
+# are real, fake or on the `meta` device, and for every microbatch size. Weights, the learning rate and random
+# states are excluded, because no cost depends on them. `fake_cuda.fingerprint` makes one from a task.
 
-_NAMED = 3  # layers that are named in an error; more are counted
+_NAMED = 3  # layers named in an error; more are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What the costs of a task depend on. Tuples about layers have one digest for every layer, in the model's order."""
+    """Everything that the costs of a task depend on. Tuples about layers have one digest for every layer, in
+    order.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     layers: tuple[str, ...]  # name, class, settings or traced operations
     parameters: tuple[str, ...]  # names, shapes, dtypes of parameters and buffers, and which of them are trained
-    shared: tuple[str, ...]  # places of every parameter that several layers use, in words
-    inputs: tuple[str, ...]  # every leaf of a batch's inputs, in words; shapes are those of one sample
+    shared: tuple[str, ...]  # the places of every parameter that several layers use, in words
+    inputs: tuple[str, ...]  # every leaf of a batch's inputs, in words, with the shapes of one sample
     targets: tuple[str, ...]
     loss: str  # the operations of the loss
     precision: str
     optimizer: str  # its class
-    options: tuple[str, ...]  # of the optimizer, in words; numbers as zero or not
-    groups: str  # which parameters have options of their own; empty where all are alike
-    lengths: tuple[int, ...] = ()  # of the sequences of whole numbers among a sample's inputs, such as its tokens
+    options: tuple[str, ...]  # of the optimizer, in words; numbers only as zero or nonzero
+    groups: str  # the parameters with separate options; empty if all have the same
+    lengths: tuple[int, ...] = ()  # of the whole-number sequences among a sample's inputs, such as tokens
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits for all of it."""
+        """Sixteen hexadecimal digits of the whole fingerprint."""
         return digest(repr(astuple(self)))
 
 
 def samples(count: int, lengths: Sequence[int]) -> str:
-    """So many samples in words, with the lengths of their sequences, if they have any."""
+    """Format a number of samples, with the lengths of their sequences, if any."""
     return f"{counted(count, 'sample')} of {_length(lengths)}" if lengths else str(count)
 
 
 def digest(text: str, digits: int = 16) -> str:
-    """A short text that is the same for the same `text`, everywhere."""
+    """Return a short hexadecimal digest of `text`, equal on every machine."""
     return sha256(text.encode()).hexdigest()[:digits]
 
 
 def differences(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> list[str]:
-    """What differs between two tasks, as phrases that continue "it was made for ..."; empty if nothing does.
+    """Describe how two tasks differ, as phrases that continue "it was made for ..."; empty if they do not.
 
-    A loss is compared only where all else is equal, because it is run on the shapes of what the model returns.
+    Losses are compared only if everything else is equal, because a loss runs on the shapes that the model
+    returns.
 
     Args:
-        made: of the task that the profile, plan or run was made for.
-        now: of the task that it is to be used for.
+        made: fingerprint of the task that the profile, plan or run was made for.
+        now: fingerprint of the task to use it for.
         names: of the layers of `made`.
     """
     found = [*_layers(made, now, names), *_data(made, now), *_optimizer(made, now)]
@@ -124,19 +122,19 @@ def _optimizer(made: Fingerprint, now: Fingerprint) -> Iterator[str]:
 
 
 def _unlike(names: Sequence[str], made: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Names of the layers, or their numbers where they have none, for which the two differ."""
+    """Return the names, or else numbers, of the layers whose digests differ."""
     unlike = [number for number, (one, other) in enumerate(zip_longest(made, now)) if one != other]
     return [names[number] if number < len(names) else str(number) for number in unlike]
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Format the first few names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"layer{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}"
 
 
 def _length(lengths: Sequence[int]) -> str:
-    """The lengths of a sample's sequences in words."""
+    """Format the lengths of a sample's sequences."""
     return f"length{'s' * (len(lengths) > 1)} {' and '.join(map(str, lengths))}" if lengths else "no length"
 
 
@@ -144,27 +142,26 @@ def _texts(what: str, texts: Sequence[str]) -> str:
     return f"{what} {', '.join(texts) or 'none'}".strip()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Peaks as sums of two numbers for each block, measured by training runs: mCAP's predictor. (mCAP, listing
-# 1.1.)
+# ---- Additive costs: mCAP's predictor, peaks as sums of two numbers for each block (mCAP, listing 1.1)
 #
 #     peak of blocks i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 #
-# mCAP calls a layer what is a block here. Such a prediction ignores a stage's place in the schedule. So it
-# suits GPipe, where all stages hold the same number of microbatches. It is best under recomputation, where a
-# peak is that of the largest block plus all parameters. A number may be negative, because a block may lower
-# the peak of those before it. `pipefit.profiler` measures the numbers; the planners `additive`, `mcap_bf` and
-# `mcap_bo` use them.
+# mCAP's layers are blocks here. The prediction ignores a stage's place in the schedule, so it suits GPipe, in
+# which all stages hold the same number of microbatches. It is best under recomputation, when a peak is that
+# of the largest block plus all parameters. A number may be negative, because a block may lower the peak of
+# the previous ones.
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdditiveCosts:
-    """Two numbers of bytes for every block: its peak alone on a device, and what it adds to the blocks before it.
+    """Two byte counts for every block: its peak alone on a device, and the bytes that it adds to the previous
+    blocks.
 
-    They are valid only for the `training` and the `recompute` setting under which they were measured.
+    `profiler` measures them by training runs; the planners `additive`, `mcap_bf` and `mcap_bo` use them. They
+    are valid only for the `training` and the `recompute` setting of the measurement.
 
     Raises:
-        UsageError: the two do not have the same number of blocks, or none.
+        UsageError: the numbers of blocks differ, or are zero.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -182,7 +179,7 @@ class AdditiveCosts:
             )
 
     def differences(self, training: Training, recompute: str) -> list[str]:
-        """How the settings of these runs differ from `training` and `recompute`, as phrases."""
+        """Describe how the settings of the measurement differ from `training` and `recompute`, as phrases."""
         found = self.training.differences(training)
         if self.recompute != recompute:
             found.append(f"recompute {self.recompute}, not recompute {recompute}")
@@ -193,7 +190,7 @@ class AdditiveCosts:
         return (0, *accumulate(self.mem_added))
 
     def peak(self, start: int, stop: int) -> int:
-        """The estimated peak of blocks `start` to `stop - 1` on one device, in bytes.
+        """Return the estimated peak of blocks `start` to `stop - 1` on one device, in bytes.
 
         Raises:
             UsageError: no such blocks.
@@ -203,18 +200,18 @@ class AdditiveCosts:
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
-        """The estimated peak, whatever the stage's place."""
+        """Return the estimated peak, which does not depend on the stage's place."""
         return self.peak(start, stop)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What share of a model the ranks of a tensor-parallel group divide, and what keeps the rest whole: data and
-# text.
+# ---- Shares of tensor parallelism: the divided part of a model, and the operations that stay whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """An operation that every rank does whole: its layer, operator, parameters, operations, and why."""
+    """An operation that every rank computes whole: its layer, operator, parameter bytes, FLOPs, and the
+    reason.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -225,7 +222,7 @@ class Whole:
     reason: str
 
     def told(self, layers: Sequence[str]) -> str:
-        """In words: this operation of one of `layers`, and those like it of the others."""
+        """Format this operation together with the equal ones of other `layers`."""
         figures = f"{format_bytes(self.parameter_bytes)} of parameters, {format_flops(self.flops)}"
         where, all_of_them = ", ".join(dict.fromkeys(layers)), f"{len(layers)} of these, each "
         return f"  whole: {self.operator} of {where} ({all_of_them if len(layers) > 1 else ''}{figures}): {self.reason}"
@@ -233,9 +230,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Parameters and operations of a model or stage, and those of them that `ranks` divide.
+    """Parameters and operations of a model or stage, and the part that `ranks` divide.
 
-    `whole` has what stays whole, the largest of it, largest first.
+    `whole` lists the largest undivided operations, largest first.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -243,29 +240,29 @@ class Shares:
     ranks: int
     parameter_bytes: int
     divided_bytes: int
-    rank_bytes: int  # what one rank has
+    rank_bytes: int  # of one rank
     flops: int
     divided_flops: int
     whole: tuple[Whole, ...]
 
     @property
     def divides_nothing(self) -> bool:
-        """Whether every rank has all parameters and does all operations."""
+        """True if every rank has all parameters and does all operations."""
         return not self.divided_bytes and not self.divided_flops
 
     @property
     def of_bytes(self) -> float:
-        """The share of the bytes of parameters that is divided."""
+        """The divided share of the parameter bytes."""
         return self.divided_bytes / self.parameter_bytes if self.parameter_bytes else 0.0
 
     @property
     def of_flops(self) -> float:
-        """The share of the operations of products, convolutions and attention that is divided."""
+        """The divided share of the FLOPs of products, convolutions and attention."""
         return self.divided_flops / self.flops if self.flops else 0.0
 
     @property
     def sentence(self) -> str:
-        """What is divided, without a full stop."""
+        """The divided shares, as a sentence without a full stop."""
         return (
             f"{self.ranks} ranks divide {_percent(self.divided_bytes, self.parameter_bytes)} of "
             f"{format_bytes(self.parameter_bytes)} of parameters ({format_bytes(self.rank_bytes)} each) and "
@@ -280,28 +277,30 @@ class Shares:
 
 
 def _percent(part: int, whole: int) -> str:
-    """The part in percent, rounded down, so that `100.0 %` is all of it."""
+    """Format a share in percent, rounded down, so that only the whole is `100.0 %`."""
     return f"{1000 * part // (whole or 1) / 10:.1f} %"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Measurements and profiles
 
 Target = Literal["cpu", "cuda"]
 
-MOST_THREADS = 1024  # of a worker; OpenMP ends a process that asks for more than the system has
+MOST_THREADS = 1024  # of a worker; OpenMP ends a process that requests more than the system has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Shown):
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
-    `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
-    Layers may be divided between `tensor` ranks, by `sequences` along positions too: then costs are those of one rank,
-    `shares` says what the ranks divide, and `forms` is a digest of how, which is equal where ranks agree.
+    `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the
+    microbatch size. Layers may be divided between `tensor` ranks, with `sequences` also along positions: then
+    costs are those of one rank, `shares` says what the ranks divide, and `forms` is a digest of the division,
+    equal if ranks agree.
 
     Raises:
-        UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user of a shared
-            parameter or buffer.
+        UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user
+            of a shared
+        parameter or buffer.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -337,7 +336,7 @@ class Measurement(Shown):
         self._check_parts()
 
     def __repr__(self) -> str:
-        """A line: what all layers cost would be thousands."""
+        """Return one line, without the costs."""
         along = " with sequence parallelism" if self.sequences else ""
         divided = f", each divided between {self.tensor} ranks{along}" if self.tensor > 1 else ""
         return (
@@ -346,7 +345,7 @@ class Measurement(Shown):
         )
 
     def _check_values(self) -> None:
-        """Check that every layer and the loss take at least what the layer before returns."""
+        """Check that every layer and the loss take at least as many values as the previous layer returns."""
         for number, (before, after) in enumerate(pairwise((*self.costs, self.loss))):
             if not before.inputs:
                 raise UsageError(f"layer {number} takes no inputs: each takes at least one")
@@ -358,7 +357,7 @@ class Measurement(Shown):
                 )
 
     def _check_shared(self, tensor: SharedTensor) -> None:
-        """Check that a parameter or buffer is shared by layers that exist, and that planners can add up its sizes."""
+        """Check that the users of a shared parameter or buffer exist, and that planners can add up its sizes."""
         what, users = f"shared {tensor.what} {tensor.name!r}", tensor.users
         if not 0 <= min(users) <= max(users) < len(self.layers):
             raise UsageError(f"{what} names layers {list(users)}; there are {len(self.layers)}")
@@ -369,7 +368,7 @@ class Measurement(Shown):
                 raise UsageError(f"{what} has {nbytes} bytes, which no device has: profile again")
 
     def _check_parts(self) -> None:
-        """Check that every layer has at least what it shares, for that is subtracted where it is there already."""
+        """Check that every layer's cost includes its shared bytes, because sums over layers subtract them."""
         shared = Counter[tuple[int, str]]()
         for tensor in (*self.shared, *self.shared_buffers):
             for layer, what, nbytes in tensor.parts:
@@ -382,28 +381,30 @@ class Measurement(Shown):
 
     @property
     def way(self) -> tuple[int, int, bool]:
-        """What it is of: so many samples, ranks, and whether these divide positions too."""
+        """The samples, the tensor-parallel ranks, and whether these also divide positions."""
         return self.microbatch_size, self.tensor, self.sequences
 
     @property
     def estimated(self) -> bool:
-        """Whether seconds are estimates, because those of some pass were not measured."""
+        """True if seconds are estimates, because a pass was not measured."""
         passes = (work for cost in (*self.kinds, self.loss) for work in (cost.forward, cost.backward, cost.update))
         return any(work.seconds is None for work in passes)
 
     def copy_bytes(self, start: int, stop: int) -> int:
-        """Half-precision copies of the weights of layers `start` to `stop - 1`, on one device."""
+        """Return the bytes of half-precision weight copies of layers `start` to `stop - 1` on one device."""
         again = sum(one.copy_bytes * len(one.copies_again(start, stop)) for one in self.shared)
         return sum(cost.copy_bytes for cost in self.costs[start:stop]) - again
 
     @property
     def loss_dtype(self) -> str:
-        """In which a step keeps the losses of its microbatches: float64 where they are, and float32 otherwise."""
+        """The dtype in which a step keeps its microbatches' losses: float64 if an output of the loss is, else
+        float32.
+        """
         return "float64" if any(value.dtype == "float64" for value in self.loss.outputs) else "float32"
 
     @property
     def loss_bytes(self) -> int:
-        """What a step keeps of each microbatch's loss."""
+        """The bytes that a step keeps of each microbatch's loss."""
         return {"float32": 4, "float64": 8}[self.loss_dtype]
 
     @property
@@ -414,25 +415,27 @@ class Measurement(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a profile holds for: with another device, processor, thread count or torch release, costs may differ.
+    """The environment of a profile: with another device, processor, thread count or torch release, costs may
+    differ.
 
-    For the target `cpu`, `cpu`, `capability` and `processor` say on which processor the kernels were measured.
+    For target `cpu`, `cpu`, `capability` and `processor` identify the processor on which kernels were
+    measured.
 
     Raises:
-        UsageError: no thread.
+        UsageError: the number of threads is not from 1 to `MOST_THREADS`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    target: Target  # whose kernels autograd's choices follow
-    device: str  # fake, or the device the seconds were measured on
+    target: Target  # the kernels that run, and that autograd's choices follow
+    device: str  # fake, or the device of the measured seconds
     precision: Precision  # of most parameters
     optimizer: str
     torch: str
     threads: int
     cpu: str = ""
-    capability: str = ""  # the instructions that torch used, and what the environment said of them
-    processor: str = ""  # a digest of all that the system says about the processor
+    capability: str = ""  # the instruction set that torch used, and the environment's setting of it
+    processor: str = ""  # a digest of the system's description of the processor
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= MOST_THREADS:
@@ -441,7 +444,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """So many consecutive layers that planners keep on one stage, such as attention and MLP of a transformer block.
+    """Consecutive layers that planners keep on one stage, such as attention and MLP of a transformer block.
 
     Raises:
         UsageError: no layer.
@@ -451,7 +454,7 @@ class Block:
 
     name: str
     layers: int
-    undivided: str = ""  # which modules in it could not be made blocks of their own, and why
+    undivided: str = ""  # modules in it that could not become separate blocks, and why
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -460,19 +463,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile(Shown):
-    """A model's layers and what they cost.
+    """The layers of a model and their costs.
 
-    A planner cuts between `blocks`; where there are none given, every layer is a block of its own. `additive` is there
-    if training runs measured it, by block, and `kernels` if the target is `cpu`.
+    Planners cut between `blocks`; without blocks, every layer is one. `additive` is present if training runs
+    measured it, by block, and `kernels` if the target is `cpu`.
 
     Raises:
-        UsageError: no measurement, a layer named twice, or not as many layers everywhere.
+        UsageError: no measurement, a layer named twice, or differing numbers of layers.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     model: str
-    fingerprint: Fingerprint  # what the costs depend on: the model, its data, its loss and its optimizer
+    fingerprint: Fingerprint  # the model, its data, its loss and its optimizer
     layers: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     assumptions: Assumptions
@@ -508,7 +511,7 @@ class ModelProfile(Shown):
             )
 
     def __repr__(self) -> str:
-        """A line: what all layers cost would be thousands."""
+        """Return one line, without the costs."""
         sizes = ", ".join(str(measurement.microbatch_size) for measurement in self.measurements)
         made = self.assumptions
         return (
@@ -518,35 +521,39 @@ class ModelProfile(Shown):
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The layers before which a stage may begin, and the number of layers: block b is edges[b] to edges[b + 1]."""
+        """The layers at which a stage may begin, then the number of layers: block b is edges[b] to edges[b +
+        1].
+        """
         sizes = [block.layers for block in self.blocks] if self.blocks else [1] * len(self.layers)
         return (0, *accumulate(sizes))
 
     @property
     def indivisible(self) -> str:
-        """Why the model is one block, in words; empty where there are several, or no reason is known."""
+        """Why the model is a single block, in words; empty if it has several, or if the reason is unknown."""
         return self.blocks[0].undivided if len(self.blocks) == 1 else ""
 
     @property
     def divides_samples(self) -> bool:
-        """Whether it has slices of some of its microbatches, so that stages may have replicas."""
+        """True if local batches of some microbatch size were profiled too, so that stages may have replicas."""
         sizes = {one.microbatch_size for one in self.measurements}
         return any(size % part == 0 for size in sizes for part in sizes - {size})
 
     @property
     def coupled(self) -> str:
-        """Why replicas, which compute slices, would have other numbers than whole microbatches; empty if they have not,
-        or it is not known. Random draws are left out.
+        """Why replicas would compute other values than whole microbatches give; empty if they would not, or
+        if unknown. Random draws are not considered.
         """
         return self._first(lambda cost: cost.coupled)
 
     @property
     def draws(self) -> str:
-        """What draws random numbers, and replicas each their own; or empty."""
+        """The first layer, or the loss, that draws random numbers, which differ between replicas; or empty."""
         return self._first(lambda cost: "draws random numbers" if cost.draws else "")
 
     def _first(self, told: Callable[[LayerCost], str]) -> str:
-        """What is told of the first layer of which anything is, or of the loss, with its name."""
+        """Return the first layer, or the loss, for which `told` returns a phrase, with this phrase; or an
+        empty text.
+        """
         for measurement in self.measurements:
             reasons = list(map(told, measurement.kinds))
             for layer, kind in enumerate(measurement.layers if any(reasons) else ()):
@@ -558,12 +565,14 @@ class ModelProfile(Shown):
 
     @property
     def part(self) -> str:
-        """What planners distribute, in a word: `block`, or `layer` where every layer is a block of its own."""
+        """The unit that planners distribute: `block`, or `layer` if every layer is a block."""
         return "block" if self.blocks else "layer"
 
     @property
     def parts(self) -> str:
-        """How many parts planners distribute, in words: `14 blocks (158 layers)`, or `14 layers` without blocks."""
+        """The number of parts that planners distribute, in words: `14 blocks (158 layers)`, or `14 layers`
+        without blocks.
+        """
         layers = counted(len(self.layers), "layer")
         return f"{counted(len(self.blocks), 'block')} ({layers})" if self.blocks else layers
 
@@ -573,22 +582,24 @@ class ModelProfile(Shown):
         return tuple(block.name for block in self.blocks) if self.blocks else self.layers
 
     def span(self, start: int, stop: int) -> tuple[str, ...]:
-        """The names of the blocks that layers `start` to `stop - 1` are; of the layers, where these end within one."""
+        """Return the names of the blocks of layers `start` to `stop - 1`; of the layers, if the range cuts a
+        block.
+        """
         edges = self.edges
         first, last = bisect_left(edges, start), bisect_left(edges, stop)
         return self.block_names[first:last] if {start, stop} <= set(edges) else self.layers[start:stop]
 
     def named(self, start: int, stop: int) -> str:
-        """Layers `start` to `stop - 1` in words: `blocks h.0 to h.3`, or `layer fc` where they are no whole blocks."""
+        """Format layers `start` to `stop - 1`: `blocks h.0 to h.3`, or `layer fc` if the range cuts a block."""
         names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
         return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
     def at(self, microbatch_size: int, tensor: int = 1, *, sequences: bool = False) -> Measurement:
-        """The measurement at `microbatch_size` samples, of layers that are divided between `tensor` ranks; by
-        `sequences` along positions too.
+        """Return the measurement at `microbatch_size` samples for `tensor` ranks, with `sequences` divided
+        along positions too.
 
         Raises:
-            UsageError: this size or number of ranks was not profiled; says which were.
+            UsageError: this size or number of ranks was not profiled; names the profiled ones.
         """
         for measurement in self.measurements:
             if measurement.way == (microbatch_size, tensor, sequences):
@@ -613,6 +624,6 @@ class ModelProfile(Shown):
 
 
 def _between(tensor: Collection[int]) -> str:
-    """In words, how layers are divided at these degrees: `whole layers and layers divided between 2 and 4 ranks`."""
+    """Format degrees of tensor parallelism: `whole layers and layers divided between 2 and 4 ranks`."""
     ranks = " and ".join(str(degree) for degree in sorted(tensor) if degree > 1)
     return " and ".join(["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks))

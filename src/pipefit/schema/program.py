@@ -1,12 +1,13 @@
-"""The program: for every device, the ordered list of all it does in one step. Simulator, dry run and runtime follow it.
+"""The program: for every device, the ordered list of its actions in one step.
 
     device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 0STEP
     device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1STEP
 
-`pipefit.schema.actions` explains the words. A program may be the body of an endless schedule, and then join actions
-that the body before it has started: these are `carried_in`. Those that it leaves to the next body to join are
-`carried_out`. Microbatches are then counted from the first one of this body, and earlier ones have negative numbers.
-The program that fills the pipeline carries nothing in, the one that drains it nothing out.
+The simulator, the dry run and the runtime follow it. `schema.actions` explains the words. A program may be
+the body of an asynchronous schedule. It then joins actions that the previous body started (`carried_in`) and
+leaves actions for the next body to join (`carried_out`). Microbatches are counted from the first one of this
+body; earlier ones have negative numbers. The program that fills the pipeline carries nothing in; the program
+that drains it carries nothing out.
 """
 
 from __future__ import annotations
@@ -38,14 +39,12 @@ from pipefit.schema.devices import Member, Place, Share
 from pipefit.tables import Shown
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# The check that a program ends under NCCL's rules for messages, and that every receive gets its own message.
+# ---- Message order: a program ends under NCCL's rules, and every receive gets its own message
 #
-# NCCL ignores tags. The operations of two devices on one communicator are paired first in, first out: the
-# next one that either device has started is paired with the next one of the other. Two paired sends never
-# complete, nor does anything after them; a send that is paired with the receive of another message delivers
-# the wrong data. Therefore each direction of a boundary between two devices is a `Channel` with a
-# communicator of its own, and the rules are:
+# NCCL ignores tags. It pairs the operations of two devices on one communicator first in, first out. Two
+# paired sends never complete, nor does any later operation; a send that is paired with the receive of another
+# message delivers the wrong data. Therefore each direction of a boundary between two devices is a `Channel`
+# with a separate communicator:
 #
 #     start of a message      takes the next place in the queue of its channel; it is complete when the other end has
 #                             started the operation at the same place
@@ -54,19 +53,15 @@ from pipefit.texts import counted
 #     join                    holds the device until the start is complete: on the CPU it blocks the process, on a GPU
 #                             it blocks every later computation and message of that device
 #
-# Every `Program` is checked when it is made, and the transport chooses its process groups by the same
-# `channel`. So no program that would hang can be launched. Tests on gloo, which by itself pairs messages by
-# tags, use NCCL's order too.
-#
-# The check is one pass: a device advances until a join holds it, and the start that completes an operation
-# releases the devices that wait for it. Linear in the number of actions, about half a microsecond for each.
-# (PyTorch issue 132852 on tags, pull request 186173 on a communicator for each direction.)
+# Every `Program` is checked at construction, and the transport chooses its process groups by the same
+# `channel`, so a program that would hang is never launched. (PyTorch issue 132852 on tags, pull request
+# 186173 on a communicator for each direction.)
 
 _ORDERED = MESSAGES | COLLECTIVE
 
 
 class Channel(NamedTuple):
-    """All messages from stage `sender` to stage `receiver` between two of their devices: first in, first out."""
+    """The ordered messages from stage `sender` to stage `receiver` between devices `source` and `target`."""
 
     sender: int
     receiver: int
@@ -78,7 +73,9 @@ ChannelOf = Callable[[int, Action, Placement], Hashable | None]
 
 
 def channel(device: int, action: Action, placement: Placement) -> Channel | None:
-    """The channel of a send or receive on `device`; None between two stages of it, which need no communicator."""
+    """Return the channel of a send or receive on `device`; None if both stages are on this device, which
+    needs no communicator.
+    """
     message = message_of(device, action, placement)
     sender = action.stage if action.kind in SENDS else action.neighbour
     source, target = message.source, message.target
@@ -86,7 +83,9 @@ def channel(device: int, action: Action, placement: Placement) -> Channel | None
 
 
 def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
-    """All channels that these actions use, in the order in which every worker makes their communicators."""
+    """Return all channels that the actions use, in the order in which every worker creates their
+    communicators.
+    """
     found = {
         channel(device, action, placement)
         for device, own in enumerate(actions)
@@ -99,17 +98,21 @@ def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
 def check_order(
     actions: Actions, placement: Placement, *, carried_in: Actions = (), channel_of: ChannelOf = channel
 ) -> None:
-    """Follow the actions of all devices by these rules to their end.
+    """Check that the program ends and delivers every message, by following the actions of all devices.
+
+    Takes one pass, linear in the number of actions: a device advances until a join holds it, and the start
+    that completes an operation releases the devices that wait for it.
 
     Args:
         actions: of every device; every start has its join, and every message both ends.
         placement: the devices of every stage.
-        carried_in: for every device, if any: the starts of the body before that it joins.
-        channel_of: the communicator of a message; another function checks another arrangement.
+        carried_in: for every device, if any: starts of the previous body that this one joins.
+        channel_of: returns the communicator of a message; pass another function to check another arrangement.
 
     Raises:
-        UsageError: the program would hang, or a receive would get the data of another message; says which devices
-            wait at which actions, and what to change.
+        UsageError: the program would hang, or a receive would get the data of another message; says which
+            devices wait at
+        which actions, and what to change.
     """
     _Follower(actions, placement, carried_in, channel_of).to_the_end()
 
@@ -117,7 +120,7 @@ def check_order(
 # -------------------------------------------------------------------- queues
 
 
-_Participant = tuple[int, int]  # a device and one of its stages, in a collective or at an end of a queue
+_Participant = tuple[int, int]  # a device and one of its stages: a member of a collective, or an end of a queue
 
 
 class _End(NamedTuple):
@@ -125,24 +128,24 @@ class _End(NamedTuple):
 
     queue: _Queue
     member: _Participant  # distinguishes the ends of the queue
-    operation: Hashable  # the same at all ends that may be paired
-    sends: bool | None  # None in a collective
+    operation: Hashable  # equal for all ends that may be paired
+    sends: bool | None  # None for a collective
 
 
 @dataclass(slots=True)
 class _Queue:
-    """The operations of one communicator, in their order."""
+    """The ordered operations of one communicator."""
 
-    size: int  # how many ends an operation has
-    first: list[Action] = field(default_factory=list)  # by place, the first start
-    ends: list[_End] = field(default_factory=list)  # by place, the end of that start
-    started: list[int] = field(default_factory=list)  # by place, how many ends have started
-    places: dict[_Participant, int] = field(default_factory=dict)  # by member, the place of its next start
+    size: int  # number of ends of an operation
+    first: list[Action] = field(default_factory=list)  # the first start at each place
+    ends: list[_End] = field(default_factory=list)  # the end that made that start
+    started: list[int] = field(default_factory=list)  # number of ends that have started, by place
+    places: dict[_Participant, int] = field(default_factory=dict)  # the place of each member's next start
     done: int = 0  # number of complete places
     waiting: list[int] = field(default_factory=list)  # devices that wait for this queue
 
     def start(self, end: _End, action: Action) -> int:
-        """The place that this start takes."""
+        """Add a start to the queue and return its place."""
         place = self.places.get(end.member, 0)
         self.places[end.member] = place + 1
         if place == len(self.first):
@@ -160,7 +163,7 @@ def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> N
     """Check that two starts at one place belong to the same operation.
 
     Raises:
-        UsageError: they do not: they would hang, or mix their data.
+        UsageError: they belong to different operations: they would hang, or mix their data.
     """
     if one_end.operation == other_end.operation and _content(one) == _content(other):
         return
@@ -171,7 +174,7 @@ def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> N
 
 
 def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
-    """What distinguishes the operations of one queue."""
+    """Return the microbatch and rows, which distinguish the operations of one queue."""
     return action.microbatch, action.part
 
 
@@ -201,7 +204,7 @@ def _mixed(first: Action, second: Action) -> str:
 
 
 class _Follower:
-    """Follows all devices of a program to their ends, or until each waits for another."""
+    """Follows all devices of a program to their ends, or until they wait for each other."""
 
     def __init__(self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf) -> None:
         self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
@@ -212,10 +215,10 @@ class _Follower:
         self._free = list(range(len(actions)))
 
     def to_the_end(self) -> None:
-        """Let every device advance as far as it can.
+        """Advance every device as far as possible.
 
         Raises:
-            UsageError: some device does not reach its end.
+            UsageError: a device does not reach its end.
         """
         open_starts = self._carried_in() if self._carried else [{} for _ in self._free]
         devices = [self._device(device, starts) for device, starts in enumerate(open_starts)]
@@ -225,7 +228,9 @@ class _Follower:
             raise UsageError(self._hangs())
 
     def _carried_in(self) -> list[_Starts]:
-        """What the body before has started: complete if all ends have started it, else at its place in its queue."""
+        """Return the open starts of every device from the previous body: complete (place -1) if no other end
+        starts in this body, else with their place in the queue.
+        """
         starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
         here = {self._operation(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
         found: list[_Starts] = []
@@ -239,11 +244,11 @@ class _Follower:
         return found
 
     def _operation(self, device: int, action: Action) -> Hashable:
-        """What is the same at all starts of one operation."""
+        """Return the key that all starts of one operation share."""
         return self._end(device, action).operation, _content(action)
 
     def _device(self, device: int, open_starts: _Starts) -> Iterator[None]:
-        """Follow one device through its actions; yields when a join holds it."""
+        """Follow one device through its actions; yield whenever a join holds it."""
         ends = self._ends
         for action in self._actions[device]:
             if action.kind not in _ORDERED:
@@ -266,7 +271,7 @@ class _Follower:
                     queue.waiting.clear()
 
     def _end(self, device: int, action: Action) -> _End:
-        """The end of a queue at which `action` starts. Messages inside a device have a queue for each microbatch."""
+        """Return the queue end at which `action` starts. Every message inside a device has a separate queue."""
         member = device, action.stage
         if action.kind in COLLECTIVE:
             operation: Hashable = collective(action)
@@ -290,7 +295,7 @@ class _Follower:
     # ---------------------------------------------------------------- a program that would hang
 
     def _hangs(self) -> str:
-        """The devices that wait for each other, found by going from one that waits to the one it waits for."""
+        """Describe the devices that wait for each other, following each to the device that it waits for."""
         way: dict[int, tuple[int, Action]] = {}  # device -> the other device, and its start that is missing
         device = min(self._held)
         while device in self._held and device not in way:
@@ -306,7 +311,7 @@ class _Follower:
         return f"the program would hang: {stand}. {self._remedy([way[one] for one in circle])}"
 
     def _needed(self, device: int) -> tuple[int, Action]:
-        """The other device for which `device` waits, and its missing start."""
+        """Return the device that `device` waits for, and its missing start."""
         _, queue = self._held[device]
         end, first = queue.ends[queue.done], queue.first[queue.done]
         if end.sends is None:
@@ -325,18 +330,18 @@ class _Follower:
         return f"To end, {', or '.join(orders)}"
 
 
-_Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # the open starts of a device: their queues and places
+_Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # open starts of a device, each with its queue and place
 
 
 def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
-    """Whose starts are counted: a device's, on the communicator of these devices; or a stage's, where a device takes
-    part with several.
+    """Return the participant whose starts are counted: the device, or, if a device takes part with several
+    stages, the stage.
     """
     return member if len({device for device, _ in members}) < len(members) else (member[0], -1)
 
 
 def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
-    """The members of every collective: those that start it; an agreement has one on every device."""
+    """Return the members that start each collective; an agreement has one member on every device."""
     found: dict[Hashable, dict[_Participant, None]] = {}
     for device, own in enumerate(actions):
         for action in own:
@@ -357,18 +362,18 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncheckedProgram(Shown):
-    """What every device does in one step, or some of them. `placement[stage]` are the devices that hold the stage."""
+    """The actions of all or some devices in one step. `placement[stage]` are the devices that hold the stage."""
 
     placement: Placement
     microbatches: int
-    actions: Actions  # per device of the cluster, empty for unused devices
+    actions: Actions  # by device of the cluster; empty for unused devices
     bundles: tuple[tuple[Subject, ...], ...] = ()
-    carried_in: Actions = ()  # per device, where there are any: starts of the body before that this one joins
-    carried_out: Actions = ()  # starts of this one that the next body joins
+    carried_in: Actions = ()  # by device, or empty: starts of the previous body that this one joins
+    carried_out: Actions = ()  # by device, or empty: starts of this body that the next one joins
 
     @property
     def endless(self) -> bool:
-        """Whether this is a part of an endless schedule: microbatches may be in flight before and after it."""
+        """True if this is part of an asynchronous schedule: microbatches may be in flight before and after it."""
         return bool(self.carried_in or self.carried_out)
 
     @property
@@ -377,10 +382,10 @@ class UncheckedProgram(Shown):
         return len(self.placement)
 
     def moved(self, action: Action) -> tuple[Subject, ...]:
-        """The subjects that an OFFLOAD or RELOAD moves.
+        """Return the subjects that an OFFLOAD or RELOAD moves.
 
         Raises:
-            UsageError: it names none, or a bundle that the program does not have.
+            UsageError: the action names no subject, or a bundle that the program does not have.
         """
         subject = action.subject
         if isinstance(subject, Subject):
@@ -392,7 +397,7 @@ class UncheckedProgram(Shown):
         return self.bundles[subject.number]
 
     def __repr__(self) -> str:
-        """A line: all actions would be thousands."""
+        """Return a one-line summary instead of thousands of actions."""
         actions = sum(map(len, self.actions))
         return (
             f"<{type(self).__name__}: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
@@ -409,12 +414,13 @@ class UncheckedProgram(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program(UncheckedProgram):
-    """A program of all devices, that can be carried out.
+    """A checked program of all devices.
 
     Raises:
-        UsageError: a stage without a device, an action on the wrong one, starts carried over on other devices than
-            there are, a WAIT before its start, a start or a message without its partner, or an order of messages in
-            which devices would wait for each other without end (`message_order`).
+        UsageError: a stage has no device, an action is on the wrong device, carried starts do not match the
+            devices, a WAIT
+        precedes its start, a start or a message has no partner, or the message order would hang
+            (`check_order`).
     """
 
     def __post_init__(self) -> None:
@@ -436,9 +442,9 @@ class Program(UncheckedProgram):
 
 
 def parse_program(text: str, *, placement: Placement, microbatches: int) -> Program:
-    """The program that `str(program)` wrote: a line of actions for each device, then bundles and carried starts.
+    """Parse the text form of a program: a line of actions for each device, then bundles and carried starts.
 
-    A message that names the only device at its other end is the same as one that names none.
+    A message may name the other end even if only one device is possible.
     """
     found: dict[str, list[tuple[str, ...]]] = {"device": [], "bundle": [], "carried in": [], "carried out": []}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -472,7 +478,7 @@ def _subject(word: str) -> Subject:
 
 
 def _normal(action: Action, placement: Placement) -> Action:
-    """A message without the name of its other end, if only one is possible."""
+    """Drop the name of a message's other end if only one device is possible."""
     if action.kind in MESSAGES and action.place is not None and 0 <= action.neighbour < len(placement):
         there = placement[action.neighbour]
         if len(there) == 1 and action.place == Place([Share(Member.device(there[0]), 1)]):
@@ -483,12 +489,14 @@ def _normal(action: Action, placement: Placement) -> Action:
 # -------------------------------------------------------------------- checks
 
 
-_Which = tuple[int | None, tuple[int, int] | None]  # of the messages between two stages: its microbatch and rows
-_Start = tuple[object, ...]  # an action without the last field, which is whether it is a WAIT
+_Which = tuple[int | None, tuple[int, int] | None]  # key within the messages between two stages: microbatch and rows
+_Start = tuple[object, ...]  # an action without its last field, `wait`
 
 
 def _check_device(device: int, actions: Iterable[Action], program: Program) -> None:
-    """Check that actions are of the device's stages, and that each start is joined once, here or in the next body."""
+    """Check that the actions belong to the device's stages, and that each start is joined once, here or in
+    the next body.
+    """
     stages = {stage for stage, devices in enumerate(program.placement) if device in devices}
     open_starts = _carried_starts(program.carried_in, device)
     for action in actions:
@@ -514,7 +522,7 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
 
 
 def _carried_starts(carried: Actions, device: int) -> dict[_Start, Action]:
-    """What a device carries in or out, if anything."""
+    """Return the starts that a device carries in or out, by their key."""
     return {start[:-1]: start for start in carried[device]} if carried else {}
 
 
@@ -523,7 +531,7 @@ def _other_half(action: Action) -> Action:
 
 
 def _check_split(device: int, action: Action, open_starts: dict[_Start, Action]) -> None:
-    """Check that a split backward has both parts: first the gradients of the inputs, then those of the weights."""
+    """Check that a split backward has both parts: first the input gradients, then the weight gradients."""
     first = action._replace(kind=Kind.INPUT_GRADIENTS)
     if action.kind is Kind.INPUT_GRADIENTS:
         if first[:-1] in open_starts:
@@ -536,8 +544,9 @@ def _check_split(device: int, action: Action, open_starts: dict[_Start, Action])
 def _check_messages(program: Program) -> None:
     """Check that every send has its receive.
 
-    In a body that repeats, the partner may be in the body before or after: numbers are compared modulo the microbatches
-    of a body. Of other parts of an endless schedule, what is carried in or out may have its partner elsewhere.
+    In a repeating body, the partner may be in the previous or next body, so microbatches are compared modulo
+    those of a body. In other parts of an asynchronous schedule, carried messages may have their partner in
+    another part.
     """
     repeats = program.endless and _repeats(program)
     placement, streams = program.placement, dict[Message, dict[_Which, tuple[int, Action]]]()
@@ -561,7 +570,7 @@ def _check_messages(program: Program) -> None:
 
 
 def _partner(action: Action, message: Message, placement: Placement) -> Action:
-    """The other end of a message, as it is written on its device."""
+    """Return the other end of a message, as written on its device."""
     partner = message_partner(action)
     if len(placement[action.stage]) == 1:
         return partner
@@ -570,14 +579,16 @@ def _partner(action: Action, message: Message, placement: Placement) -> Action:
 
 
 def _repeats(program: Program) -> bool:
-    """Whether the program can follow itself: what it carries out is what it carries in, one body later."""
+    """Return whether the program can follow itself: its carried-out starts are its carried-in starts, one
+    body later.
+    """
     return tuple(map(set, program.carried_in)) == tuple(
         {shifted(start, -program.microbatches) for start in starts} for starts in program.carried_out
     )
 
 
 def _carried(program: Program) -> set[Message]:
-    """The messages of which an end started in the program before, or is joined in the one behind."""
+    """Return the messages with an end that the previous program started or that the next program joins."""
     return {
         message_of(device, action, program.placement)
         for starts in (program.carried_in, program.carried_out)
@@ -591,14 +602,14 @@ def _carried(program: Program) -> set[Message]:
 
 
 def shifted(action: Action, by: int) -> Action:
-    """The action with its microbatch counted from one that comes `by` earlier."""
+    """Return the action with its microbatch number increased by `by`."""
     if not by or action.microbatch is None:
         return action
     return Action(action.kind, action.stage, action.microbatch + by, *action[3:])
 
 
 def in_a_row(programs: Iterable[UncheckedProgram], device: int) -> tuple[Action, ...]:
-    """The actions of a device in these parts of an endless schedule, one after the other."""
+    """Return the concatenated actions of a device in these parts of an asynchronous schedule."""
     found, entered = list[Action](), 0
     for program in programs:
         found += (shifted(action, entered) for action in program.actions[device])
@@ -607,7 +618,7 @@ def in_a_row(programs: Iterable[UncheckedProgram], device: int) -> tuple[Action,
 
 
 def joined(programs: Sequence[Program]) -> Program:
-    """These parts of an endless schedule, one after the other, as one program."""
+    """Concatenate these parts of an asynchronous schedule to one program."""
     entered = sum(program.microbatches for program in programs)
     left = entered - programs[-1].microbatches
     return Program(

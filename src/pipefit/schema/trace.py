@@ -1,7 +1,7 @@
-"""What happened on every device: timed actions by stream, and memory over time by category.
+"""Traces: timed actions by stream, and memory over time by category, for every device.
 
-The simulator, the dry run and the runtime all return a `Trace`, so that predictions and measurements can be compared.
-The dry run has no clock: its times are positions in the program (`Trace.has_clock`).
+The simulator, the dry run and the runtime all return a `Trace`, so predictions and measurements can be
+compared. The dry run has no clock: its times are positions in the program (`Trace.has_clock`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipefit.texts import counted, shortened
 from pipefit.units import MIB, format_bytes
 
 Source = Literal["simulated", "dry run", "measured"]
-MOST_STEPS = 1000  # of a prediction, of which all actions and samples are kept
-LONGEST_SECONDS = 1e100  # sums and differences of such times are finite, however many there are
+MOST_STEPS = 1000  # of a prediction, which keeps all their actions and samples
+LONGEST_SECONDS = 1e100  # keeps sums and differences of times finite
 
 
 class Stream(StrEnum):
-    """The part of a device that is busy; it can compute, communicate and copy at the same time."""
+    """A part of a device that can be busy; a device can compute, communicate and copy at the same time."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -31,10 +31,10 @@ class Stream(StrEnum):
 
 
 class Category(StrEnum):
-    """What bytes are used for.
+    """The use of bytes.
 
-    `parameters` includes buffers such as batch-norm statistics; `workspace` is memory that a kernel allocates for
-    itself and frees before it returns.
+    `parameters` includes buffers such as batch-norm statistics; `workspace` is memory that a kernel allocates
+    for itself and frees before it returns.
     """
 
     PARAMETERS = "parameters"
@@ -53,7 +53,7 @@ CATEGORIES = tuple(Category)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An action on a stream of a device, in seconds since the first step began."""
+    """An action on a stream of a device, in seconds since the start of the first step."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -88,17 +88,17 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorPeaks:
-    """What a GPU's caching allocator holds at most, and what its process takes besides: numbers that are never mixed.
+    """Peaks of a GPU's caching allocator, and the memory of its process outside of the allocator.
 
-    `requested_bytes` are those of tensors, the peak that all traces tell; `allocated_bytes` those of the blocks that
-    hold them; `reserved_bytes` those of the segments that the allocator has from the driver. The last two include
-    `workspaces` of `workspace_bytes` each, in which cuBLAS computes. Outside of the allocator are the CUDA context and
-    NCCL's communicators.
+    `requested_bytes` is the peak of tensors, as in all traces; `allocated_bytes` that of the blocks that hold
+    them; `reserved_bytes` that of the segments that the allocator has from the driver. The last two include
+    `workspaces` of `workspace_bytes` each, in which cuBLAS computes. Outside of the allocator are the CUDA
+    context and NCCL's communicators.
 
-    `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` is how often cached memory had to be given back because
-    the device had no more. If the memory does not suffice (`fits`), the figures are those of a device with enough.
-    Where a GPU's own allocator was read, its settings are as they were written, and what is outside of it, and how many
-    workspaces there are, is not known: zeros.
+    `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` counts how often cached memory was returned to
+    the driver because the device had no more. If the memory does not suffice (`fits`), the figures are those
+    of a device with enough. For a real GPU's allocator, `settings` are as the user wrote them, and the number
+    of workspaces and the memory outside of the allocator are unknown: zeros.
 
     Raises:
         UsageError: a negative count or size.
@@ -125,12 +125,12 @@ class AllocatorPeaks:
 
     @property
     def outside_bytes(self) -> int:
-        """What the context and all communicators take."""
+        """The bytes of the context and all communicators."""
         return self.context_bytes + self.communicators * self.communicator_bytes
 
     @property
     def process_bytes(self) -> int:
-        """What the process takes of the device."""
+        """The bytes that the process takes of the device."""
         return self.reserved_bytes + self.outside_bytes
 
     def __str__(self) -> str:
@@ -146,8 +146,8 @@ class AllocatorPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
-    """One device's events and memory. `budget_bytes` are all that it has; `allocator` is there if one was simulated,
-    or measured on a GPU.
+    """Events and memory of one device. `budget_bytes` is its whole budget; `allocator` is present if one was
+    simulated, or measured on a GPU.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -160,7 +160,7 @@ class DeviceTrace:
 
     @property
     def peak(self) -> MemorySample | None:
-        """The first of the samples with the most bytes; None without samples."""
+        """The first sample with the most bytes; None without samples."""
         return max(self.memory, key=lambda sample: sample.total_bytes, default=None)
 
     @property
@@ -170,10 +170,11 @@ class DeviceTrace:
 
     @property
     def lack_bytes(self) -> int:
-        """How many bytes too few the device has: for its process, where an allocator was simulated, or for its tensors.
+        """The bytes that the device lacks: for its process if an allocator was simulated, else for its
+        tensors.
 
-        0 where all fits. It is at least 1 where `per_process_memory_fraction` leaves the allocator less than the device
-        has.
+        0 if everything fits. At least 1 if `per_process_memory_fraction` gives the allocator less than the
+        device has, and this does not suffice.
         """
         if self.allocator is None:
             return max(0, self.peak_bytes - self.budget_bytes)
@@ -182,7 +183,7 @@ class DeviceTrace:
 
     @property
     def shortage(self) -> str:
-        """What a device that lacks memory would need, and by how much that is more than it has."""
+        """The memory that a device needs and its excess over the budget, in words."""
         of = format_bytes(self.budget_bytes)
         if self.allocator is None:
             at = self.peak.action if self.peak else "-"
@@ -195,7 +196,9 @@ class DeviceTrace:
 
     @property
     def remedy(self) -> str:
-        """What to do about a lack of memory: plan with a larger reserve, if that leaves anything, or smaller stages."""
+        """Advice about a lack of memory: plan with a larger reserve, if that leaves memory, or with smaller
+        stages.
+        """
         others = self.allocator.process_bytes - self.allocator.requested_bytes if self.allocator else 0
         reserve = -(-others // MIB)
         if not 0 < reserve * MIB < self.budget_bytes:
@@ -203,7 +206,7 @@ class DeviceTrace:
         return f"plan with --reserve {reserve}MiB, which leaves as much to all that is no tensor"
 
     def step_peak_bytes(self, step: int) -> int:
-        """The most bytes allocated during one step."""
+        """Return the most bytes allocated during one step."""
         return max((sample.total_bytes for sample in self.memory if sample.step == step), default=0)
 
 
@@ -211,12 +214,13 @@ class DeviceTrace:
 class Trace(Shown):
     """All devices over their steps. The first step differs from later ones: it creates the optimizer state.
 
-    `estimated` says that times come of estimates: those of a simulation of a profile without measured seconds. Events
-    and samples may be numbered beyond the last step: those of an evaluation, or of a step that failed.
+    `estimated` marks times that derive from estimates: those of a simulation without measured seconds. Events
+    and samples may have numbers beyond the last step: those of an evaluation, or of a step that failed.
 
     Raises:
-        UsageError: steps without their seconds, a device told twice, or a number that cannot be: a negative count or
-            size, an end before its start, a time that is no time.
+        UsageError: steps without seconds, a duplicate device, or an impossible number: a negative count or
+            size, an end
+        before its start, or a time out of range.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -239,7 +243,7 @@ class Trace(Shown):
             raise UsageError(wrong)
 
     def __repr__(self) -> str:
-        """A line: events and samples would be thousands."""
+        """Return one line, without events and samples."""
         highest = max(self.peak_bytes, default=0)
         return (
             f"<Trace: {self.source}, {counted(self.steps, 'step')} on {counted(len(self.devices), 'device')}, at most "
@@ -253,7 +257,7 @@ class Trace(Shown):
 
     @property
     def has_clock(self) -> bool:
-        """Whether times are seconds: those of a dry run are positions in the program."""
+        """True if times are seconds; those of a dry run are positions in the program."""
         return self.source != "dry run"
 
     @property
@@ -262,7 +266,7 @@ class Trace(Shown):
         return tuple(device.peak_bytes for device in self.devices)
 
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the last step that every device spent computing."""
+        """Return the share of the last step that every device spent computing."""
         last, seconds = self.steps - 1, self.step_seconds[-1]
         busy = [
             sum(e.end_seconds - e.start_seconds for e in d.events if e.step == last and e.stream is Stream.COMPUTE)
@@ -272,7 +276,7 @@ class Trace(Shown):
 
 
 def _wrong(device: DeviceTrace) -> Iterator[str]:
-    """What is told of a device and cannot be, in sentences."""
+    """Yield the impossible figures of a device, in sentences."""
     if device.budget_bytes < 0:
         yield f"device {device.device} has {device.budget_bytes} bytes: a budget is zero or more"
     for event in device.events:
@@ -293,5 +297,5 @@ def _wrong(device: DeviceTrace) -> Iterator[str]:
 
 
 def _some(numbers: Sequence[float]) -> str:
-    """The first ten of these numbers."""
+    """Format the first ten of these numbers."""
     return f"{', '.join(map(str, numbers[:10]))}{', ...' if len(numbers) > 10 else ''}"

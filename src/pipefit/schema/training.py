@@ -1,4 +1,4 @@
-"""How the model is trained: the batch, its microbatches, the schedule and the precision."""
+"""The training: the batch, its microbatches, the schedule and the precision."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipefit.errors import UsageError
 from pipefit.schema.validation import check_types
 from pipefit.texts import counted, shortened
 
-ENDLESS = ("pipedream", "pipedream-2bw")  # schedules that leave microbatches in flight from step to step
-MOST_SAMPLES = 1 << 32  # of a batch; its divisors are looked for up to the root of it
-MOST_MICROBATCHES = 1 << 16  # a program lists the actions of each; with so many that takes seconds
+ENDLESS = ("pipedream", "pipedream-2bw")  # schedules that leave microbatches in flight between steps
+MOST_SAMPLES = 1 << 32  # of a batch; its divisors are searched up to its square root
+MOST_MICROBATCHES = 1 << 16  # a program lists the actions of each; this many takes seconds
 
 Versions = Literal["weights", "everything"]
 Precision = Literal[
@@ -25,18 +25,19 @@ Precision = Literal[
 class Training:
     """One optimizer step: `batch_size` samples in `microbatches` equal parts, under `schedule`.
 
-    `schedule` names an entry of `pipefit.lowering.SCHEDULES`, or of `ENDLESS` there; under `pipedream` every microbatch
-    of a step has an update of its own. `precision` is the dtype of the layers; the mixed ones
-    keep float32 parameters and compute under `torch.autocast`; the master ones have half-precision parameters and
+    `schedule` is one of `lowering.SCHEDULES`, or an asynchronous one of `ENDLESS`; under `pipedream` every
+    microbatch has a separate update. `precision` is the dtype of the layers; the mixed ones keep float32
+    parameters and compute under `torch.autocast`; the master ones have half-precision parameters and
     gradients, and an optimizer that works on float32 copies. mixed-float16 and master-float16 scale the loss.
-    `versions` says what a version of the weights holds under an endless schedule: the weights alone, or room for
-    gradients and optimizer state too, as PipeDream's own implementation took for each microbatch in flight.
-    `clip_norm` is the norm to which all gradients together are clipped. What is recomputed or moved away is not part of
-    a training: a planner decides it, and the plan says it (`pipefit.schema.decisions.Decision`).
+    `versions` says what a weight version holds under an asynchronous schedule: the weights alone, or room for
+    gradients and optimizer state too, as PipeDream's own implementation keeps for each microbatch in flight.
+    `clip_norm` limits the norm of all gradients together. Recomputation and offloading are not part of a
+    training: they are decisions of a plan (`schema.decisions.Decision`).
 
     Raises:
-        UsageError: a number that is not positive, a batch that does not divide into its microbatches, too many
-            samples or microbatches, or what needs all stages to stand still under a schedule without end.
+        UsageError: a number that is not positive, a batch that does not divide into its microbatches, too
+            many samples or
+        microbatches, or a setting that synchronizes all stages under an asynchronous schedule.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -103,7 +104,9 @@ class Training:
 
     @property
     def endless(self) -> bool:
-        """Whether steps leave microbatches in flight, so that stages are updated at different times."""
+        """True if the schedule is asynchronous: microbatches stay in flight between steps, so stages update
+        at different times.
+        """
         return self.schedule in ENDLESS
 
     @property
@@ -113,12 +116,12 @@ class Training:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, because gradients are float16."""
+        """True if the loss is scaled, because gradients are float16."""
         return self.precision in ("mixed-float16", "master-float16")
 
     @property
     def agrees(self) -> bool:
-        """Whether the stages must agree before an update: on the norm of all gradients, or on an overflow."""
+        """True if the stages must agree before an update: on the norm of all gradients, or on an overflow."""
         return self.clip_norm is not None or self.scales_loss
 
     @property
@@ -128,7 +131,7 @@ class Training:
 
     @property
     def phrases(self) -> tuple[str, ...]:
-        """The settings that a stage's memory depends on, as phrases in which two trainings can be compared."""
+        """The settings that a stage's memory depends on, as phrases for the comparison of trainings."""
         return (
             self.schedule if self.versions == "weights" else f"{self.schedule} with versions of {self.versions}",
             f"{counted(self.microbatches, 'microbatch')} of {self.microbatch_size}",
@@ -137,5 +140,5 @@ class Training:
         )
 
     def differences(self, other: Training) -> list[str]:
-        """How this training differs from `other`, as phrases such as "gpipe, not 1f1b"."""
+        """Describe how this training differs from `other`, as phrases such as "gpipe, not 1f1b"."""
         return [f"{one}, not {two}" for one, two in zip(self.phrases, other.phrases, strict=True) if one != two]

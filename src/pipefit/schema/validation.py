@@ -1,10 +1,10 @@
-"""Outside data to checked types: what is wrong becomes one sentence that names it and its place.
+"""Checks that turn outside data into checked types; an error is one sentence that names the mistake and its
+place.
 
-Types are the frozen dataclasses themselves. Values are taken strictly: `"3"` is not 3 and `true` is not 1. Documents
-are read in pieces (`pipefit.schema.json_text`), so that a hostile file costs no more memory than a valid one of its
-size and the first mistake ends the reading. What people construct in Python is checked where it is born:
-`check_types(self)` in a dataclass's `__post_init__` costs about a microsecond and imports nothing; `whole` and `number`
-check arguments.
+The types are the frozen dataclasses. Values are strict: `"3"` is not 3 and `true` is not 1. Documents are
+read in pieces (`schema.json_text`), so a malicious file costs no more memory than a valid one of its size.
+Python values are checked at construction: `check_types(self)` in `__post_init__` takes about a microsecond
+and imports nothing; `whole` and `number` check arguments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.schema.json_text import JsonText, Refusal
 from pipefit.texts import printable, shortened, unknown
 
-# ----------------------------------------------------------------------------------------------------
-# Names of torch's dtypes, for those who read them in documents and do without torch.
+# ---- Names of torch's dtypes, for use without torch
 
 _FLOATS = "float64 float32 float16 bfloat16 complex128 complex64 complex32"
 _SMALL_FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
@@ -34,10 +33,10 @@ _USUAL = ("float32", "bfloat16", "float16", "float64", "int64")
 
 
 def check_dtype(name: str) -> None:
-    """Check that torch has a dtype of that name.
+    """Check that torch has a dtype of this name.
 
     Raises:
-        UsageError: it has none.
+        UsageError: torch does not have it.
     """
     if name not in DTYPES:
         raise UsageError(unknown(f"{shortened(repr(name))} is no dtype of torch", name, _USUAL))
@@ -51,12 +50,12 @@ LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
 
 
 def check_types(instance: Any) -> None:
-    """Check that every field of a dataclass is of its annotated type.
+    """Check that every field of a dataclass has its annotated type.
 
-    An int is taken as a float; a bool is taken as neither.
+    An int is accepted as a float; a bool is not accepted as a number.
 
     Raises:
-        UsageError: one is not; names the field, its type and the value.
+        UsageError: a field has another type; names the field, its type and the value.
     """
     for name, fits, meant in _annotated(cast("Any", type(instance))):
         if not fits(value := getattr(instance, name)):
@@ -64,10 +63,10 @@ def check_types(instance: Any) -> None:
 
 
 def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
-    """Check that arguments, by their names, are of the types that a TypedDict has for them; others are let pass.
+    """Check named arguments against a TypedDict's types; names that it does not have are ignored.
 
     Raises:
-        UsageError: one is not; names it, its type and the value.
+        UsageError: an argument has another type; names it, its type and the value.
     """
     for name, fits, meant in _annotated(kind):
         if name in given and not fits(given[name]):
@@ -75,10 +74,11 @@ def check_arguments(kind: Any, given: Mapping[str, object]) -> None:
 
 
 def check_names(function: str, given: Mapping[str, object], kind: Any, elsewhere: Mapping[str, str]) -> None:
-    """Check that a TypedDict has all arguments that a function is given, by their names.
+    """Check that a TypedDict has all of a function's named arguments.
 
     Raises:
-        UsageError: one is unknown; says where it belongs if `elsewhere` does, or else which there are.
+        UsageError: an argument is unknown; says where it belongs if `elsewhere` does, or else the known
+            names.
     """
     known = [name for name, *_ in _annotated(kind)]
     for name in given:
@@ -89,10 +89,10 @@ def check_names(function: str, given: Mapping[str, object], kind: Any, elsewhere
 
 
 def whole(name: str, value: int, least: int, most: int | None = None) -> int:
-    """`value`, a whole number from `least` to `most`, or of any size above `least` without `most`.
+    """Return `value` if it is a whole number from `least` to `most`, without upper limit if `most` is None.
 
     Raises:
-        UsageError: it is something else; names the argument.
+        UsageError: any other value; names the argument.
     """
     if type(value) is not int or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -101,10 +101,10 @@ def whole(name: str, value: int, least: int, most: int | None = None) -> int:
 
 
 def instance(name: str, value: object, kind: Any, hint: str = "") -> Any:
-    """`value`, a `kind`; `hint` says where one comes from.
+    """Return `value` if it is a `kind`; `hint` says how to get one.
 
     Raises:
-        UsageError: it is something else; names the argument.
+        UsageError: any other value; names the argument.
     """
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -114,19 +114,20 @@ def instance(name: str, value: object, kind: Any, hint: str = "") -> Any:
 
 
 def seed_number(seed: int) -> int:
-    """`seed`, one that torch's generators take, so far from their largest that the number of a step can be added.
+    """Return `seed` if torch's generators take it and step numbers can be added to it: a signed 64-bit
+    integer.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: any other value.
     """
     return whole("seed", seed, -(1 << 63), (1 << 63) - 1)
 
 
 def number(name: str, value: float, *, below: float) -> float:
-    """`value`, a number above 0 and below `below`.
+    """Return `value` if it is a number above 0 and below `below`.
 
     Raises:
-        UsageError: it is something else; names the argument.
+        UsageError: any other value; names the argument.
     """
     if not _is_float(value) or not 0 < value < below:
         raise UsageError(f"{name} must be a number above 0 and below {below:g}, not {_repeated(value)}")
@@ -134,10 +135,10 @@ def number(name: str, value: float, *, below: float) -> float:
 
 
 def validated(kind: type[T], data: object, source: str) -> T:
-    """`data`, as a TOML file gave it, as a `kind`.
+    """Convert `data` from a TOML file to a `kind`.
 
     Raises:
-        FileError: naming `source`, the first thing that is wrong, and where it is.
+        FileError: names `source`, the first mistake and its place.
     """
     try:
         text = json.dumps(data, allow_nan=False, default=str)
@@ -150,10 +151,10 @@ def validated(kind: type[T], data: object, source: str) -> T:
 
 
 def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str] = frozenset()) -> T:
-    """The one object that `text` holds, as a `kind`; top-level keys in `ignored` are skipped.
+    """Read the one object in `text` as a `kind`; top-level keys in `ignored` are skipped.
 
     Raises:
-        FileError: naming `source`, the first thing that is wrong, and where it is.
+        FileError: names `source`, the first mistake and its place.
     """
     try:
         return text.read(kind, ignored)
@@ -162,7 +163,7 @@ def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str
 
 
 def sentence(refusal: Refusal, source: str) -> str:
-    """A refusal as an error says it: what is wrong with `source`, and where."""
+    """Format a refusal as an error message about `source`."""
     if refusal.damage:
         return f"{source} {refusal.what}"
     where = _path_text(refusal.path)
@@ -171,7 +172,7 @@ def sentence(refusal: Refusal, source: str) -> str:
 
 
 def _not_finite(data: object) -> tuple[str | int, ...] | None:
-    """Where in lists and dictionaries the first number is that is not finite."""
+    """Return the path in lists and dictionaries to the first number that is not finite; None if all are."""
     if isinstance(data, float):
         return None if isfinite(data) else ()
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
@@ -180,25 +181,25 @@ def _not_finite(data: object) -> tuple[str | int, ...] | None:
 
 
 def _path_text(path: Sequence[str | int]) -> str:
-    """`stages[1].start` of `("stages", 1, "start")`."""
+    """Format a path: `stages[1].start` for `("stages", 1, "start")`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
     return text.removeprefix(".")
 
 
-# ---------------------------------------------------------------- annotations to checks
+# ---- Annotations to checks
 
 _Fits = Callable[[Any], bool]
 
 
 @cache
 def _annotated(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
-    """For every annotation of a class its name, whether a value fits it, and what belongs there, in words."""
+    """Return for every annotation of a class: its name, its check, and its type in words."""
     hints = get_type_hints(kind).items()
     return tuple((name, _fits(hint), _meant(hint)) for name, hint in hints if get_origin(hint) is not ClassVar)
 
 
 def _fits(hint: Any) -> _Fits:
-    """Whether a value is of the annotated type."""
+    """Return a check for an annotated type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return lambda value: type(value) is str and value in parts
@@ -232,10 +233,10 @@ def _fits_tuple(parts: tuple[Any, ...]) -> _Fits:
 
 
 def _quick(hint: Any) -> _Fits:
-    """Whether all elements of a tuple are plainly of the annotated type: whole numbers, or as many of them in each.
+    """Return a fast check for tuples of ints, or of int tuples of one length.
 
-    False means that it cannot be seen so quickly. Files may have millions of elements, for which this takes a tenth of
-    the time of a call for each.
+    False means that the slow check must decide. Files may have millions of elements, for which the fast check
+    takes a tenth of the time.
     """
     parts = get_args(hint)
     if hint is int:
@@ -254,7 +255,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _meant(hint: Any) -> str:
-    """What an annotation asks for, in words."""
+    """Format an annotation in words."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, parts))
@@ -278,6 +279,6 @@ def _plural(parts: tuple[Any, ...]) -> str:
 
 
 def _repeated(value: Any) -> str:
-    """A refused value for a message: itself where it is short, and its type where that says more."""
+    """Format a refused value for a message, with its type if that says more."""
     shown = shortened(repr(value))
     return shown if value is None or isinstance(value, bool | str) else f"{shown} ({type(value).__name__})"

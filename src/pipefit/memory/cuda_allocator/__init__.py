@@ -1,10 +1,8 @@
-"""CUDA's caching allocator, simulated: what torch reserves on a GPU for the tensors that a program allocates.
+"""A simulation of CUDA's caching allocator: the bytes that torch reserves on a GPU for a program's tensors.
 
-Three numbers, never mixed. *Requested* bytes are those of the tensors. *Allocated* bytes are those of the blocks that
-hold them, which are rounded. *Reserved* bytes are those of the segments that the allocator has from the driver, and
-they are what a GPU runs out of.
-
-`CachingAllocator` simulates one device. It needs no torch and no GPU, and takes about two microseconds an event.
+*Requested* bytes are those of the tensors. *Allocated* bytes are those of the blocks that hold them, which
+are rounded. *Reserved* bytes are those of the segments that the allocator has from the driver; a GPU runs out
+of these. `CachingAllocator` simulates one device, without torch and without a GPU.
 """
 
 from __future__ import annotations

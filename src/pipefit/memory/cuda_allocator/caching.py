@@ -1,17 +1,15 @@
-"""One device's caching allocator, as it is in torch 2.11 to 2.15 (`c10/cuda/CUDACachingAllocator.cpp`).
+"""One device's caching allocator, as in torch 2.11 to 2.15 (`c10/cuda/CUDACachingAllocator.cpp`).
 
-A request is rounded up, and gets the smallest free block of its pool and stream that is large enough, at the lowest
-address among equals. The block is split where enough is left. Without such a block a segment is taken from the driver:
-2 MiB for requests of up to 1 MiB, 20 MiB for those below 10 MiB, and its own size in multiples of 2 MiB for larger
-ones. What is freed becomes one block with its free neighbours and stays reserved. Only where the driver has no memory
-left are segments without a tensor given back; then the request is tried again, and after that the device is out of
-memory.
+A request is rounded up, and gets the smallest free block of its pool and stream that is large enough, at the
+lowest address among equals. The block is split if enough is left. Without such a block a segment is taken
+from the driver: 2 MiB for requests of up to 1 MiB, 20 MiB for requests below 10 MiB, and multiples of 2 MiB
+for larger ones. A freed block is merged with its free neighbours and stays reserved. Only if the driver has
+no memory left are segments without a tensor released; then the request is tried again, and after that the
+device is out of memory.
 
-Good for: what a sequence of allocations and frees reserves, to the byte. Costs about two microseconds an event.
-
-What is assumed: the driver hands out segments at rising addresses, which decides between free blocks of equal size;
-and no tensor is used on a second stream (`record_stream`), which would delay its free. Settings hold from the first
-allocation on.
+Assumptions: the driver hands out segments at rising addresses, which decides between free blocks of equal
+size; no tensor is used on a second stream (`record_stream`), which would delay its free; settings hold from
+the first allocation on. Reserved bytes are then exact.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ from pipefit.memory.cuda_allocator.settings import MIN_BLOCK, SMALL, SMALL_SEGME
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Segments, the blocks that they are cut into, and the free blocks of a pool in the order in which it is
-# searched.
+# ---- Segments, blocks and pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The three numbers of a device, in bytes: of the tensors, of the blocks that hold them, and of all segments."""
+    """The three figures of a device, in bytes: of tensors, of the blocks that hold them, and of all segments."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -50,7 +46,7 @@ class Segment:
         self.first = Block(self, address, size, mapped=mapped)
 
     def __iter__(self) -> Iterator[Block]:
-        """Its blocks by address."""
+        """Yield the blocks by address."""
         block: Block | None = self.first
         while block is not None:
             yield block
@@ -60,7 +56,7 @@ class Segment:
 class Block:
     """A part of a segment: in use, free, or addresses without memory.
 
-    `size` is in bytes, and `requested` those of the tensor in it.
+    `size` is in bytes; `requested` is the size of the tensor in it.
     """
 
     __slots__ = ("address", "allocated", "mapped", "next", "previous", "requested", "segment", "size")
@@ -73,11 +69,11 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """True if the block fills its segment."""
         return self.previous is None and self.next is None
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; the rest is a new block behind this one."""
+        """Keep the first `size` bytes; return the rest as a new block after this one."""
         rest = Block(self.segment, self.address + size, self.size - size, mapped=self.mapped)
         rest.previous, rest.next = self, self.next
         if self.next is not None:
@@ -86,7 +82,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Become one block with the next one."""
+        """Merge with the next block."""
         other = self.next
         assert other is not None
         self.size, self.next = self.size + other.size, other.next
@@ -97,8 +93,8 @@ class Block:
 class Pool:
     """The free blocks of one kind of request on one stream.
 
-    `free` are those with memory, by size and then address, which is the order of the search for the best fit.
-    `unmapped` are those without, by address.
+    `free` are the blocks with memory, by size and then address, which is the order of the search for the best
+    fit. `unmapped` are the blocks without memory, by address.
     """
 
     __slots__ = ("free", "page", "small", "stream", "unmapped")
@@ -109,21 +105,21 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []
 
     def insert(self, block: Block) -> None:
-        """Enter a free block, with memory or without."""
+        """Insert a free block, with memory or without."""
         if block.mapped:
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Take a free block out, whose size and address are as they were when it was entered."""
+        """Remove a free block whose size and address have not changed since it was inserted."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def merged(self, block: Block) -> Block:
-        """The block that `block`, which is in neither list, becomes together with the free ones beside it."""
+        """Merge `block`, which is in neither list, with its free neighbours; return the result."""
         following, previous = block.next, block.previous
         if following is not None and not following.allocated and following.mapped == block.mapped:
             self.remove(following)
@@ -135,19 +131,17 @@ class Pool:
         return block
 
 
-# ----------------------------------------------------------------------------------------------------
-# Expandable segments: addresses for the whole device's memory, of which pages get memory as they are needed.
+# ---- Expandable segments: addresses for the whole device's memory, whose pages get memory as they are needed
 #
-# A segment belongs to one pool and stream. Free blocks in it are found as in any segment. Where none is large
-# enough, the lowest free addresses are taken that have room, and the pages among them that have no memory are
-# mapped: of 2 MiB in the small pool, of `large_segment_bytes` in the large one (note "Expandable Segments" in
+# A segment belongs to one pool and stream. Free blocks in it are found as in any segment. If none is large
+# enough, the lowest free addresses with room are taken, and the pages among them without memory are mapped:
+# of 2 MiB in the small pool, of `large_segment_bytes` in the large one (note "Expandable Segments" in
 # CUDACachingAllocator.cpp).
 
 
 def room_for(pool: Pool, size: int) -> Block | None:
-    """The first of neighbouring free blocks, not all with memory, that together have `size` (`find_expandable_block`).
-
-    None if no segment has room.
+    """Return the first of neighbouring free blocks, not all with memory, that together have `size` bytes;
+    None without room (`find_expandable_block`).
     """
     for _, block in pool.unmapped:
         previous = block.previous
@@ -166,9 +160,10 @@ def _has_room(start: Block, size: int) -> bool:
 
 
 def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> Block | None:
-    """A free block of at least `size` from `start` on, taken out of its pool (`try_allocate_expandable_block`).
+    """Return a free block of at least `size` from `start` on, removed from its pool
+    (`try_allocate_expandable_block`).
 
-    `take` gets memory from the driver, if it has so much. None if it has not: what was mapped before stays.
+    `take` gets memory from the driver, if it has enough. None if not; pages mapped before stay mapped.
     """
     block: Block | None = start if start.mapped else _mapped(pool, start, min(start.size, size), take)
     while block is not None and block.size < size:
@@ -181,7 +176,9 @@ def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> B
 
 
 def _mapped(pool: Pool, block: Block, size: int, take: Callable[[int], bool]) -> Block | None:
-    """Give memory to whole pages at the beginning of `block`. Returns the free block that they are in then."""
+    """Map whole pages at the beginning of `block`; return the free block that contains them, or None without
+    memory.
+    """
     size = -(-size // pool.page) * pool.page
     if not take(size):
         return None
@@ -195,7 +192,7 @@ def _mapped(pool: Pool, block: Block, size: int, take: Callable[[int], bool]) ->
 
 
 def release_pages(pool: Pool) -> tuple[int, list[Segment]]:
-    """Take the memory from all pages without a tensor (`unmap_block`). Returns its bytes, and segments left empty."""
+    """Unmap all pages without a tensor (`unmap_block`); return their bytes, and the segments left empty."""
     released, empty = 0, []
     for _, _, block in list(pool.free):
         first, end = _pages(block, pool.page)
@@ -209,14 +206,14 @@ def release_pages(pool: Pool) -> tuple[int, list[Segment]]:
 
 
 def _pages(block: Block, page: int) -> tuple[int, int]:
-    """The addresses between which whole pages lie in a block."""
+    """Return the start and end address of the whole pages in a block."""
     base = block.segment.address
     first, end = block.address - base, block.address - base + block.size
     return base - (-first // page) * page, base + end // page * page
 
 
 def _unmapped(pool: Pool, block: Block, first: int, end: int) -> Block:
-    """Take the memory of a free block from `first` to `end`. Returns the block without memory that they are in then."""
+    """Unmap a free block from `first` to `end`; return the block without memory that contains them."""
     pool.remove(block)
     if block.address < first:
         front, block = block, block.cut(first - block.address)
@@ -229,13 +226,12 @@ def _unmapped(pool: Pool, block: Block, first: int, end: int) -> Block:
     return block
 
 
-# ----------------------------------------------------------------------------------------------------
-# What an allocator holds, as data and in words; what `torch.cuda.memory._snapshot()` tells of a real one.
+# ---- Snapshots, as `torch.cuda.memory._snapshot()` gives for a real allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockState:
-    """A block of `nbytes`, with a tensor of `requested_bytes` in it; without one it is free."""
+    """A block of `nbytes`, with a tensor of `requested_bytes` in it if `allocated`, else free."""
 
     nbytes: int
     requested_bytes: int
@@ -244,7 +240,9 @@ class BlockState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentState:
-    """Neighbouring blocks that have memory: a segment, or a part of an expandable one between pages without memory."""
+    """Neighbouring blocks with memory: a segment, or a part of an expandable one between pages without
+    memory.
+    """
 
     address: int
     stream: int
@@ -253,22 +251,22 @@ class SegmentState:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the device."""
+        """The bytes that it takes of the device."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of its blocks with tensors."""
+        """The bytes of its blocks with tensors."""
         return sum(block.nbytes for block in self.blocks if block.allocated)
 
     def __str__(self) -> str:
-        """One line: `20.00 MiB, large pool: 4.00 MiB in use, 16.00 MiB free`."""
+        """Return one line: `20.00 MiB, large pool: 4.00 MiB in use, 16.00 MiB free`."""
         pool = f"{'small' if self.small else 'large'} pool" + (f", stream {self.stream}" if self.stream else "")
         return f"{format_bytes(self.nbytes)}, {pool}: {', '.join(map(_words, self.blocks))}"
 
 
 def segment_states(segment: Segment) -> Iterator[SegmentState]:
-    """The parts of a segment that have memory."""
+    """Yield the parts of a segment that have memory."""
     for mapped, run in groupby(segment, key=lambda block: block.mapped):
         blocks = list(run)
         if mapped:
@@ -281,7 +279,7 @@ def segment_states(segment: Segment) -> Iterator[SegmentState]:
 
 
 def describe(segments: Sequence[SegmentState]) -> str:
-    """All segments in words, a line for each, and their sum in the first."""
+    """Describe all segments, one per line, after a line with their sum."""
     reserved, allocated = (
         sum(sizes) for sizes in ([s.nbytes for s in segments], [s.allocated_bytes for s in segments])
     )
@@ -301,10 +299,10 @@ def _words(block: BlockState) -> str:
     return f"{format_bytes(block.nbytes)} {'in use' if block.allocated else 'free'}"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The allocator
 
-_FAR_APART = 1 << 48  # between the addresses of two segments, so that they never touch
-_ENDLESS = 1 << 46  # bytes of a device of which the memory is not said
+_FAR_APART = 1 << 48  # distance between the addresses of two segments, so that they never touch
+_ENDLESS = 1 << 46  # bytes of a device of unspecified memory
 _DEFAULT = AllocatorSettings()
 
 
@@ -313,9 +311,9 @@ class CachingAllocator:
 
     Args:
         settings: as in `PYTORCH_CUDA_ALLOC_CONF`.
-        capacity: the device's memory in bytes; None for as much as is asked for.
+        capacity: the device's memory in bytes; None for unlimited memory.
         taken: bytes of it that the driver gives to others: contexts, communicators, other processes.
-        addresses: where the driver puts one segment after the other; rising, unless given.
+        addresses: the addresses of successive segments; rising by default.
     """
 
     def __init__(
@@ -333,22 +331,22 @@ class CachingAllocator:
             None if settings.memory_fraction == 1 or capacity is None else int(settings.memory_fraction * capacity)
         )
         self.requested = self.allocated = self.reserved = 0
-        self.retries = 0  # how often cached segments were given back because the driver had no memory left
+        self.retries = 0  # times that cached segments were released because the driver had no memory left
         self._peak_requested = self._peak_allocated = self._peak_reserved = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments: dict[int, Segment] = {}  # by address
         self._addresses = addresses or count(_FAR_APART, _FAR_APART)
 
-    # ---------------------------------------------------------------- figures
+    # ---- Figures
 
     @property
     def now(self) -> Figures:
-        """The three numbers at present."""
+        """The current figures."""
         return Figures(requested_bytes=self.requested, allocated_bytes=self.allocated, reserved_bytes=self.reserved)
 
     @property
     def peak(self) -> Figures:
-        """The highest value of each number so far, which are not all of one moment."""
+        """The highest value of each figure so far, not all at one moment."""
         return Figures(
             requested_bytes=self._peak_requested,
             allocated_bytes=self._peak_allocated,
@@ -356,17 +354,17 @@ class CachingAllocator:
         )
 
     def snapshot(self) -> tuple[SegmentState, ...]:
-        """All segments with their blocks, by address."""
+        """Return all segments with their blocks, by address."""
         return tuple(state for _, segment in sorted(self._segments.items()) for state in segment_states(segment))
 
-    # ---------------------------------------------------------------- allocating and freeing
+    # ---- Allocating and freeing
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block:
-        """A block for a tensor of `nbytes` on a stream.
+        """Allocate a block for a tensor of `nbytes` on a stream.
 
         Raises:
-            UsageError: not a positive number of bytes; torch takes no block for an empty tensor.
-            OutOfMemory: the device has not enough memory left, whatever is given back.
+            UsageError: not a positive number of bytes; torch allocates no block for an empty tensor.
+            OutOfMemory: the device has not enough memory left, even after releasing cached memory.
         """
         if nbytes < 1:
             raise UsageError(f"a block holds at least one byte, not {nbytes}: torch allocates none for empty tensors")
@@ -394,7 +392,7 @@ class CachingAllocator:
         pool.insert(pool.merged(block))
 
     def empty_cache(self) -> None:
-        """Give back to the driver what no tensor is in: whole segments, or whole pages of expandable ones."""
+        """Release memory without tensors to the driver: whole segments, or whole pages of expandable ones."""
         for pool in self._pools.values():
             if self.settings.expandable:
                 released, empty = release_pages(pool)
@@ -405,7 +403,7 @@ class CachingAllocator:
                 for _, _, block in [entry for entry in pool.free if entry[2].whole]:
                     self._release(pool, block)
 
-    # ---------------------------------------------------------------- finding a block
+    # ---- Finding a block
 
     def _pool(self, stream: int, *, small: bool) -> Pool:
         pool = self._pools.get((stream, small))
@@ -415,12 +413,12 @@ class CachingAllocator:
         return pool
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """The free block that a request of `size` gets, taken out of its pool (`get_free_block`)."""
+        """Return the free block for a request of `size`, removed from its pool (`get_free_block`)."""
         free = pool.free
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        if self.settings.expandable:  # a block at the end of what is mapped is as large as it can become
+        if self.settings.expandable:  # a block at the end of the mapped pages is as large as it can become
             while place + 1 < len(free) and _could_become(free[place + 1][2]) < _could_become(free[place][2]):
                 place += 1
         block = free[place][2]
@@ -435,15 +433,15 @@ class CachingAllocator:
         return self.settings.non_split_rounding_bytes or self.settings.large_segment_bytes
 
     def _splits(self, pool: Pool, rest: int, size: int) -> bool:
-        """Whether a block is split of which `rest` would be left beside a request of `size` (`should_split`)."""
+        """Return whether a block is split if `rest` bytes would be left after a request of `size` (`should_split`)."""
         if pool.small or self.settings.expandable:
             return rest >= MIN_BLOCK
         return rest > SMALL and (self.settings.max_split_bytes is None or size < self.settings.max_split_bytes)
 
-    # ---------------------------------------------------------------- the driver's memory
+    # ---- The driver's memory
 
     def _new(self, pool: Pool, size: int) -> Block | None:
-        """A block of memory that is new from the driver, after cached memory is given back if need be."""
+        """Return a block of new memory from the driver, after releasing cached memory if necessary."""
         block = self._taken_anew(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._taken_anew(pool, size)
@@ -454,7 +452,9 @@ class CachingAllocator:
         return block
 
     def _taken_anew(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or an expandable one that has grown; None if there is no room (`alloc_block`)."""
+        """Return a new segment's block, or that of an expandable segment that has grown; None without room
+        (`alloc_block`).
+        """
         nbytes = self.settings.segment(size)
         if self._limit is not None and self.reserved + nbytes > self._limit:
             return None
@@ -467,7 +467,7 @@ class CachingAllocator:
         return segment.first
 
     def _grown(self, pool: Pool, size: int) -> Block | None:
-        """A block of `size` of an expandable segment, of which as many pages are mapped as that needs."""
+        """Return a block of `size` of an expandable segment, after mapping the necessary pages."""
         start = room_for(pool, size)
         if start is None:
             start = self._enter(pool, self._address_space(pool), mapped=False).first
@@ -475,7 +475,7 @@ class CachingAllocator:
         return grown(pool, start, size, self._map)
 
     def _map(self, nbytes: int) -> bool:
-        """Take so many bytes of pages from the driver, if it has them."""
+        """Take `nbytes` of pages from the driver; return whether it has them."""
         if not self._has(nbytes):
             return False
         self._reserve(nbytes)
@@ -487,13 +487,13 @@ class CachingAllocator:
         return self._segments[address]
 
     def _release(self, pool: Pool, block: Block) -> None:
-        """Give back the segment that a free block is all of."""
+        """Release the segment that a free block fills."""
         pool.remove(block)
         del self._segments[block.address]
         self._reserve(-block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back as few blocks that are never split as make room for `size`; whether there were such."""
+        """Release as few of the blocks that are never split as make room for `size`; return whether they do."""
         most = self.settings.max_split_bytes
         if most is None or self.settings.expandable:
             return False
@@ -513,11 +513,13 @@ class CachingAllocator:
         self._peak_reserved = max(self._peak_reserved, self.reserved)
 
     def _has(self, nbytes: int) -> bool:
-        """Whether the driver has so many bytes left."""
+        """Return whether the driver has `nbytes` left."""
         return self.capacity is None or self.taken + self.reserved + nbytes <= self.capacity
 
     def _address_space(self, pool: Pool) -> int:
-        """The addresses of an expandable segment: an eighth more than the device has memory, in whole pages."""
+        """Return the size of an expandable segment's address space: 9/8 of the device's memory, in whole
+        pages.
+        """
         total = _ENDLESS if self.capacity is None else self.capacity
         return -(-(total + total // 8) // pool.page) * pool.page
 
@@ -532,6 +534,6 @@ class CachingAllocator:
 
 
 def _could_become(block: Block) -> int:
-    """The size of a free block together with the addresses behind it that have no memory yet."""
+    """Return the size of a free block together with the following addresses that have no memory yet."""
     following = block.next
     return block.size if following is None or following.mapped else block.size + following.size

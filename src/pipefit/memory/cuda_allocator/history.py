@@ -1,13 +1,13 @@
-"""A GPU's own history, replayed through the simulated allocator: does it do what the real one did, block by block?
+"""Replay of a GPU's recorded history through the simulated allocator, compared block by block.
 
     torch.cuda.memory._record_memory_history()              # before the first tensor is on the GPU
     ...                                                     # train
     history = torch.cuda.memory._snapshot()["device_traces"][0]
     print(replay(history, AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))))
 
-The simulated driver puts segments where the real one did, so that every block has to be at its recorded address. Where
-the real allocator gave back cached memory, all that is cached is given back here, which under `max_split_size_mb` may
-be more.
+The simulated driver puts segments at the recorded addresses, so that every block must be at its recorded
+address. When the real allocator released cached memory, the replay releases all cached memory, which may be
+more under `max_split_size_mb`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pipefit.memory.cuda_allocator.caching import Block, CachingAllocator, Figur
 from pipefit.memory.cuda_allocator.settings import AllocatorSettings
 from pipefit.units import format_bytes
 
-_SHOWN = 10  # differences that are told; later ones mostly follow from them
+_SHOWN = 10  # differences that are reported; later ones mostly follow from them
 _ELSEWHERE = 1 << 60  # addresses of segments that the real allocator did not take
 _DEFAULT = AllocatorSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How a history and its replay compare: allocations, peaks, and what differs, the first differences in words."""
+    """The comparison of a history with its replay: allocations, peaks, and the first differences in words."""
 
     allocations: int
     peak: Figures
@@ -38,7 +38,7 @@ class Replay:
     differences: tuple[str, ...]
 
     def __str__(self) -> str:
-        """What was compared, and the differences."""
+        """Return the compared figures, and the differences."""
         reserved = (
             f"{format_bytes(self.peak.reserved_bytes)} reserved, recorded {format_bytes(self.recorded_reserved_bytes)}"
         )
@@ -47,19 +47,20 @@ class Replay:
 
 
 def replay(history: Iterable[Mapping[str, Any]], settings: AllocatorSettings = _DEFAULT) -> Replay:
-    """Carry out a history of `torch.cuda.memory._snapshot()["device_traces"]`, of one device from its beginning.
+    """Replay a history of one device from `torch.cuda.memory._snapshot()["device_traces"]`, from its
+    beginning.
 
     Raises:
-        UsageError: it begins in the middle: something is freed of which the allocation is not recorded.
+        UsageError: it begins in the middle: it frees a block whose allocation is not recorded.
     """
     return _Replayed(settings).of(history)
 
 
 class _Replayed:
-    """A replay that goes on: the allocator, and what the real one had at the same moment."""
+    """A replay in progress: the simulated allocator, and the recorded state at the same moment."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
-        self._given: deque[int] = deque()  # addresses of segments that the real driver has just given
+        self._given: deque[int] = deque()  # addresses of segments that the real driver has just handed out
         self._allocator = CachingAllocator(settings, addresses=self._addresses())
         self._blocks: dict[int, Block] = {}  # by recorded address
         self._reserved = self._highest = self._count = 0
@@ -71,7 +72,7 @@ class _Replayed:
             yield self._given.popleft() if self._given else address
 
     def of(self, history: Iterable[Mapping[str, Any]]) -> Replay:
-        """The whole history, entry by entry."""
+        """Replay the whole history, entry by entry."""
         for position, entry in enumerate(history):
             action = entry["action"]
             if action in ("segment_alloc", "segment_map"):

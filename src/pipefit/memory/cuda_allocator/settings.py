@@ -1,10 +1,10 @@
-"""Settings of CUDA's caching allocator, as people write them in `PYTORCH_CUDA_ALLOC_CONF`.
+"""Settings of CUDA's caching allocator, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`.
 
     AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:64")
 
-What is taken, with which bounds, is what torch 2.15 takes (`c10/core/AllocatorConfig.cpp` and
-`c10/cuda/CUDAAllocatorConfig.h`), and the tests ask torch itself. Torch passes over keys that it does not know; here
-they are refused, and so are those whose effect on memory is not simulated.
+Accepted settings and bounds are those of torch 2.15 (`c10/core/AllocatorConfig.cpp` and
+`c10/cuda/CUDAAllocatorConfig.h`), and the tests compare them with torch. Torch ignores unknown keys; here
+they are refused, and so are keys whose effect on memory is not simulated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipefit.units import MIB, WHOLE
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 MIN_BLOCK = 512  # every block is a multiple of it
 SMALL = MIB  # the largest request that the small pool serves
-SMALL_SEGMENT = 2 * MIB  # what the small pool takes from the driver at once
-MIN_LARGE = 10 * MIB  # from here on a request gets a segment of its own size...
+SMALL_SEGMENT = 2 * MIB  # size of a segment of the small pool
+MIN_LARGE = 10 * MIB  # from here on a request gets a separate segment...
 ROUND_LARGE = 2 * MIB  # ...rounded up to a multiple of this
 PAGE = 2 * MIB  # of a GPU: physical memory is mapped in multiples of it
 
 _NUMBER = re.compile(WHOLE)
-_INTERVALS = 16  # of sizes from 1 MiB to 64 GiB, each with its own divisions of the powers of two
-# They concern host memory, locks and graphs, so that a device's bytes are the same with them
+_INTERVALS = 16  # intervals of sizes from 1 MiB to 64 GiB, each with a division of the powers of two
+# Settings of host memory, locks and graphs, which do not change a device's bytes
 _ON_HOST = frozenset(
     {
         "graph_capture_record_stream_reuse",
@@ -52,17 +52,19 @@ _NOT_SIMULATED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What the allocator does with sizes.
+    """The allocator's treatment of sizes.
 
     Args:
         expandable: one segment for each pool and stream, which grows by pages, instead of many of fixed size.
-        large_segment_bytes: what requests above 1 MiB and below 10 MiB share; the page of an expandable segment.
-        max_split_bytes: free blocks of this size or more are neither split nor given to smaller requests; None splits
-            all.
-        non_split_rounding_bytes: by less than this such a block may be larger than a request that gets it; None for
-            `large_segment_bytes`.
-        roundup_divisions: for sizes from 1, 2, 4 ... MiB on, into how many steps each doubling is divided, to which
-            requests are rounded up; 0 and 1 round to 512 bytes.
+        large_segment_bytes: segment shared by requests above 1 MiB and below 10 MiB; the page of an
+            expandable segment.
+        max_split_bytes: free blocks of this size or more are neither split nor given to smaller requests;
+            None splits all.
+        non_split_rounding_bytes: limit of the bytes by which such a block may exceed a request; None for
+        `large_segment_bytes`.
+        roundup_divisions: for sizes from 1, 2, 4 ... MiB on, the number of steps in each doubling to which
+            requests are
+        rounded up; 0 and 1 round to 512 bytes.
         memory_fraction: of the device's memory that may be reserved.
     """
 
@@ -95,7 +97,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """The settings that `text` stands for, such as `expandable_segments:True,max_split_size_mb:64`.
+        """Parse settings such as `expandable_segments:True,max_split_size_mb:64`.
 
         Raises:
             UsageError: an unknown key, one that is not simulated, or a value that torch refuses; names it.
@@ -120,7 +122,7 @@ class AllocatorSettings:
         return replace(cls(), **found)
 
     def __str__(self) -> str:
-        """The text that stands for these settings; empty for those that torch has without one."""
+        """Return the text form; empty for torch's defaults."""
         usual = type(self)()
         return ",".join(
             f"{key}:{_written(getattr(self, field))}"
@@ -129,11 +131,11 @@ class AllocatorSettings:
         )
 
     def divisions(self, nbytes: int) -> int:
-        """Into how many steps the doubling that `nbytes` lies in is divided."""
+        """Return the number of steps in the doubling that contains `nbytes`."""
         return self.roundup_divisions[min(max(nbytes.bit_length() - MIB.bit_length(), 0), _INTERVALS - 1)]
 
     def rounded(self, nbytes: int) -> int:
-        """The size of the block that a request of `nbytes` gets (`round_size` in CUDACachingAllocator.cpp)."""
+        """Return the size of the block for a request of `nbytes` (`round_size` in CUDACachingAllocator.cpp)."""
         if nbytes <= MIN_BLOCK:
             return MIN_BLOCK
         divisions = self.divisions(nbytes)
@@ -142,7 +144,7 @@ class AllocatorSettings:
         return -(-nbytes // MIN_BLOCK) * MIN_BLOCK
 
     def segment(self, nbytes: int) -> int:
-        """The size of the segment that is taken from the driver for a block of `nbytes` (`get_allocation_size`)."""
+        """Return the size of the segment for a block of `nbytes` (`get_allocation_size`)."""
         if nbytes <= SMALL:
             return SMALL_SEGMENT
         if nbytes < MIN_LARGE:
@@ -151,12 +153,12 @@ class AllocatorSettings:
 
 
 def _divided(nbytes: int, divisions: int) -> int:
-    """`nbytes`, rounded up to a multiple of its power of two divided by `divisions`."""
+    """Round `nbytes` up to a multiple of its power of two divided by `divisions`."""
     step = (1 << nbytes.bit_length() - 1) // divisions
     return -(-nbytes // step) * step
 
 
-# ---------------------------------------------------------------- reading and writing
+# ---- Reading and writing
 
 
 def _written(value: Any) -> str:
@@ -166,7 +168,7 @@ def _written(value: Any) -> str:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The keys of a text with their values; brackets hold commas and colons together."""
+    """Yield the keys of a text with their values; brackets hold commas and colons together."""
     written, depth, start = "".join(text.split()), 0, 0
     for place, sign in enumerate(f"{written},"):
         depth += (sign == "[") - (sign == "]")
@@ -208,7 +210,9 @@ def _part(key: str, value: str) -> float:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """`4`, for all sizes, or `[64:8,128:2,>:1]`: the first holds for all smaller sizes, `>` for all larger ones."""
+    """Parse `4`, for all sizes, or `[64:8,128:2,>:1]`: the first holds for all smaller sizes, `>` for all
+    larger ones.
+    """
     if not value.startswith("["):
         return (_power(key, value, least=1),) * _INTERVALS
     found, last = [0] * _INTERVALS, None

@@ -1,12 +1,12 @@
-"""Clusters by name, each a TOML file: the form that people write, with the sources of its figures.
+"""Preset clusters by name, each a TOML file with the sources of its figures.
 
-Machines as they are sold are beside this file (`dgx1-v100`). In `cards` are single cards, each in a box of its own,
-whose name is their number in one box and the card: `4x-rtx-3090`.
+Machines as they are sold are in this folder (`dgx1-v100`). `cards` has single cards; a cluster's name is the
+number of cards in one box and the card: `4x-rtx-3090`.
 
-Rates are the data sheets' peak figures. A link's `efficiency` is the part of it that copies reach, with its source in
-the file; `pipefit.timing` has the parts of a device's figures that kernels reach. The memory of a device is the
-total that its driver offers to programs, which is neither the figure in its name nor the larger total that nvidia-smi
-shows since driver 510: each file says who reported it. A process's CUDA context is taken from it as well.
+Rates are the data sheets' peak figures. A link's `efficiency` is the share that copies reach, with its source
+in the file; `timing` has the shares of a device's figures that kernels reach. The memory of a device is the
+total that its driver offers to programs, which is neither the figure in its name nor the larger total that
+nvidia-smi shows since driver 510; each file has the source. A process's CUDA context is part of this total.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from importlib.resources import files
 from pipefit.errors import UsageError
 from pipefit.texts import meant
 
-_SIZES = re.compile(r"[0-9]+x[0-9.]+[kKmMgGtT]i?[bB]")  # emulated devices without that word
+_SIZES = re.compile(r"[0-9]+x[0-9.]+[kKmMgGtT]i?[bB]")  # emulated devices without the word `emulated`
 _CARDS = re.compile(r"([0-9]{1,9})x-(.+)")
 _NEARLY = re.compile(r"(?:([0-9]{1,2})x?[- ]?)?(?=.*[a-z])(.+)")  # 4xrtx3090, 2-l40s, t4
 
 
 def machine_names() -> tuple[str, ...]:
-    """The names of machines, in alphabetical order."""
+    """Return the names of machines, in alphabetical order."""
     return _names("")
 
 
 def card_names() -> tuple[str, ...]:
-    """The names of cards, of which a cluster has any number in one box, in alphabetical order."""
+    """Return the names of cards, in alphabetical order; a cluster may have any number of one card in a box."""
     return _names("cards")
 
 
 def is_preset(name: str) -> bool:
-    """Whether a cluster of that name ships with pipefit."""
+    """Return whether pipefit ships a cluster of this name."""
     return name in machine_names() or _card(name) in card_names()
 
 
 def cards_asked(name: str) -> int:
-    """How many of a card the name of a preset asks for; one of what is a machine."""
+    """Return the number of cards in the name of a preset; 1 for a machine."""
     return 1 if name in machine_names() else int(name[: name.index("x")])
 
 
 def preset_text(name: str) -> str:
-    """The TOML of what has that name: a machine, or a box with one card of that kind.
+    """Return the TOML of a machine, or of a box with one card of the named kind.
 
     Raises:
-        UsageError: there is none; says which is closest.
+        UsageError: no preset has this name; names the closest.
     """
     if name in machine_names():
         return _text(f"{name}.toml")
@@ -60,7 +60,7 @@ def preset_text(name: str) -> str:
 
 
 def nearest(name: str) -> str:
-    """A question: what may be meant by the name of no cluster; empty where nothing is near."""
+    """Return a question that suggests a known name similar to `name`; empty if none is similar."""
     if _SIZES.fullmatch(name):
         return f"did you mean emulated:{name}?"
     asked = _NEARLY.fullmatch(name.lower())
@@ -72,7 +72,7 @@ def nearest(name: str) -> str:
 
 
 def _card(name: str) -> str | None:
-    """The card that a name asks for some of, whether there is one or not."""
+    """Return the card in a name of the form `4x-CARD`, known or not; None for another form."""
     return asked[2] if (asked := _CARDS.fullmatch(name)) else None
 
 

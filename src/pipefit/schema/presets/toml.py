@@ -71,8 +71,8 @@ from pipefit.units import KIB, WHOLE, parse_bytes, parse_part, parse_rate
 _PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
 _PAIR = re.compile(rf"({WHOLE})-({WHOLE})(?::({WHOLE}))?")
 _WORKSPACE = re.compile(rf"(?::{WHOLE}:{WHOLE})+")
-_MOST_ENDS = 1 << 16  # of all links together: a link for each pair of 256 devices has as many
-_MOST_DOTS = 256  # of one line; the parser's time grows with the square of the parts of a dotted key
+_MOST_ENDS = 1 << 16  # over all links; equals one link for each pair of 256 devices
+_MOST_DOTS = 256  # in one line; the parser's time is quadratic in the parts of a dotted key
 _FORBID = {"extra": "forbid"}
 
 
@@ -94,7 +94,7 @@ class KindText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesText:
-    """`[[devices]]`: `count` devices alike."""
+    """`[[devices]]`: `count` equal devices."""
 
     __pydantic_config__ = _FORBID
 
@@ -154,7 +154,7 @@ Made_co = TypeVar("Made_co", covariant=True)
 
 
 class Maker(Protocol[Made_co]):
-    """Makes a cluster of its parts, and checks that they fit together."""
+    """A function that makes a cluster from its parts, and checks that they fit together."""
 
     def __call__(
         self,
@@ -168,10 +168,10 @@ class Maker(Protocol[Made_co]):
 
 
 def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
-    """What `make` makes of the parts that a TOML text describes; `source` names the text in errors.
+    """Parse a cluster in TOML, constructed by `make`; `source` names the text in errors.
 
     Raises:
-        FileError: not TOML, or not a cluster: what, and where.
+        FileError: not TOML, or not a cluster; says what is wrong and where.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         if line.count(".") > _MOST_DOTS:
@@ -188,7 +188,9 @@ def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
 
 
 def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
-    """The cluster of a whole file. Totals are checked while links are made, which are far more than their texts."""
+    """Convert a whole file. Totals are checked while links are made, because a short text may describe many
+    links.
+    """
     kinds = {name: _kind(name, kind) for name, kind in written.kinds.items()}
     _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
     hosts = tuple(_host(number, host) for number, host in enumerate(written.hosts) for _ in range(host.count))
@@ -210,7 +212,7 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """Inside, what is refused is refused with its place in the file."""
+    """Prefix errors of the block with their place in the file."""
     try:
         yield
     except UsageError as error:
@@ -262,7 +264,7 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
 
 
 def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
-    """The links that a `[[links]]` table stands for."""
+    """Yield the links of a `[[links]]` table."""
     ways = [bool(text.members), bool(text.pairs), text.each is not None or text.to is not None]
     if sum(ways) != 1 or (text.each is None) != (text.to is None):
         raise UsageError("a link needs exactly one of: members, pairs, or each together with to")
@@ -280,7 +282,7 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
 
 
 def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[Member, ...], int]]:
-    """Whom each link joins, and by how many lanes."""
+    """Yield the members of each link, and its number of lanes."""
     for pair in text.pairs:
         match = _PAIR.fullmatch(pair)
         if not match:
@@ -294,7 +296,7 @@ def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[Memb
 
 
 def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
-    """`device*` is every device, `device2-5` four of them, `host0` itself."""
+    """Expand a pattern: `device*` is every device, `device2-5` four devices, `host0` itself."""
     match = _PATTERN.fullmatch(pattern)
     if not match:
         raise UsageError(
@@ -309,7 +311,7 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
 
 
 def _overheads(kind: KindText) -> Overheads:
-    """What a process takes of a device of this kind besides its tensors; the usual where nothing is said."""
+    """Return the overheads of a process on this kind of device; unset ones have their defaults."""
     written = {
         "context_bytes": kind.context if kind.context is None else _size(kind.context, least=0),
         "communicator_bytes": kind.communicator if kind.communicator is None else _size(kind.communicator, least=0),
@@ -319,7 +321,9 @@ def _overheads(kind: KindText) -> Overheads:
 
 
 def _workspace(written: str | int) -> int:
-    """Bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight of 16 KiB."""
+    """Return the bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight
+    of 16 KiB.
+    """
     if isinstance(written, int) or not written.startswith(":"):
         return _size(written, least=0)
     if not _WORKSPACE.fullmatch(written):
@@ -336,7 +340,7 @@ def _size(written: str | int, *, least: Literal[0, 1] = 1) -> int:
 
 
 def _rate(written: str | float) -> float:
-    """Per second: a number, or a size with or without `/s`."""
+    """Return a rate per second from a number, or from a size with or without `/s`."""
     rate = float(parse_rate(written)) if isinstance(written, str) else written
     if not isfinite(rate):
         raise UsageError(f"{rate} is not a rate: write a finite number")
