@@ -24,7 +24,7 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: PredictedSteps = None,
     target: Annotated[
-        Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
+        Target | None, typer.Option(help="Model the kernels of this kind of device. Default: the profile's.")
     ] = None,
     numbers: Annotated[
         bool,
@@ -32,7 +32,7 @@ def command(
     ] = False,
     alloc_conf: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="As PYTORCH_CUDA_ALLOC_CONF, which counts unless given; for target cuda."),
+        typer.Option(metavar="TEXT", help="Allocator settings for target cuda. Default: PYTORCH_CUDA_ALLOC_CONF."),
     ] = None,
     post_mortem: AfterDeath = None,
     output: Output = None,
@@ -40,11 +40,10 @@ def command(
 ) -> None:
     """Certify PLAN: exact peaks by a dry run.
 
-    The real runtime runs over fake tensors, so this needs neither the hardware nor the data. Exits with 4 if a device
-    would run out of memory. For target cuda it also tells what torch's caching allocator would allocate and reserve,
-    and what the process would take besides, by which a GPU runs out of memory. With --numbers two real microbatches
-    go through the model itself and through its chain, on the CPU, and two steps of the plan are held to plain training;
-    exits with 2 if losses, gradients, buffers, parameters or the optimizer's tensors differ.
+    The real runtime executes the plan over fake tensors, without the hardware or the data. Exits with 4 if a device
+    would run out of memory. For target cuda, also prints what torch's caching allocator would allocate and reserve, and
+    the other memory of the process. With --numbers, also compares the model with its chain, and two steps of the plan
+    with plain training, on the CPU; exits with 2 if losses, gradients, buffers, parameters or optimizer state differ.
     """
     from pipefit.cli.model import check_order, precision_of, resolve
     from pipefit.cli.output import check_output, deliver, leaving_post_mortem, load_runnable, plain_data, with_found

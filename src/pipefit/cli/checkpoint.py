@@ -27,7 +27,7 @@ EXAMPLE = "pipefit checkpoint runs -o model.safetensors"
 
 def command(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of which the newest whole one is meant.")
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints: its newest complete one.")
     ],
     output: Annotated[
         Path | None,
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Verify a checkpoint of train, and show what it holds.
 
-    With -o its parameters and buffers become one file for plain PyTorch, by the names of the original module, or a
+    With -o, writes parameters and buffers under the names of the original module, as one file for plain PyTorch or a
     folder in Hugging Face's layout.
     """
     from pipefit.cli.output import check_output

@@ -24,7 +24,7 @@ _OTHERS = (
 def command(as_json: Json = False) -> None:
     """List the clusters that have a name.
 
-    Memory is what the driver offers to programs; of it, a reserve is left to what a process takes besides tensors.
+    Memory is what the driver offers to programs. A reserve of it is kept free for non-tensor memory of the process.
     """
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.presets import card_names, machine_names

@@ -14,14 +14,15 @@ EXAMPLE = "pipefit compare predicted.json measured.json"
 
 
 def command(
-    predicted: Annotated[Path, typer.Argument(metavar="PREDICTED", help="A trace, such as pipefit simulate saves.")],
-    measured: Annotated[Path, typer.Argument(metavar="MEASURED", help="A trace, of a dry run or of training.")],
+    predicted: Annotated[
+        Path, typer.Argument(metavar="PREDICTED", help="Predicted trace, as pipefit simulate saves it.")
+    ],
+    measured: Annotated[Path, typer.Argument(metavar="MEASURED", help="Trace of a dry run or of training.")],
     as_json: Json = False,
 ) -> None:
-    """Compare what was predicted and measured.
+    """Compare a prediction with a measurement.
 
-    Peaks of every device, to the byte, and seconds of the last step. pipefit diff tells what two plans do
-    otherwise.
+    Prints the peak of every device, to the byte, and the seconds of the last step. pipefit diff compares two plans.
     """
     from pipefit.report.traces import compare, describe_comparison
     from pipefit.schema.json_io import load

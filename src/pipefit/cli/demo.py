@@ -26,13 +26,13 @@ EXAMPLE = "pipefit demo --steps 40"
 
 def command(
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps.")] = 80,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Decides weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and data.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Out of memory, then a plan, then training.
 
-    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, where no split
-    of it fits. Takes about a minute and needs no GPU, no network and no data.
+    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, on which no
+    split of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away

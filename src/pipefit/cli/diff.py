@@ -15,13 +15,13 @@ EXAMPLE = "pipefit diff plan.json other.json"
 
 def command(
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="A plan or a trace.")],
-    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another of the same kind.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another document of the same kind.")],
     as_json: Json = False,
 ) -> None:
-    """Tell what differs between two plans or traces.
+    """Show the differences between two plans or traces.
 
-    What was asked, which layers moved, what is recomputed or moved away and why, and what that does to the peak of
-    every device and to a step. pipefit compare tells how far a prediction is from what was measured.
+    The requests, moved layers, recomputation and offloading with their reasons, and the effect on the peak of every
+    device and on the step. pipefit compare compares a prediction with a measurement.
     """
     from pipefit.cli.output import used_together
     from pipefit.errors import UsageError

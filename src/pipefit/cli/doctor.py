@@ -23,7 +23,7 @@ EXAMPLE = "pipefit doctor"
 
 
 def command(as_json: Json = False) -> None:
-    """Tell what pipefit can do on this machine."""
+    """Show what pipefit can do on this machine."""
     from pipefit.cli.progress import progress
 
     with progress("looking around"):

@@ -38,13 +38,13 @@ def command(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where it goes; stdout unless given.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan or trace in the format of another tool.
 
-    What a tool cannot do is refused by name, so that its file never trains otherwise than the plan.
+    Whatever a tool cannot do is refused by name, so that its file never trains differently from the plan.
     """
     from pipefit.cli.output import check_output
     from pipefit.errors import UsageError

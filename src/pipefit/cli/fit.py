@@ -44,20 +44,21 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Look for the largest of this: a setting of the model, such as layers; or batch, devices or memory.",
+            help="Find the largest that fits: a setting of the model, such as layers, or batch; or the "
+            "least devices or memory.",
         ),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     start: Annotated[
-        str | None, typer.Option("--from", metavar="N", help="The smallest to try; --step unless given.")
+        str | None, typer.Option("--from", metavar="N", help="Smallest value to try. Default: --step.")
     ] = None,
-    end: Annotated[str | None, typer.Option("--to", metavar="N", help="The largest to try.")] = None,
+    end: Annotated[str | None, typer.Option("--to", metavar="N", help="Largest value to try.")] = None,
     step: Annotated[
-        str | None, typer.Option(metavar="N", help="Try --from and every N further; 1 unless given, 1MiB for memory.")
+        str | None, typer.Option(metavar="N", help="Try every Nth value after --from. Default: 1; 1MiB for memory.")
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="With --grow: samples in a step; four for each device unless given."),
+        typer.Option(metavar="N", min=1, help="With --grow: samples in a step. Default: 4 per device."),
     ] = None,
     microbatch_size: Annotated[
         int | None,
@@ -66,52 +67,52 @@ def command(
             "-b",
             metavar="N",
             min=1,
-            help="With --grow: samples in one microbatch; joint and exact choose.",
+            help="With --grow: samples in a microbatch. Default: chosen by joint and exact.",
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Microbatches in a step; four for each device unless given.")
+        int | None, typer.Option(metavar="N", min=1, help="Microbatches in a step. Default: 4 per device.")
     ] = None,
     schedule: Annotated[str, typer.Option(metavar="NAME", help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
     data: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="With --grow: replicas of every stage; chosen by joint and exact."),
+        typer.Option(
+            metavar="N", min=1, help="With --grow: replicas of every stage. Default: chosen by joint and exact."
+        ),
     ] = None,
     tensor: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="With --grow: devices that divide the layers of every replica; chosen likewise."
+            metavar="N", min=1, help="With --grow: tensor-parallel ranks. Default: chosen by joint and exact."
         ),
     ] = None,
     planner: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="The planner that --grow asks, joint unless given; pipefit plan --help names them."
-        ),
+        typer.Option(metavar="NAME", help="Planner for --grow; pipefit plan --help lists them. Default: joint."),
     ] = None,
     target: Annotated[
         Target | None,
-        typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),
+        typer.Option(help="Model the kernels of cpu or cuda. Default: the cluster's devices."),
     ] = None,
     precision: Cast = None,
     threads: Threads = 1,
     certify: Annotated[
         bool,
-        typer.Option("--certify/--no-certify", help="Check the answer, and that the next value fails, by dry runs."),
+        typer.Option("--certify/--no-certify", help="Verify the answer, and that the next value fails, by dry runs."),
     ] = True,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save a page with peak against size, and with the plan, as HTML."),
+        typer.Option(metavar="FILE", help="Save a page with peaks by size, and the plan, as HTML."),
     ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Does MODEL fit, and the largest that does.
 
-    On one screen: on 1, 2, 4 and 8 devices, with all kept, recomputed and moved, in every precision; what limits, and
-    what to do. With --grow the largest of one thing that fits, or the fewest devices or least memory: plans for growing
-    sizes, then bisects; -o saves the plan of the answer. Exits with 3 if nothing fits.
+    Prints one screen: on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every precision, with the limit and
+    the way out. With --grow, finds the largest value of one size that fits, or the fewest devices or least memory; -o
+    saves the plan of the answer. Exits with 3 if nothing fits.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, print_and_save

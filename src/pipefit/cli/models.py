@@ -28,7 +28,7 @@ def command(
 ) -> None:
     """List models with their settings and defaults.
 
-    Those of the zoo, each with what --set takes; or, for one MODEL, what every setting may be.
+    Without MODEL, the models of the zoo with the settings of --set; with MODEL, the allowed values of each setting.
     """
     from pipefit.cli.progress import progress
     from pipefit.tables import write

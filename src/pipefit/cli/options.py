@@ -22,9 +22,7 @@ Precision = Literal[
 PRECISIONS = ", ".join(get_args(Precision))
 Cast = Annotated[
     Precision | None,
-    typer.Option(
-        metavar="DTYPE", help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}."
-    ),
+    typer.Option(metavar="DTYPE", help=f"Cast the model and its data: {PRECISIONS}. Default: unchanged."),
 ]
 Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads of a worker.")]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -32,31 +30,30 @@ Recomputed = Literal["never", "always", "stages", "except_last", "except_one"]
 Recompute = Annotated[
     Recomputed,
     typer.Option(
-        help="Recompute in the backward: always = every block by itself; stages = every stage as a whole; "
-        "except_last, except_one = the same for all but one microbatch."
+        help="Recompute activations in the backward. always: each block separately; stages: whole "
+        "stages; except_last, except_one: whole stages, for all microbatches but one."
     ),
 ]
 
 Versions = Annotated[
     Literal["weights", "everything"],
-    typer.Option(help="What a version of the weights holds under pipedream and pipedream-2bw."),
+    typer.Option(help="What each version of the weights contains, under pipedream and pipedream-2bw."),
 ]
-SCHEDULE_HELP = (
-    "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two have no bubble, and late gradients."
-)
+SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe, torchgpipe, or the asynchronous pipedream and pipedream-2bw."
 
 Reserve = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE|PERCENT",
-        help="Of each device, left to what its process takes besides tensors; by the kind of GPU unless given.",
+        help="Memory of each device to keep free for non-tensor memory: CUDA context, NCCL, "
+        "fragmentation. Default: by the kind of GPU.",
     ),
 ]
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else.")]
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Save the result; the file appears when all is done."),
+    typer.Option("-o", "--output", metavar="FILE", help="Save the result. The file appears when the command succeeds."),
 ]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:NAME, or package.module:factory that returns a Task.")
@@ -75,16 +72,16 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of the model, such as layers=12; may be repeated. pipefit models MODEL lists them.",
+        help="Setting of the model, such as layers=12; repeatable. pipefit models MODEL lists them.",
     ),
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan, as pipefit plan saves it.")]
 AfterDeath = Annotated[
     Path | None,
     typer.Option(
         "--post-mortem",
         metavar="FILE",
-        help="Save here what held a device's memory, should it run out; beside PLAN unless given.",
+        help="Where to save the post-mortem if a device runs out of memory. Default: next to PLAN.",
     ),
 ]
 PredictedSteps = Annotated[
@@ -94,7 +91,7 @@ PredictedSteps = Annotated[
         metavar="N",
         min=1,
         max=MOST_STEPS,
-        help="Training steps; unless given, as many as differ: mostly two.",
+        help="Training steps. Default: until steps repeat, usually two.",
     ),
 ]
 

@@ -40,7 +40,7 @@ def command(
         str,
         typer.Argument(
             metavar="PROFILE|MODEL",
-            help="What pipefit profile saved; or zoo:NAME, hf:NAME or package.module:factory, to be profiled first.",
+            help="A saved profile; or a model to profile first: zoo:NAME, hf:NAME or package.module:factory.",
         ),
     ],
     cluster: ClusterName,
@@ -50,7 +50,7 @@ def command(
             "--batch-size",
             metavar="N",
             min=1,
-            help="Samples in one optimizer step; unless given, as many as the microbatches hold.",
+            help="Samples in one optimizer step. Default: microbatches x microbatch size.",
         ),
     ] = None,
     microbatches: Annotated[
@@ -59,35 +59,36 @@ def command(
             "--microbatches",
             metavar="N",
             min=1,
-            help="Equal parts of the batch; chosen, or without a batch size four for each device.",
+            help="Equal parts of the batch. Default: chosen; without a batch size, 4 per device.",
         ),
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"1f1b or eager-1f1b are chosen from unless given. {SCHEDULE_HELP}"),
+        typer.Option(metavar="NAME", help=f"Pipeline schedule: {SCHEDULE_HELP} Default: 1f1b or eager-1f1b, chosen."),
     ] = None,
     objective: Annotated[
         Literal["throughput", "peak"],
-        typer.Option(help="The fastest step that fits, or the lowest peak of all splits."),
+        typer.Option(help="Find the fastest step that fits, or the lowest peak."),
     ] = "throughput",
     planner: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="joint or exact, which belong to the objectives, unless given: lean, mpress, capture, alpa, "
-            "exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last.",
+            help="Planner: joint, exact, lean, mpress, capture, alpa, exhaustive, bisection, bayesian, "
+            "additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last. Default: joint for "
+            "throughput, exact for peak.",
         ),
     ] = None,
     recompute: Annotated[
         Recomputed,
         typer.Option(
-            help="Recompute in the backward: always = every block by itself; stages = every stage as a whole; "
-            "except_last, except_one = the same for all but one microbatch. With never, joint and mpress choose what "
-            "is recomputed."
+            help="Recompute activations in the backward. always: each block separately; stages: whole "
+            "stages; except_last, except_one: whole stages, for all microbatches but one; never: "
+            "joint and mpress still recompute where that is the fastest plan that fits."
         ),
     ] = "never",
     clip_norm: Annotated[
-        float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
+        float | None, typer.Option("--clip-norm", metavar="NORM", help="Clip gradients to this global norm.")
     ] = None,
     versions: Versions = "weights",
     stages: Annotated[
@@ -95,32 +96,32 @@ def command(
         typer.Option(
             metavar="N",
             min=1,
-            help="Pipeline stages, on as many devices; chosen by joint, one for each device under other planners.",
+            help="Number of pipeline stages. Default: chosen by joint; one per device under other planners.",
         ),
     ] = None,
     data: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Replicas of every stage, which divide each microbatch; chosen by joint and exact."
+            metavar="N", min=1, help="Data-parallel replicas of every stage. Default: chosen by joint and exact."
         ),
     ] = None,
     tensor: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."
+            metavar="N", min=1, help="Tensor-parallel ranks of every replica. Default: chosen by joint and exact."
         ),
     ] = None,
     sequences: Annotated[
         bool | None,
         typer.Option(
             "--sequences/--no-sequences",
-            help="Whether these also divide what is between attention and MLP, along positions; chosen where a PROFILE "
-            "has both, not unless given for a MODEL.",
+            help="Sequence parallelism: tensor-parallel ranks also divide activations between blocks' "
+            "layers along positions. Default: chosen if a PROFILE has both; off for a MODEL.",
         ),
     ] = None,
     shard: Annotated[
         Sharding | None,
-        typer.Option(help="What replicas of a stage divide between them, as ZeRO does; chosen by joint and exact."),
+        typer.Option(help="State that replicas divide: ZeRO 1, 2 or 3. Default: chosen by joint and exact."),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
@@ -130,23 +131,24 @@ def command(
             "-b",
             metavar="N",
             min=1,
-            help="Samples in one microbatch; chosen by joint, 1 for a MODEL under other planners.",
+            help="Samples in one microbatch. Default: chosen by joint; 1 for a MODEL under other planners.",
         ),
     ] = None,
     target: Annotated[
-        Target | None, typer.Option(help="Of a MODEL: whose kernels will run; the cluster's unless given.")
+        Target | None,
+        typer.Option(help="For a MODEL: model the kernels of cpu or cuda. Default: the cluster's devices."),
     ] = None,
     precision: Annotated[
         Precision | None,
-        typer.Option(metavar="DTYPE", help=f"Of a MODEL: cast it and its data to one of these: {PRECISIONS}."),
+        typer.Option(metavar="DTYPE", help=f"For a MODEL: cast it and its data: {PRECISIONS}."),
     ] = None,
     reserve: Reserve = None,
     certify: Annotated[
         bool,
         typer.Option(
             "--certify/--no-certify",
-            help="Hold the plan of a MODEL against a dry run, for GPUs against what processes reserve, and plan again "
-            "where it is refused.",
+            help="Verify the plan of a MODEL by a dry run, for GPUs with the memory that processes "
+            "reserve, and plan again if it fails.",
         ),
     ] = True,
     output: Output = None,
@@ -154,9 +156,9 @@ def command(
 ) -> None:
     """Plan which layers go where, and what is recomputed.
 
-    By default, the fastest plan that fits: it splits the model over the devices of a cluster, and says what is
-    recomputed or moved so that it fits, and which device limits it. For GPUs a plan of a MODEL fits if the processes
-    do; where a first plan's do not, it is planned again. A plan of a PROFILE only leaves the --reserve.
+    Finds the fastest plan that fits: splits the model over the devices of a cluster, recomputes and offloads what is
+    necessary, and names the limiting device. For GPUs, the plan of a MODEL is verified against the memory of its
+    processes, and planned again if it does not fit. The plan of a PROFILE only keeps the --reserve free.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output, deliver, told

@@ -30,50 +30,49 @@ def command(
             "-b",
             metavar="N",
             min=1,
-            help="Samples in one microbatch; repeatable, for the slices that replicas of a stage compute.",
+            help="Samples in one microbatch; repeatable, for the local batches of replicas.",
         ),
     ],
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     device: Annotated[
         Literal["fake", "cpu", "cuda"],
-        typer.Option(help="Where to profile; fake builds no model, the others measure time too."),
+        typer.Option(help="Where to profile: fake needs no memory; the others also measure time."),
     ] = "fake",
-    target: Annotated[Target, typer.Option(help="Kind of device whose kernels decide what autograd saves.")] = "cpu",
+    target: Annotated[Target, typer.Option(help="Model the kernels of this kind of device.")] = "cpu",
     precision: Cast = None,
     threads: Threads = 1,
     tensor: Annotated[
         list[int],
-        typer.Option(
-            min=1, metavar="RANKS", help="Profile layers divided between so many tensor-parallel ranks too; repeatable."
-        ),
+        typer.Option(min=1, metavar="RANKS", help="Also profile layers for N tensor-parallel ranks; repeatable."),
     ] = [],  # noqa: B006 - typer reads it and makes a list of its own
     sequences: Annotated[
-        bool, typer.Option("--sequences", help="Those ranks also with sequence parallelism, so that plans may have it.")
+        bool, typer.Option("--sequences", help="Also profile these ranks with sequence parallelism.")
     ] = False,
     runs: Annotated[
         Runs | None,
-        typer.Option(help="Also train for real, for the additive planner: the whole model, or a few blocks at a time."),
+        typer.Option(help="Also train, for the additive planner: the whole model, or a few blocks at a time."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="The devices of the runs.")
+        str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="Devices of the runs.")
     ] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "--microbatches", metavar="N", min=1, help="Of a step of the runs; unless given as plan has it, 4 a device."
+            "--microbatches", metavar="N", min=1, help="Microbatches in a step of the runs. Default: 4 per device."
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="Of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")
+        str, typer.Option(help="Schedule of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")
     ] = "gpipe",
     recompute: Recompute = "never",
     clip_norm: Annotated[
-        float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients, in the runs.")
+        float | None,
+        typer.Option("--clip-norm", metavar="NORM", help="Clip gradients of the runs to this global norm."),
     ] = None,
     store: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="Where finished runs are kept, so that the same command continues after a break."
+            metavar="FILE", help="Where to keep finished runs, so that the same command continues after a break."
         ),
     ] = Path("runs.json"),
     output: Output = None,
@@ -81,8 +80,8 @@ def command(
 ) -> None:
     """Profile MODEL: what every layer costs.
 
-    Bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs also what training steps
-    on the devices of --cluster needed, block by block: for the training that you will plan, and for no other.
+    Measures bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs, also trains on
+    the devices of --cluster and measures every block there; such a profile is for this training alone.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver

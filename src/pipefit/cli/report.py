@@ -17,22 +17,22 @@ EXAMPLE = "pipefit report plan.json measured.json -o page.html"
 def command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="A plan, which is simulated; a trace; or a post-mortem of train."),
+        typer.Argument(metavar="FILE", help="Plan (simulated first), trace, or post-mortem."),
     ],
     measured: Annotated[
         Path | None,
-        typer.Argument(metavar="[MEASURED]", help="A trace to draw beside it, of a dry run or of training."),
+        typer.Argument(metavar="[MEASURED]", help="Trace of a dry run or of training to draw next to it."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Where the page goes; unless given, beside FILE."),
+        typer.Option("-o", "--output", metavar="FILE", help="Output page. Default: next to FILE."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a plan, trace or post-mortem as one HTML page.
 
-    Memory over time, the timeline of every device, what fills it at its peak, decisions and their price. The page needs
-    no network and no other file.
+    Memory over time, the timeline of every device, the contents of its peak, and decisions with their price. The page
+    needs no network and no other file.
     """
     from pipefit.cli.output import check_output, used_together
     from pipefit.cli.progress import progress

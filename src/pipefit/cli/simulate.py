@@ -10,8 +10,8 @@ EXAMPLE = "pipefit simulate plan.json -o predicted.json"
 def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None, as_json: Json = False) -> None:
     """Simulate PLAN: predicted peaks and time.
 
-    The first step differs from the others: optimizer state is allocated in its update. Under pipedream and
-    pipedream-2bw the pipeline fills in the first steps, and the last one is typical.
+    The first step differs from the others, because its update allocates the optimizer state. Under pipedream and
+    pipedream-2bw the pipeline fills during the first steps, and the last step is typical.
     """
     from pipefit.cli.output import check_output, deliver, used
     from pipefit.cli.progress import progress

@@ -30,13 +30,12 @@ def command(
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, help="Training steps in all, with those before --resume.")
+        int,
+        typer.Option("--steps", metavar="N", min=1, help="Training steps in total, including those before --resume."),
     ] = 10,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=0, help="Decides weights, data and dropout: 0, or the checkpoint's, if not given."
-        ),
+        typer.Option(metavar="N", min=0, help="Seed of weights, data and dropout. Default: the checkpoint's, or 0."),
     ] = None,
     timeout: Annotated[
         float | None,
@@ -44,7 +43,7 @@ def command(
             min=1,
             max=1e6,
             metavar="SECONDS",
-            help="Longest that an action, or a worker's start, may take; 60 and 120 s unless given.",
+            help="Time limit of an action, and of a worker's start. Default: 60 s and 120 s.",
         ),
     ] = None,
     numbers: Annotated[
@@ -55,54 +54,52 @@ def command(
         ),
     ] = True,
     share_device: Annotated[
-        bool, typer.Option("--share-device", help="Run all of the plan's GPUs on the first one of this machine.")
+        bool, typer.Option("--share-device", help="Run all GPUs of the plan on the first GPU of this machine.")
     ] = False,
     cap: Annotated[
         bool,
-        typer.Option("--cap/--no-cap", help="Hold GPUs to the memory of the plan's devices, as a smaller GPU would."),
+        typer.Option("--cap/--no-cap", help="Limit GPUs to the memory of the plan's devices, like smaller GPUs."),
     ] = True,
     metrics: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write a line of JSON as each step ends: its loss, seconds, rates and peaks."
-        ),
+        typer.Option(metavar="FILE", help="Write a line of JSON after each step: loss, seconds, rates and peaks."),
     ] = None,
     log_every: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Steps from line to line of the log; a line every two seconds unless given."
-        ),
+        typer.Option(min=1, metavar="N", help="Log every N steps. Default: every two seconds."),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save checkpoints here, one after the last step too.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Save checkpoints in this folder, including one after the last step."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Steps from checkpoint to checkpoint; 100 unless given.")
+        int | None, typer.Option(min=1, metavar="N", help="Save a checkpoint every N steps. Default: 100.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints; all, if not given.")
+        int | None, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints. Default: all.")
     ] = None,
     on_failed_save: Annotated[
         Literal["warn", "stop"] | None,
-        typer.Option(help="Whether a checkpoint that cannot be written stops the training; warn unless given."),
+        typer.Option(help="What to do if a checkpoint cannot be written: stop or warn. Default: warn."),
     ] = None,
     save_in_foreground: Annotated[
         bool,
         typer.Option(
             "--save-in-foreground",
-            help="Let training stand still while a checkpoint is written; it takes no memory of hosts then.",
+            help="Pause training while a checkpoint is written, which needs no host memory.",
         ),
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Go on from the newest whole checkpoint here, or from this one."),
+        typer.Option(metavar="DIR", help="Resume from this checkpoint, or the newest complete one in this folder."),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start from a safetensors file, or a folder in Hugging Face's layout."),
+        typer.Option(metavar="FILE", help="Start from the weights in a safetensors file or a Hugging Face folder."),
     ] = None,
     restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Start again from the last checkpoint when a worker fails, N times.")
+        int,
+        typer.Option(min=0, metavar="N", help="Restart from the last checkpoint if a worker fails, at most N times."),
     ] = 0,
     cluster: Annotated[
         str | None,
@@ -110,11 +107,12 @@ def command(
             "--cluster",
             "-c",
             metavar="NAME|FILE",
-            help="The devices there are, read before every start: plan again where they are not those of PLAN.",
+            help="Cluster file, read before every start: plan again if its devices differ from PLAN's.",
         ),
     ] = None,
     on_nan: Annotated[
-        Literal["warn", "stop"], typer.Option(help="Whether a loss that is infinite or nan stops the training.")
+        Literal["warn", "stop"],
+        typer.Option(help="What to do if the loss is infinite or nan: stop, or warn and continue."),
     ] = "warn",
     post_mortem: AfterDeath = None,
     output: Output = None,
@@ -122,9 +120,9 @@ def command(
 ) -> None:
     """Train MODEL as PLAN says.
 
-    One worker process for each device of the plan; what it measured is a trace, like a prediction. With --save and
-    --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
-    With --restarts it goes on by itself.
+    Starts one worker process per device of the plan. The measurement is a trace, like a prediction. With --save and
+    --resume, a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
+    With --restarts, it continues automatically.
     """
     from pipefit.cli.model import build, check_order, precision_of, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, load_runnable, plain_data, print_and_save
