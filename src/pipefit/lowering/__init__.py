@@ -1,4 +1,4 @@
-"""Schedules, which are generators of compute actions, and the lowering of a plan to its program."""
+"""Schedules, which generate compute actions, and the lowering of a plan to its program."""
 
 from pipefit.lowering.asynchronous import Entered, as_early
 from pipefit.lowering.lower import (

@@ -1,7 +1,8 @@
-"""What a schedule without end asks of a plan, and what one of its steps leaves to the next one.
+"""Steps of an asynchronous schedule: the checks of a plan, moves of weight versions, and each step's share of
+the actions.
 
-Stages update at different times, and no moment exists at which all of them have seen the same microbatches. So whatever
-needs such a moment is refused here, with the ways out: it would train something else.
+Stages update at different times, and at no moment have all of them seen the same microbatches. Settings that
+need such a moment are refused with alternatives, because they would train something else.
 """
 
 from __future__ import annotations
@@ -39,37 +40,36 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import shifted
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# Moves of weight versions: weights that updates do not change any more are away but where microbatches need
-# them.
+# ---- Moves of weight versions: frozen weights are offloaded while no microbatch needs them
 #
 #     F3 B0 STASH0 OFFLOAD3 STEP0 WAIT_STASH0  F4 WAIT_OFFLOAD3 B1 ...  RELOAD3 WAIT_RELOAD3 B3
 #
-# From the STASH on updates change a copy, so that the weights of the forward before it are free to go. They
-# come back before every pass that goes through them, run by run where passes have been cut at the edges of
-# the layers, and leave again behind it. Under PipeDream these are the backward and the second forward of one
-# microbatch, of many only while the pipeline fills. Its stage s of P holds P-s-1 older versions, and the last
-# stage none. Under the two-version form every stage has two versions at all times: the forwards of a step go
-# through weights that the update in the step before last has made, and of two updates later ones only the
-# copy is worked on.
+# From the STASH on, updates change a copy, so the weights of the previous forward may be offloaded. They are
+# reloaded before every pass that uses them, run by run if passes have been cut at the edges of the layers,
+# and offloaded again after it. Under PipeDream these passes are the backward and the recomputation of one
+# microbatch, of several only while the pipeline fills; stage s of P holds P-s-1 older versions, the last
+# stage none. Under PipeDream-2BW every stage always has two versions: the forwards of a step use weights from
+# the update in the step before last.
 #
-# A copy is named by a microbatch in flight that went through the weights. Before a forward that is another
-# one than its own, so that weights stay where no other is in flight, as between two microbatches of the last
-# stage.
+# A copy is named by a microbatch in flight that used the weights. Before a forward, this is another
+# microbatch than its own, so weights stay if no other one is in flight, as between two microbatches of the
+# last stage.
 
 _AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})
 
 
 @dataclass(slots=True)
 class _Version:
-    """The microbatches that go forward with these weights, and behind which positions their layers have been copied."""
+    """The microbatches whose forward uses these weights, and the positions after which their layers have been
+    copied.
+    """
 
     microbatches: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
 
 
 class _Use(NamedTuple):
-    """The passes of a microbatch through some layers that need them at once: a forward, or all that follow it."""
+    """The passes of a microbatch through some layers that need them at once: a forward, or all later passes."""
 
     positions: tuple[int, ...]
     microbatch: int
@@ -77,7 +77,7 @@ class _Use(NamedTuple):
 
 
 def version_moves(timeline: Timeline, decisions: Sequence[Decision], stage: Stage, bundles: Bundles) -> Iterator[Move]:
-    """What a rank of one stage moves away and back by decisions to offload versions of its weights."""
+    """Yield the moves of a rank of one stage by decisions to offload weight versions."""
     if not decisions:
         return
     versions, copies = _versions(timeline, stage), StateCopies(timeline)
@@ -92,7 +92,7 @@ def version_moves(timeline: Timeline, decisions: Sequence[Decision], stage: Stag
 
 
 def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
-    """The versions of a stage's weights that microbatches go forward with, in their order."""
+    """Return the versions of a stage's weights that forwards use, in order."""
     newest = current = _Version()
     found = [current]
     for position, action in enumerate(timeline.actions):
@@ -110,8 +110,8 @@ def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
 
 
 def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """When nobody needs the weights of these layers: by the name of which microbatch, from which position on, and the
-    positions of its next use.
+    """Yield the times when no pass needs the weights of these layers: the microbatch that names them, the
+    position from which they are free, and the positions of their next use.
     """
     copied = [position for position in version.copied if _touches(timeline.actions[position], state)]
     if not copied:
@@ -127,7 +127,7 @@ def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple
 
 
 def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iterator[_Use]:
-    """Where a microbatch goes through the layers behind a position: forward, and in all that follows."""
+    """Yield the uses of the layers by a microbatch after a position: its forward, and all later passes."""
     for kinds in (FORWARDS, _AGAIN):
         passes = ((number, timeline.actions[number]) for number in _computes(timeline, microbatch) if number > since)
         found = tuple(number for number, action in passes if action.kind in kinds and _touches(action, state))
@@ -136,25 +136,25 @@ def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iter
 
 
 def _computes(timeline: Timeline, microbatch: int) -> list[int]:
-    """Where the only stage of a rank computes for a microbatch, its forward first."""
+    """Return the positions of a microbatch's compute actions on a rank with one stage, its forward first."""
     return timeline.computes[timeline.actions[0].stage][microbatch]
 
 
 def _touches(action: Action, state: State) -> bool:
-    """Whether an action is one of some of the layers of a state."""
+    """Return whether an action includes layers of a state."""
     first, end = action.layers or (state.start, state.stop)
     return first < state.stop and state.start < end
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Checks of a plan
 
 
 def check_endless(plan: Plan) -> None:
-    """Check that every microbatch can be followed by an update of its own stages alone.
+    """Check that every stage can be updated without the others.
 
     Raises:
-        UsageError: several stages on a device, stages that share a parameter, or a decision for another share of the
-            microbatches in every step.
+        UsageError: several stages on a device, stages that share a parameter, or a decision whose share of
+            the microbatches differs between steps.
     """
     name = plan.training.schedule
     for stages in plan.ranks:
@@ -182,7 +182,7 @@ def check_endless(plan: Plan) -> None:
 
 
 def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
-    """Check that replicas divide nothing of which there would be a part for every version of the weights.
+    """Check that replicas divide nothing that every weight version would need a part of.
 
     Raises:
         UsageError: they do.
@@ -202,10 +202,10 @@ def _check_divided(plan: Plan, number: int, grid: Grid) -> None:
 
 
 def _check_state(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that weights that move exist, as a stage holds older versions of them for some time, or newest ones.
+    """Check that a stage has the weights that a decision moves: older versions, or newest ones.
 
     Raises:
-        UsageError: they do not, or belong to layers that stay; says why.
+        UsageError: it does not, or the layers must stay; says why.
     """
     last = len(plan.stages) - 1
     if state.kind in ("optimizer", "gradients"):
@@ -219,10 +219,11 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
 
 
 def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that layers whose weights move are trained, and share no weights with others of their stage.
+    """Check that layers whose weights move are trained, and do not share weights with other layers of their
+    stage.
 
     Raises:
-        UsageError: they do, or are not.
+        UsageError: they are not, or do.
     """
     layers, stage = range(state.start, state.stop), plan.stages[decision.stage]
     costs = plan.measurement.costs[state.start : state.stop]
@@ -244,10 +245,11 @@ def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
 
 
 def check_in_turn(plan: Plan, entered: int) -> None:
-    """Check that a step after so many microbatches begins where shares of the microbatches begin, as a plan's steps do.
+    """Check that a step after `entered` microbatches begins at the start of the decisions' period, as the
+    plan's steps do.
 
     Raises:
-        UsageError: the batch before was a smaller one.
+        UsageError: the previous batch was smaller.
     """
     if entered % (turn := period(plan)):
         raise UsageError(
@@ -258,17 +260,17 @@ def check_in_turn(plan: Plan, entered: int) -> None:
 
 
 def period(plan: Plan) -> int:
-    """Of how many microbatches in a row every decision takes the same share."""
+    """Return the number of consecutive microbatches after which all decisions repeat."""
     return lcm(*(decision.microbatches.every for decision in plan.decisions))
 
 
 def _divisors(count: int) -> str:
-    """The numbers that divide `count`, in words."""
+    """Return the numbers that divide `count`, in words."""
     return " or ".join(str(number) for number in range(2, count + 1) if count % number == 0) or "1"
 
 
 def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """The starts that these actions join without having them, and those that they leave to be joined."""
+    """Return the starts that these actions join but do not contain, and the starts that they leave to be joined."""
     before, begun = list[Action](), dict[Action, None]()
     for action in actions:
         if action.in_background and not action.wait:
@@ -280,29 +282,26 @@ def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action
     return tuple(before), tuple(begun)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A device's step under an endless schedule, cut out of all that the device does before it, in it and after
-# it.
+# ---- A device's step, cut out of its actions in all steps
 #
-# The order of a rank's forwards and backwards is the same wherever steps end, unless it is drained. What
-# stands next to a forward or backward may belong to a microbatch of another step: a recomputation that comes
-# early, the end of a copy that began in the step before, the begin of one that the next step needs. So all of
-# that is decided in a `Stream`, which has the steps around the own one too, and the step takes the part that
-# stands next to its own actions.
+# The order of a rank's forwards and backwards does not depend on the ends of steps, unless it is drained. But
+# actions next to a forward or backward may belong to a microbatch of another step: an early recomputation,
+# the end of a copy that began in the previous step, or the start of one for the next step. Therefore a
+# `Stream` decides them for the surrounding steps too, and the step takes the part next to its own actions.
 #
 #     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
 #
-# A drain finds some of that done, and does the rest: copies on their way out are joined first, so that what
-# is away never takes more than in a full pipeline; then everything comes back just before the backward that
-# needs it. Gradients and weights leave again between backwards of the drain, if they do so in steps, whose
-# slots they have.
+# A drain finds some of this done, and does the rest: it first joins offloads in progress, so that offloaded
+# tensors never take more than in a full pipeline; then it reloads everything just before the backward that
+# needs it. Gradients and weights are offloaded again between backwards of the drain if steps do so too, whose
+# slots they use.
 
 
 class Entered(NamedTuple):
-    """What has entered a pipeline since it was empty.
+    """The microbatches and steps that have entered a pipeline since it was empty.
 
-    Microbatches in flight that are `smaller` than the plan's have numbers, counted from the next one that enters, and
-    samples.
+    `smaller` has the microbatches in flight with fewer samples than the plan's: their numbers, counted from
+    the next one that enters, and their samples.
     """
 
     microbatches: int = 0
@@ -311,11 +310,12 @@ class Entered(NamedTuple):
 
 
 def settled(plan: Plan, microbatches: int | None = None) -> int:
-    """After how many microbatches steps of so many are all alike; of the plan's unless given.
+    """Return the number of microbatches after which all steps are equal; `microbatches` is the size of a
+    step, default the plan's.
 
-    That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
-    flight must have gone forward in a full pipeline too, and none of them through the first weights. Where weights move
-    under two versions, two steps must have come before.
+    Steps are equal once the pipeline is full. If a decision reaches over the ends of steps, the microbatches
+    still in flight must have entered a full pipeline too, and none may use the first weights. If weights move
+    under two versions, two steps must have passed.
     """
     stages, kinds = len(plan.stages), {d.subject.kind for d in plan.decisions if isinstance(d.subject, State)}
     if plan.training.schedule == "pipedream-2bw" and not kinds.isdisjoint(("parameters", "versions")):
@@ -326,17 +326,18 @@ def settled(plan: Plan, microbatches: int | None = None) -> int:
 
 
 def as_early(plan: Plan, entered: int) -> int:
-    """The fewest microbatches after which a step is like that after `entered`."""
+    """Return the fewest microbatches after which a step equals the step after `entered`."""
     least = settled(plan)
     return entered if entered <= least else least + (entered - least) % period(plan)
 
 
 class Stream:
-    """What a device of one rank does, from an empty pipeline on: `entered` microbatches of `steps` earlier steps, a
-    step, and what follows.
+    """The actions of one rank's device from an empty pipeline on: `entered` microbatches of `steps` earlier
+    steps, a step, and the following ones.
 
-    Microbatches are counted from the first one in the pipeline. Under two versions weights depend on where steps end,
-    though only on whether there was more than one, and that each had a microbatch for every stage.
+    Microbatches are counted from the first one in the pipeline. Under two versions, weights depend on the
+    ends of steps, but only on whether there was more than one, provided that each had a microbatch for every
+    stage.
     """
 
     def __init__(
@@ -358,7 +359,7 @@ class Stream:
         self._own = self._order(microbatches, entered)
 
     def step(self) -> list[Action]:
-        """The actions of the step, its microbatches counted from its own first one."""
+        """Return the actions of the step, with microbatches counted from its own first one."""
         alone = not self._plan.decisions and self._plan.stages[self._rank].grid.data == 1
         units = [[action] for action in (*self._earlier, *self._own)] if alone else self._units
         own = chain(*units[len(self._earlier) : len(self._earlier) + len(self._own)])
@@ -369,7 +370,7 @@ class Stream:
         return self._finished(actions)
 
     def drain(self) -> list[Action]:
-        """The actions that end what is in flight after the earlier steps, in the place of a step."""
+        """Return the actions that end the microbatches in flight after the earlier steps, instead of a step."""
         done = {action for unit in self._units[: len(self._earlier)] for action in unit if not action.moves_state}
         soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
         units = self._divided([*self._earlier, *self._own], soon)[len(self._earlier) :]
@@ -380,18 +381,20 @@ class Stream:
         return self._finished(actions)
 
     def _finished(self, actions: Sequence[Action]) -> list[Action]:
-        """The actions with the parameters away between them, and with microbatches counted from the own first one."""
+        """Return the actions with parameters offloaded between them, and with microbatches counted from the
+        step's first one.
+        """
         copied = (
             weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
         )
         return [shifted(action, -self._entered) for action in self._slices.together(copied)]
 
     def _communicated(self, order: Iterable[Action], *, before: Action | None = None) -> list[Action]:
-        """An order of the stream with its receives, loads and sends."""
+        """Return an order of the stream with its receives, loads and sends."""
         return list(communicated(list(order), self._plan, self._slices, before=before, endless=True))
 
     def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
-        """The actions of a drain with what the earlier steps have left to do of their moves, and its own moves."""
+        """Yield the actions of a drain with the unfinished moves of earlier steps, and the drain's own moves."""
         earlier = list(chain(*self._units[: len(self._earlier)]))
         past = self._communicated(earlier) if earlier else []
         done = set(past)
@@ -417,14 +420,14 @@ class Stream:
             yield from (*needed.get(action, ()), *before[number], action, *behind[number])
 
     def _before(self, entered: int, steps: int) -> Iterator[Action]:
-        """The compute actions of the earlier steps: of one, or of two of which the last is as short as it may be."""
+        """Yield the compute actions of the earlier steps: of one, or of two with the shortest possible last one."""
         last = len(self._plan.stages)
         sizes = (entered - last, last) if steps > 1 and entered >= 2 * last else (entered,)
         for size, before in zip(sizes, (0, entered - last), strict=False):
             yield from self._order(size, before) if size else ()
 
     def _order(self, microbatches: int, entered: int) -> Order:
-        """The order of compute actions in a step after `entered` microbatches."""
+        """Return the order of compute actions in a step after `entered` microbatches."""
         order = self._schedule(self._rank, len(self._plan.stages), microbatches, entered)
         return [shifted(action, entered) for action in order]
 
@@ -435,14 +438,14 @@ class Stream:
 
     @cached_property
     def _units(self) -> list[list[Action]]:
-        """What every action of the earlier steps, the own one and the next becomes if nothing is drained."""
+        """The expansion of every action of the earlier steps, this step and the next one, without a drain."""
         entered = self._entered + self._microbatches
         own = self._own if self._microbatches else []
         return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
 
     def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
-        """What every action of an order becomes: passes in pieces by the decisions of `plan`, updates in runs, and sums
-        of gradients.
+        """Return the expansion of every action of an order: passes in pieces by the decisions of `plan`,
+        updates in runs, and gradient reductions.
         """
         summed = {(self._rank, action.microbatch) for action in order if action.kind is Kind.STEP}
         units = summed_units(recomputed_units(order, plan, summed=summed), plan, self._rank)
@@ -450,7 +453,9 @@ class Stream:
         return [[one for action in unit for one in self._updated(before, action)] for before, unit in pairs]
 
     def _updated(self, before: Action | None, action: Action) -> list[Action]:
-        """What an update becomes, or the copy of the weights `before` it, which goes with it if parameters move."""
+        """Return the expansion of an update, or of the weight copy `before` it, which goes with the update if
+        parameters move.
+        """
         if action.kind not in UPDATES:
             return [action]
         if action.kind is Kind.STASH:
@@ -465,7 +470,7 @@ class Stream:
         return Timeline(self._communicated(chain(*self._units)))
 
     def _moves(self) -> list[Move]:
-        """All that is moved away and back in the stream, but for updates."""
+        """Return all moves in the stream except those of updates."""
         tensors = [d for d in self._offloads if isinstance(d.subject, SavedTensors)]
         versions = self._of_state("versions")
         if not tensors and not versions and not self._gradients:

@@ -1,9 +1,9 @@
-"""Which rows of every microbatch a device computes, and which it exchanges with the stages next to its own.
+"""The rows of every microbatch that a device computes, and that it exchanges with neighbouring stages.
 
-The replicas of a stage have the same order of actions. They differ in their rows, so what a device loads, sends and
-receives is written with its rows, and with the device at the other end where there are several. The tensor shards of a
-replica have the same rows: every device gets its rows from one shard of the replica that sends them, and these share
-the receivers evenly. Gradients are summed over devices that hold the same shard.
+The replicas of a stage have the same order of actions but different rows, so a device's loads, sends and
+receives name its rows, and the device at the other end if there are several. The tensor shards of a replica
+have the same rows: every device gets its rows from one shard of the sending replica, and these shards serve
+the receivers evenly. Gradients are reduced over devices that hold the same shard.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pipefit.texts import counted
 
 
 class Slices:
-    """The slices of one device.
+    """The local batches of one device.
 
     Args:
-        replica: which of its stages' replicas the device is.
-        shard: which shard of that replica it holds.
+        plan: the plan.
+        replica: the number of the device's replica in its stages.
+        shard: the number of the device's shard in this replica.
         smaller: the samples of microbatches that have fewer than the plan's, by their numbers.
     """
 
@@ -38,14 +39,15 @@ class Slices:
         self._grids = [stage.grid for stage in plan.stages]
 
     def load(self, stage: int, microbatch: int | None) -> Action:
-        """The LOAD of a microbatch, or of the device's rows of it."""
+        """Return the LOAD of a microbatch, or of the device's rows of it."""
         rows = self._own(stage, microbatch) if self._grids[stage].data > 1 else None
         return Action(Kind.LOAD, stage, microbatch, part=rows)
 
     def messages(self, kind: Kind, stage: int, microbatch: int | None) -> Iterator[Action]:
-        """The sends or receives of this kind: one, or one for each device at the other end that has some of the rows.
+        """Yield the sends or receives of this kind: one for each device at the other end that has some of the
+        rows.
 
-        Where there is one device at each end, neither rows nor devices are named.
+        If each end has one device, neither rows nor devices are named.
         """
         plain = Action(kind, stage, microbatch)
         own, there = self._grids[stage], self._grids[plain.neighbour]
@@ -58,7 +60,7 @@ class Slices:
                 yield plain._replace(part=rows, place=_of([peer]) if len(there.devices) > 1 else None)
 
     def together(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """Actions in which sums of gradients, and what brings parameters, name devices that hold the same shard."""
+        """Yield the actions; gradient reductions and parameter gathers name the devices that hold the same shard."""
         for action in actions:
             if action.kind in (Kind.REDUCE, Kind.UNSHARD) and self._grids[action.stage].tensor > 1:
                 subject = action.subject
@@ -76,7 +78,9 @@ class Slices:
 
 
 def _partners(shard: int, own: int, there: int, *, sends: bool) -> Sequence[int]:
-    """The shards of another replica that get their rows from this one of `own`, or the one from which it gets them."""
+    """Return the shards of another replica that get their rows from shard `shard` of `own`; for receives, the
+    one that sends.
+    """
     return range(shard, there, own) if sends else (shard % there,)
 
 
@@ -85,11 +89,11 @@ def _of(devices: Sequence[int]) -> Place:
 
 
 def check_slices(plan: Plan, last: int | None) -> None:
-    """Check that stages on several devices are of a kind that can be simulated and run.
+    """Check that stages on several devices can be simulated and run.
 
     Raises:
-        UsageError: they are not, or their replicas cannot divide the last microbatch or what they exchange; says which,
-            and what would work.
+        UsageError: they cannot, or their replicas cannot divide the last microbatch or the exchanged values;
+            says which, and a remedy.
     """
     if all(len(stage.devices) == 1 for stage in plan.stages):
         return
@@ -129,7 +133,7 @@ def _check_shards(plan: Plan, number: int) -> None:
 
 
 def _part(plan: Plan, stage: int, shared: int) -> tuple[int, str]:
-    """What the devices of a stage have of a shared parameter: equal for stages that have the same parts."""
+    """Return a key of a stage's division of a shared parameter: equal for stages with the same parts."""
     return plan.stages[stage].grid.tensor, plan.measured(stage).shared[shared].form
 
 
@@ -166,7 +170,7 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
 
 
 def _check_state(decision: Decision, moved: State, shard: Sharding, where: str) -> None:
-    """Check that a state that moves is one of which every replica keeps a part alone, from one update to the next."""
+    """Check that replicas divide the moved state, so that each keeps its own part from one update to the next."""
     if decision.what is What.UPDATE and shard == "optimizer":
         raise UsageError(
             f"{decision}: {where} that divide the optimizer state alone, and each of them has all gradients: divide "

@@ -1,15 +1,15 @@
-"""Lowering: from a plan to its program, by rewritings that each make one thing explicit.
+"""Lowering: from a plan to its program, by passes that each make one thing explicit.
 
     states_copied(gathered(summed(copied(communicated(recomputed(computes(plan)))))) + updated(plan))
 
-The schedule gives every rank an order of forwards and backwards, which all its devices share; their rows differ. The
-first rewriting divides them into pieces and adds second forwards for what is recomputed, the next puts receives, sends
-and loads around them, and the last ones insert copies of saved tensors and of state to other places and back, sums of
-replicas' gradients, and gathers of parameters that replicas divide. Each is a function of the plan and of the result of
-the one before.
+The schedule gives every rank an order of forwards and backwards, shared by its devices except for their rows.
+The passes cut it into pieces and add recomputations, add receives, sends and loads, and insert offloads and
+reloads of saved tensors and of state, gradient reductions, and parameter gathers. Each is a function of the
+plan and the previous result.
 
-A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
-which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).
+A synchronous schedule has one program, which every step repeats. An asynchronous one has several: those of
+the first steps, which fill the pipeline; the body, which repeats; and one that drains the pipeline
+(`step_programs`, `lower_drain`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pipefit.schema.training import MOST_MICROBATCHES
 from pipefit.schema.validation import instance, whole
 from pipefit.texts import unknown
 
-_OfDevices = dict[int, list[Action]]  # what devices do
-Smaller = Sequence[tuple[int, int]]  # microbatches of fewer samples than the plan's: their numbers, and their samples
+_OfDevices = dict[int, list[Action]]  # actions by device
+Smaller = Sequence[tuple[int, int]]  # number and samples of microbatches with fewer samples than the plan's
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -50,10 +50,10 @@ ENDLESS: dict[str, Endless] = {"pipedream": pipedream, "pipedream-2bw": two_buff
 
 
 def schedule_named(name: str) -> Schedule:
-    """The synchronous schedule of that name.
+    """Return the synchronous schedule of this name.
 
     Raises:
-        UsageError: there is none; says which exist.
+        UsageError: no schedule has this name; lists the known ones.
     """
     try:
         return SCHEDULES[name]
@@ -62,12 +62,12 @@ def schedule_named(name: str) -> Schedule:
 
 
 def is_endless(plan: Plan) -> bool:
-    """Whether the plan's schedule leaves microbatches in flight from step to step."""
+    """Return whether the plan's schedule is asynchronous: microbatches stay in flight between steps."""
     return plan.training.endless
 
 
 def step_programs(plan: Plan) -> tuple[Program, ...]:
-    """The programs of the first steps, and as the last one that of all later steps.
+    """Return the programs of the first steps; the last one is that of all later steps.
 
     Raises:
         UsageError: as `lower`.
@@ -78,7 +78,7 @@ def step_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _entered(plan: Plan) -> range:
-    """Under an endless schedule, the microbatches before each of the first steps that differ."""
+    """Return the microbatches before each of the first steps that differ, under an asynchronous schedule."""
     count = plan.training.microbatches
     return range(0, settled(plan) + count, count)
 
@@ -86,13 +86,13 @@ def _entered(plan: Plan) -> range:
 def rank_programs(
     plan: Plan, rank: int, steps: int, devices: Container[int] | None = None
 ) -> tuple[UncheckedProgram, ...]:
-    """The programs of so many steps, as far as they differ, with the actions of one rank alone, or of some of its
+    """Return the differing programs of `steps` steps, with the actions of one rank only, or of some of its
     `devices`.
 
-    They are the same as long as its decisions are.
+    They depend on the rank's decisions only.
 
     Raises:
-        UsageError: as `lower`, but for what only programs of all devices show.
+        UsageError: as `lower`, except for errors that only programs of all devices reveal.
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
@@ -102,7 +102,8 @@ def rank_programs(
 
 
 def whole_run(plan: Plan) -> Program:
-    """All steps of training that differ as one program: what a run of any length uses of places is used here.
+    """Return all differing steps of training as one program, which uses all memory that a run of any length
+    uses.
 
     Raises:
         UsageError: as `lower`.
@@ -112,12 +113,11 @@ def whole_run(plan: Plan) -> Program:
 
 
 def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
-    """How many steps of training differ: all later ones do what the last of these does, with the same bytes.
+    """Return the number of steps that differ: all later steps repeat the last of these, with the same bytes.
 
-    `microbatches` are those of a step; the plan's unless given.
-
-    Under a synchronous schedule the first step differs, in which optimizer state is created. Under an endless one the
-    pipeline fills first, and then the versions of weights grow apart.
+    `microbatches` are those of a step, default the plan's. Under a synchronous schedule, the first step
+    differs because it creates the optimizer state. Under an asynchronous one, the pipeline fills first, and
+    then the weight versions diverge.
     """
     count = microbatches or plan.training.microbatches
     settling = -(-settled(plan, count) // count) + 1 if is_endless(plan) else 0
@@ -125,7 +125,9 @@ def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
 
 
 def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
-    """The same of any plan without decisions that has this schedule and so many stages and microbatches."""
+    """Return the number of steps that differ for a plan without decisions with this schedule, stages and
+    microbatches.
+    """
     if schedule not in ENDLESS:
         return 2
     filling = 2 if schedule == "pipedream-2bw" else -(-2 * (stages - 1) // microbatches)
@@ -133,16 +135,16 @@ def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
 
 
 def loss_delay(plan: Plan) -> int:
-    """How many steps later the loss of a step is known on every stage, if none ever waits for it.
+    """Return the number of steps after which every stage knows a step's loss without waiting for it.
 
-    That is 0 under a synchronous schedule. Under an endless one the first stage is behind the last by one microbatch
-    less than there are stages.
+    0 under a synchronous schedule. Under an asynchronous one, the first stage lags the last by one microbatch
+    less than the number of stages.
     """
     return -(-(len(plan.stages) - 1) // plan.training.microbatches) if is_endless(plan) else 0
 
 
 def updates_alone(plan: Plan) -> bool:
-    """Whether every microbatch has an update of its own, instead of a share in its step's."""
+    """Return whether every microbatch has a separate update instead of a share in its step's update."""
     return plan.training.schedule == "pipedream"
 
 
@@ -156,19 +158,21 @@ def lower(
     steps: int | None = None,
     smaller: Smaller = (),
 ) -> Program:
-    """The program of one training step of `plan`.
+    """Lower `plan` to the program of one training step.
 
     Args:
-        microbatches: of a smaller last batch; the plan's unless given.
-        last: samples of its last microbatch, if these are fewer than the plan's.
-        update: False leaves the gradients where they are, to be added to by the next batch.
-        entered: under an endless schedule, the microbatches of the steps before since the pipeline was empty.
-        steps: how many steps these were; as many as they need with the plan's microbatches unless given.
-        smaller: those of them that have fewer samples than the plan's, as in `Entered`.
+        plan: the plan.
+        microbatches: of a smaller last batch; default: the plan's.
+        last: samples of its last microbatch, if fewer than the plan's.
+        update: False leaves the gradients in place, for the next batch to accumulate.
+        entered: under an asynchronous schedule, the microbatches of earlier steps since the pipeline was
+            empty.
+        steps: the number of these steps; default: as many as they need with the plan's microbatches.
+        smaller: the microbatches among them with fewer samples than the plan's, as in `Entered`.
 
     Raises:
-        UsageError: a decision cannot be carried out, the schedule is not for such stages, two stages of a device share
-            a parameter, or replicas cannot divide a microbatch or what they exchange.
+        UsageError: a decision cannot be carried out, the schedule does not suit the stages, two stages of a
+            device share a parameter, or replicas cannot divide a microbatch or the exchanged values.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
     check_slices(plan, last)
@@ -190,7 +194,8 @@ def lower(
 
 
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:
-    """The program that ends the microbatches in flight under an endless schedule; the arguments are those of `lower`.
+    """Return the program that ends the microbatches in flight under an asynchronous schedule; arguments as in
+    `lower`.
 
     Raises:
         UsageError: as `lower`.
@@ -200,7 +205,9 @@ def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: 
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
-    """The program that runs `microbatches` forward through all stages and keeps nothing; `last` as in `lower`."""
+    """Return the program that runs `microbatches` forward through all stages and keeps nothing; `last` as in
+    `lower`.
+    """
     check_slices(plan, last)
 
     def forwards(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
@@ -225,8 +232,8 @@ def _of_devices(
     smaller: Smaller,
     devices: Container[int] | None = None,
 ) -> _OfDevices:
-    """What `actions` gives for every device of these ranks, or for those among `devices`, by their ranks and slices;
-    `smaller` are microbatches of fewer samples than the plan's.
+    """Return the result of `actions` for every device of these ranks, or for those in `devices`; `smaller`
+    are microbatches with fewer samples than the plan's.
     """
     return {
         device: actions(rank, Slices(plan, *divmod(number, grid.tensor), smaller=dict(smaller)))
@@ -246,8 +253,8 @@ def _synchronous(
     update: bool = True,
     devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
-    """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`, and
-    of `rank_programs`.
+    """Return the actions of these ranks' devices in a step of a synchronous schedule; arguments as in `lower`
+    and `rank_programs`.
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
@@ -264,7 +271,7 @@ def _synchronous(
 
 
 def _last_one(microbatches: int, last: int | None) -> Smaller:
-    """The last one of so many microbatches, if it has fewer samples than the plan's."""
+    """Return the last of `microbatches` microbatches, if it has fewer samples than the plan's."""
     return () if last is None else ((microbatches - 1, last),)
 
 
@@ -278,9 +285,11 @@ def _endless(
     smaller: Smaller = (),
     devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
-    """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches in `steps`.
+    """Return the actions of these ranks' devices in a step of an asynchronous schedule, after `entered`
+    microbatches in `steps`.
 
-    Of no microbatches, it is the drain. Those of `smaller`, of this step or earlier ones, have fewer samples.
+    Without microbatches, it is the drain. Microbatches in `smaller`, of this step or earlier ones, have fewer
+    samples.
     """
     check_slices(plan, None)
     check_endless(plan)
@@ -299,8 +308,9 @@ def _endless(
 
 
 def _check_shared(plan: Plan) -> None:
-    """No two stages of a device share a parameter that is trained: each would have a copy, and a sum over stages of one
-    device ends in none.
+    """Check that no two stages of a device share a trained parameter.
+
+    Each would have a copy, and the sum over the stages of one device would end in neither.
     """
     for number, members in plan.summed.items():
         name = plan.measurement.shared[number].name
@@ -317,7 +327,7 @@ def _check_shared(plan: Plan) -> None:
 def _program(
     plan: Plan, microbatches: int, of_devices: _OfDevices, bundles: Bundles, *, endless: bool = False
 ) -> Program:
-    """The program of all devices."""
+    """Return the checked program of all devices."""
     found = _unchecked(plan, microbatches, of_devices, bundles, endless=endless)
     return Program(**{field.name: getattr(found, field.name) for field in fields(found)})
 
@@ -325,7 +335,7 @@ def _program(
 def _unchecked(
     plan: Plan, microbatches: int, of_devices: _OfDevices, bundles: Bundles, *, endless: bool
 ) -> UncheckedProgram:
-    """The program with these actions; an endless one carries in and out what it leaves open."""
+    """Return the program with these actions; an asynchronous one carries in and out its open starts."""
     devices = [tuple(of_devices.get(device, ())) for device in range(len(plan.cluster.devices))]
     left: list[Actions] = [(), ()] if not endless else [*zip(*map(carried, devices), strict=True)]
     return UncheckedProgram(

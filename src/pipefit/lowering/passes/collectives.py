@@ -1,23 +1,23 @@
-"""The rewriting that begins sums of gradients: each as soon as the last backward of its layers has ended.
+"""The passes that insert gradient reductions and parameter gathers.
 
-The gradients of a stage with several replicas are summed in buckets, which are runs of layers. The last microbatch goes
-backward bucket by bucket (`pipefit.lowering.passes.recomputation`), so that a sum is under way while earlier layers
-still compute; all are joined before the update (`pipefit.lowering.passes.updates`).
+The gradients of a stage with several replicas are reduced in buckets, which are runs of layers. The last
+microbatch goes backward bucket by bucket (`lowering.passes.recomputation`), so a reduction runs while earlier
+layers still compute; all are joined before the update (`lowering.passes.updates`).
 
     B3[6:9] SEND.. REDUCE[6:9] B3[3:6] REDUCE[3:6] B3[0:3] SEND_B3 REDUCE[0:3] ... WAIT_REDUCE[6:9] ... STEP
 
 With one bucket it is `B3 SEND_B3 REDUCE`. (Buckets: PyTorch Distributed, Li et al., VLDB 2020.)
 
-Where only the owner of a layer keeps its gradients (ZeRO 2), every microbatch goes backward in buckets and has sums of
-its own, which owners add up. A sum is joined behind the stage's next backward, or before it where that has the same
-layers, and then the gradients of all others are freed:
+If only the owner of a layer keeps its gradients (ZeRO 2), every microbatch goes backward in buckets and has
+separate reductions, which owners accumulate. A reduction is joined after the stage's next backward, or before
+it if that has the same layers, and then other replicas free these gradients:
 
     B3[6:9] REDUCE3[6:9] B3[3:6] WAIT_REDUCE3[6:9] REDUCE3[3:6] B3[0:3] WAIT_REDUCE3[3:6] REDUCE3[0:3] ...
 
-So besides its own a replica has the gradients of two buckets at most.
+Thus a replica has the gradients of at most two buckets in addition to its own.
 
-Under an endless schedule every update has sums of its own, which its STEP joins (`summed_units`); they and it have the
-number of the microbatch behind which the stage is updated:
+Under an asynchronous schedule every update has separate reductions, joined by its STEP (`summed_units`); all
+have the number of the microbatch after which the stage is updated:
 
     B3 SEND_B3 REDUCE3 STASH3 WAIT_REDUCE3 STEP3 WAIT_STASH3
 """
@@ -36,8 +36,10 @@ from pipefit.schema.plan import Plan
 
 
 def sums_of(plan: Plan, stage: int, microbatch: int | None = None) -> list[Action]:
-    """The REDUCEs that a stage's update joins, the one behind a `microbatch` if there are many in a step, in the order
-    in which they begin; none where it is one replica, or every microbatch has its own.
+    """Return the REDUCEs that a stage's update joins, in the order of their starts; empty for one replica, or
+    with ZeRO 2.
+
+    `microbatch` is the microbatch after which the stage is updated, if a step has several updates.
     """
     if plan.stages[stage].grid.data == 1 or plan.stages[stage].grid.divides_gradients:
         return []
@@ -45,14 +47,16 @@ def sums_of(plan: Plan, stage: int, microbatch: int | None = None) -> list[Actio
 
 
 def cut_for_sums(plan: Plan, stage: int, *, is_last: bool) -> list[int]:
-    """The layers before which a microbatch's passes are cut; `is_last` says whether it is the stage's last backward."""
+    """Return the layers at which a microbatch's passes are cut; `is_last` marks the stage's last backward."""
     grid = plan.stages[stage].grid
     return bucket_edges(plan, stage) if grid.data > 1 and (is_last or grid.divides_gradients) else []
 
 
 def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Action]:
-    """One device's actions with the sums of its stages begun, each behind the last backward of its layers and what that
-    sends; without an `update`, those of every microbatch alone.
+    """Return one device's actions with the reductions of its stages.
+
+    Each starts after the last backward of its layers and this backward's sends. Without an `update`, only
+    those of every microbatch (ZeRO 2) are inserted.
     """
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     replicated = [s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1]
@@ -75,14 +79,17 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
 
 
 def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> list[list[Action]]:
-    """What every action of a stage's order becomes under an endless schedule, with the sums for its updates: begun
-    behind the last backward of their layers, joined before the STEP. Where every microbatch has its own, they are
-    joined behind the next backward if that comes first, or before what it becomes if it has the same layers.
+    """Return the expanded actions of a stage's order under an asynchronous schedule, with the reductions of
+    its updates.
+
+    A reduction starts after the last backward of its layers and is joined before the STEP. With ZeRO 2, it is
+    joined after the next backward if that comes first, or before the expansion of that backward if it has the
+    same layers.
     """
     if plan.stages[stage].grid.data == 1:
         return list(map(list, units))
     actions = [action for unit in units for action in unit]
-    begins = [number for number, unit in enumerate(units) for _ in unit]  # by position in `actions`, its unit
+    begins = [number for number, unit in enumerate(units) for _ in unit]  # the unit of each position in `actions`
     backwards = [n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD]
     updates = [n for n, action in enumerate(actions) if action.kind is Kind.STEP]
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
@@ -109,13 +116,13 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
 
 
 def _next(positions: Sequence[int], position: int, end: int) -> int:
-    """The first of rising positions behind a position, or the end."""
+    """Return the first of rising positions after a position, or the end."""
     found = bisect_right(positions, position)
     return positions[found] if found < len(positions) else end
 
 
 def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[Action], int]:
-    """A function that tells the position of the last of these backwards that passes through layers of a sum."""
+    """Return a function from a reduction to the position of the last of these backwards through its layers."""
     of_layers, of_all = dict[int, int](), -1
     for number in backwards:
         layers = actions[number].layers
@@ -133,7 +140,7 @@ def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[A
 def _of_microbatches(
     actions: Sequence[Action], backwards: Sequence[int], plan: Plan, stage: int
 ) -> Iterator[tuple[Action, int]]:
-    """The sums of all microbatches of a stage in which only owners keep gradients, each with its last backward."""
+    """Yield all microbatches' reductions of a ZeRO 2 stage, each with the position of its last backward."""
     if not plan.stages[stage].grid.divides_gradients:
         return
     runs, of_microbatch = _runs(plan, stage), defaultdict[int | None, list[int]](list)
@@ -146,14 +153,14 @@ def _of_microbatches(
 
 
 def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:
-    """The buckets of a stage, the last layers first; None is the whole stage."""
+    """Return the buckets of a stage, the last layers first; None means the whole stage."""
     place = plan.stages[stage]
     cuts = [place.start, *bucket_edges(plan, stage), place.stop]
     return [*reversed([*pairwise(cuts)])] if len(cuts) > 2 else [None]
 
 
 def _sent(actions: Sequence[Action], backward: int) -> int:
-    """The position of the last of the sends that a backward begins, or of itself."""
+    """Return the position of the last send that a backward starts, or of the backward itself."""
     last = backward
     while last + 1 < len(actions) and actions[last + 1].kind is Kind.SEND_BACKWARD and not actions[last + 1].wait:
         last += 1
@@ -161,36 +168,38 @@ def _sent(actions: Sequence[Action], backward: int) -> int:
 
 
 def _has(backward: Action, reduce: Action) -> bool:
-    """Whether a backward passes through layers of a sum."""
+    """Return whether a backward includes layers of a reduction."""
     if backward.layers is None or reduce.layers is None:
         return True
     return backward.layers[0] < reduce.layers[1] and reduce.layers[0] < backward.layers[1]
 
 
 def bucket_edges(plan: Plan, stage: int) -> list[int]:
-    """The layers before which a stage is divided in buckets, of about equal bytes of gradients, or of parameters where
-    these are divided.
+    """Return the layers at which a stage is cut into buckets of about equal bytes of gradients, or of
+    parameters with ZeRO 3.
 
-    Never between layers that share a parameter, whose gradients would be added up in another order, or that would be
-    gathered with the first of them alone; and not within a run that is recomputed as a whole.
+    Layers that share a parameter are not separated, because their gradients would be added up in another
+    order, or would be gathered with the first layer only; nor is a run that is recomputed as a whole.
     """
     place, measured = plan.stages[stage], plan.measured(stage)
-    at, before = 0, {place.start: 0}  # by layer, bytes of the layers before it
+    at, before = 0, {place.start: 0}  # bytes before each layer
     for layer, cost in enumerate(measured.costs[place.start : place.stop], start=place.start):
         before[layer + 1] = at = at + (
             cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
         )
     within = {n for first, last in _together(plan, stage) for n in range(first + 1, last + 1)}
     allowed = [n for n in range(place.start + 1, place.stop) if n not in within]
-    cuts = {before[layer]: layer for layer in reversed(allowed)}  # of layers without any bytes the first
+    cuts = {before[layer]: layer for layer in reversed(allowed)}  # the first of layers without bytes
     nearest = _nearest(sorted(cuts), at, place.grid.buckets)
     return [cuts[size] for size in nearest if 0 < size < at]
 
 
 def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
-    """Of rising sizes those that are the nearest to an end of one of so many equal parts of a whole, however many."""
+    """Yield the bucket boundaries: for each end of `parts` equal parts of `whole`, the nearest of the rising
+    `sizes`.
+    """
     for number, size in enumerate(sizes):
-        first, last = 1, parts - 1  # the ends that are as near: part n ends at whole * n / parts
+        first, last = 1, parts - 1  # the parts whose end is nearest to `size`: part n ends at whole * n / parts
         if number:
             first = (sizes[number - 1] + size) * parts // (2 * whole) + 1
         if number + 1 < len(sizes):
@@ -200,7 +209,7 @@ def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
 
 
 def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """The first and the last layers of what no cut may part."""
+    """Return the first and last layers of runs that no cut may separate."""
     place = plan.stages[stage]
     found = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
     for shared in plan.measurement.shared:
@@ -210,23 +219,20 @@ def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# The rewriting that brings parameters which replicas divide: from their owners before they are used, and away
-# again.
+# ---- Gathers of parameters that replicas divide (ZeRO 3)
 #
-# Where only the owner of a layer keeps its parameters (ZeRO 3), passes are cut in buckets, and a bucket's
-# parameters are there around the passes through it:
+# Passes are cut in buckets, and a bucket's parameters are present during the passes through it:
 #
 #     UNSHARD[0:3] WAIT_UNSHARD[0:3] UNSHARD[3:6] F0[0:3] RESHARD[0:3] WAIT_UNSHARD[3:6] F0[3:6] RESHARD[3:6] ...
 #
-# They start to come as the device begins what it computes before that pass, and stay where nothing would be
-# computed while they are away, as at the turn from a forward to its backward. So a replica has the parameters
-# of two buckets at most besides its own, and with two buckets mostly those of all. (ZeRO: Rajbhandari et al.,
-# SC 2020; FSDP: Zhao et al., VLDB 2023.)
+# A gather starts when the device begins the previous compute action. Parameters stay if nothing would be
+# computed while they are freed, as at the turn from a forward to its backward. Thus a replica has the
+# parameters of at most two buckets in addition to its own. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et
+# al., VLDB 2023.)
 
 
 def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
-    """One device's actions with the parameters of its stages brought before they are used, and freed behind it."""
+    """Return one device's actions with parameters gathered before they are used, and freed after it."""
     unshards = list(_unshards(actions, plan))
     if not unshards:
         return list(actions)
@@ -240,12 +246,12 @@ def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
             before[computing[first]].append(unshard.join)
             behind[computing[last]].append(unshard._replace(kind=Kind.RESHARD))
     for starts in before.values():
-        starts.sort(key=lambda action: action.wait)  # a join does not hold up what starts at the same place
+        starts.sort(key=lambda action: action.wait)  # a join must not delay a start at the same place
     return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
 
 
 def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
-    """The UNSHARDs of all buckets of the stages whose parameters are divided."""
+    """Yield the UNSHARDs of all buckets of the ZeRO 3 stages."""
     for stage in dict.fromkeys(action.stage for action in actions):
         place = plan.stages[stage]
         if place.grid.shard == "parameters":
@@ -254,7 +260,7 @@ def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
 
 
 def _uses(actions: Sequence[Action], computing: Sequence[int], unshard: Action) -> list[tuple[int, int]]:
-    """The first and the last of the computing actions that pass through a bucket, without gaps in which it is freed."""
+    """Return the first and last compute actions of each use of a bucket, during which it stays gathered."""
     found: list[tuple[int, int]] = []
     for number, position in enumerate(computing):
         action, run = actions[position], unshard.layers

@@ -1,30 +1,28 @@
-"""The rewriting that makes communication explicit: it puts receives, sends and loads around the compute actions.
+"""The pass that inserts receives, sends and loads around the compute actions.
 
 For each of a rank's compute actions c[0], c[1], ..., in this order:
 
-    start the receive of what c[t+1] needs    so that it arrives while c[t] computes
-    join the receive of what c[t] needs
-    load the data that c[t] needs from the host
+    start the receive for c[t+1]              so that it arrives while c[t] computes
+    join the receive for c[t]
+    load the data for c[t] from the host
     c[t]
-    join the sends of what c[t-1] made        they had the time of c[t] to arrive
-    start the sends of what c[t] made
+    join the sends of c[t-1]'s results        which have had the time of c[t] to arrive
+    start the sends of c[t]'s results
 
-If c[t] is the backward of the forward c[t-1], the gradients that it needs can only come after the output of c[t-1] has
-arrived. Then the receive and the send are joined first.
+If c[t] is the backward of the forward c[t-1], the gradients that it needs can only come after the output of
+c[t-1] has arrived. Then the receive and the send are joined first.
 
-A recomputation that comes earlier than just before its backward is no c[t]: it needs no message and stands between two
-of them, before the receive of what c[t+1] needs. Were it counted, receives would start after sends that wait for them,
-and devices that hold several stages would wait for each other. Nor is an update, or what is copied or summed for it:
-they follow c[t] and its sends.
+A recomputation that comes earlier than just before its backward is not counted as a c[t]: it needs no message
+and stands between two of them, before the receive for c[t+1]. Otherwise receives would start after sends that
+wait for them, and devices that hold several stages would wait for each other. Updates, and the copies and
+reductions for them, are not counted either: they follow c[t] and its sends.
 
-In a step of an endless schedule, c[-1] is the last compute action of the step before: its sends are joined here, and
-those of this step's last one in the next step.
+In a step of an asynchronous schedule, c[-1] is the last compute action of the previous step: its sends are
+joined here, and those of this step's last one in the next step. Between stages with several replicas there is
+one message for each pair of them that has common rows, all started and joined together.
 
-Between stages with several replicas there is one message for each pair of them that have common rows, all started and
-joined together.
-
-So a device holds, beside its microbatches in flight, at most one started receive and one outstanding send in each
-direction.
+Thus a device holds at most one started receive and one outstanding send in each direction, in addition to its
+microbatches in flight.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from pipefit.schema.plan import Plan
 def communicated(
     order: Order, plan: Plan, slices: Slices | None = None, *, before: Action | None = None, endless: bool = False
 ) -> Iterator[Action]:
-    """The actions of one device: its compute actions, and the receives, loads and sends around them.
+    """Yield the actions of one device: its compute actions, and the receives, loads and sends around them.
 
-    `slices` says which rows it loads, receives and sends; those of the first replica unless given. Under an `endless`
-    schedule the next step joins the last sends, and this one those of `before`, the last compute action of the step
-    before.
+    `slices` has the rows that it loads, receives and sends; default: those of the first replica. Under an
+    asynchronous (`endless`) schedule the next step joins the last sends, and this step those of `before`, the
+    last compute action of the previous step.
     """
     slices = slices or Slices(plan)
     early, counted, behind = _around(order)
@@ -70,9 +68,9 @@ def communicated(
 
 
 def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) -> Iterator[Action]:
-    """The same of the drain of an endless schedule, with every message by itself.
+    """Yield the same for the drain of an asynchronous schedule, with each message joined at once.
 
-    So a drain never holds more than the steps before it: in its place a microbatch more was in flight.
+    Thus a drain never holds more than the steps before it, which had one more microbatch in flight.
     """
     yield from () if before is None else (send.join for send in _sends(before, plan, slices))
     for action in order:
@@ -83,8 +81,8 @@ def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) 
 
 
 def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[Action]]]:
-    """The actions c[t]; for each the recomputations before it that come earlier than just before their backward; and
-    for each the updates behind it.
+    """Return the counted actions c[t]; for each, the early recomputations before it; and for each, the
+    updates after it.
     """
     early: list[list[Action]] = [[]]
     counted: list[Action] = []
@@ -102,7 +100,7 @@ def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[A
 
 
 def is_backward_of(action: Action, before: Action) -> bool:
-    """Whether `action` is the backward of the forward `before`, for the same stage and microbatch."""
+    """Return whether `action` is the backward of the forward `before`, for the same stage and microbatch."""
     return (
         action.kind is Kind.BACKWARD
         and before.kind is Kind.FORWARD
@@ -111,12 +109,12 @@ def is_backward_of(action: Action, before: Action) -> bool:
 
 
 def begins(action: Action, plan: Plan) -> bool:
-    """Whether the action's layers begin its stage."""
+    """Return whether the action's layers begin its stage."""
     return action.layers is None or action.layers[0] == plan.stages[action.stage].start
 
 
 def ends(action: Action, plan: Plan) -> bool:
-    """Whether the action's layers end its stage."""
+    """Return whether the action's layers end its stage."""
     return action.layers is None or action.layers[1] == plan.stages[action.stage].stop
 
 

@@ -1,12 +1,13 @@
-"""The rewriting that moves saved tensors away and back: an OFFLOAD after their forward, a RELOAD before their backward.
+"""The pass that offloads saved tensors: an OFFLOAD after their forward, a RELOAD before their backward.
 
     F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind=1: one compute action hides the offload
     RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead=1: one compute action hides the reload
 
-A reload that starts ahead of its backward stands before the waits of an earlier compute action, so that it also uses
-the time in which the device waits for messages. If an offload could not end before its reload begins, neither is done.
-`ahead` and `behind` count the forwards and backwards that the schedule orders, each as one, however many pieces it has.
-This rewriting follows communication, because an offload is joined after the send of the same storage.
+A reload that starts ahead of its backward precedes the waits of an earlier compute action, so it also uses
+the time in which the device waits for messages. If an offload could not end before its reload begins, neither
+is done. `ahead` and `behind` count the forwards and backwards that the schedule orders, each as one,
+regardless of its pieces. This pass follows communication, because an offload is joined after the send of the
+same storage.
 """
 
 from __future__ import annotations
@@ -26,49 +27,50 @@ from pipefit.schema.decisions import Decision, Run, SavedTensors, State, StateKi
 from pipefit.schema.devices import Member, Place, Share
 from pipefit.schema.plan import Plan
 
-# ----------------------------------------------------------------------------------------------------
-# Bundles: the subjects that one OFFLOAD or RELOAD moves together, in the table of a program.
+# ---- Bundles: the subjects that one OFFLOAD or RELOAD moves together, in the table of a program
 
 Bundles = tuple[tuple[Subject, ...], ...]
 
 
 def bundles_of(plan: Plan) -> Bundles:
-    """What moves together, for every decision that moves more than one subject."""
+    """Return the bundles of all decisions that move more than one subject."""
     moved = (subjects for decision in plan.decisions for subjects in _moved(decision))
     return tuple(dict.fromkeys(subjects for subjects in moved if len(subjects) > 1))
 
 
 def subjects_of(moved: SavedTensors | State) -> tuple[Subject, ...]:
-    """Saved tensors, or a state of every layer, as actions name them."""
+    """Return the action subjects of saved tensors, or of a state of every layer."""
     if isinstance(moved, SavedTensors):
         return tuple(Subject(layer, index) for layer, index in moved.tensors)
     return of_layers(moved.start, moved.stop, moved.kind)
 
 
 def of_layers(start: int, stop: int, kind: StateKind) -> tuple[Subject, ...]:
-    """A state of layers `start` to `stop - 1`."""
+    """Return the subjects of a state of layers `start` to `stop - 1`."""
     return tuple(Subject(layer, kind) for layer in range(start, stop))
 
 
 def moved_states(plan: Plan) -> list[Decision]:
-    """The decisions that move parameters or gradients."""
+    """Return the decisions that offload parameters or gradients."""
     offloads = (decision for decision in plan.decisions if decision.what is What.OFFLOAD)
     return [d for d in offloads if isinstance(d.subject, State) and d.subject.kind in ("parameters", "gradients")]
 
 
 def state_edges(plan: Plan, stage: int) -> list[int]:
-    """Where parameters, gradients or versions of weights of a stage that move begin and end."""
+    """Return the layers at which moved parameters, gradients or weight versions of a stage begin and end."""
     states = (d.subject for d in plan.decisions_of(stage, What.OFFLOAD) if isinstance(d.subject, State))
     return sorted({edge for run in states if run.kind != "optimizer" for edge in (run.start, run.stop)})
 
 
 def named(subjects: tuple[Subject, ...], bundles: Bundles) -> Subject | Bundle:
-    """What an action that moves these is about."""
+    """Return the subject of an action that moves these subjects: the only one, or their bundle."""
     return subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
 
 
 def _moved(decision: Decision) -> Iterator[tuple[Subject, ...]]:
-    """What the actions of a decision move: of an update elsewhere, gradients go and parameters come."""
+    """Yield the subjects that a decision's actions move; an update elsewhere moves gradients out and
+    parameters back.
+    """
     subject = decision.subject
     if isinstance(subject, Run):
         return
@@ -79,33 +81,33 @@ def _moved(decision: Decision) -> Iterator[tuple[Subject, ...]]:
         yield subjects_of(subject)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Striping: a tensor that goes to several peers at once, in blocks that all end together.
+# ---- Striping: a tensor that goes to several peers at once, in blocks that all end together
 #
 #     striped(cluster, 0)                      on a DGX-1: device1*1+device2*1+device3*2+device4*2
 #     striped(cluster, 0, peers=[3, 4])        device3*1+device4*1
 #
-# Each block is in proportion to the bandwidth of the link to its peer: equal blocks on equal links, and
-# blocks in proportion to lanes where links differ in lanes. Where every peer has wires of its own, and all
-# links the same latency, no other blocks for the same peers end earlier. Peers in one switch share the
-# device's own port: equal blocks are then as fast as a single one, and spread what is lent. (MPress, D2D
+# Each block is proportional to the bandwidth of the link to its peer. If every peer has separate wires, and
+# all links the same latency, no other blocks for the same peers end earlier. Peers in one switch share the
+# device's own port: equal blocks are then as fast as a single one, and spread the lent memory. (MPress, D2D
 # swap.)
 
-_FINEST = 100  # rates are to each other as whole numbers whose quotient has at most this denominator
+_FINEST = 100  # rates are approximated by ratios of whole numbers with at most this denominator
 
 
 def neighbours(cluster: Cluster, device: int) -> tuple[int, ...]:
-    """The devices that a link joins directly with this one."""
+    """Return the devices that a link joins directly with this one."""
     here = Member.device(device)
     joined = {member for link in cluster.links if here in link.members for member in link.members} - {here}
     return tuple(number for number in range(len(cluster.devices)) if Member.device(number) in joined)
 
 
 def striped(cluster: Cluster, device: int, peers: Iterable[int] | None = None) -> Place:
-    """The place that a device moves a tensor to over the links to all of these peers at once.
+    """Return the place to which a device moves a tensor over its links to all of these peers at once.
 
     Args:
-        peers: devices that have a link to `device`; all of them unless given.
+        cluster: the cluster.
+        device: the device that moves a tensor.
+        peers: devices with a link to `device`; default: all of them.
 
     Raises:
         UsageError: no peers, one without a direct link, or a device that does not exist.
@@ -125,23 +127,23 @@ def striped(cluster: Cluster, device: int, peers: Iterable[int] | None = None) -
 
 
 def _whole(rates: list[float]) -> list[int]:
-    """The smallest whole numbers that are to each other as these rates."""
+    """Return the smallest whole numbers in the ratios of these rates."""
     quotients = [Fraction(rate / min(rates)).limit_denominator(_FINEST) for rate in rates]
     scale = lcm(*(quotient.denominator for quotient in quotients))
     numbers = [int(quotient * scale) for quotient in quotients]
     return [number // gcd(*numbers) for number in numbers]
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Moves of saved tensors
 
 Inserted = defaultdict[int, list[Action]]  # by position
 
 
 class Move(NamedTuple):
-    """When something is away: its OFFLOAD, and the positions of the actions between which it is.
+    """The absence of a tensor or state: its OFFLOAD, and the positions of the actions around it.
 
-    The copy out starts behind `start` and is joined behind `freed`. The copy back starts before `back`, and is joined
-    before the first of `users`, which need it again.
+    The offload starts after `start` and is joined after `freed`. The reload starts before `back`, and is
+    joined before the first of `users`, which need the memory again.
     """
 
     offload: Action
@@ -152,12 +154,12 @@ class Move(NamedTuple):
 
     @property
     def reload(self) -> Action:
-        """The action that starts to bring it back."""
+        """The action that starts the reload."""
         return Action(Kind.RELOAD, *self.offload[1:])
 
 
 def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
-    """One rank's actions with every decision to offload saved tensors carried out.
+    """Return one rank's actions with every decision to offload saved tensors carried out.
 
     Raises:
         UsageError: a decision moves tensors that are recomputed.
@@ -170,7 +172,7 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
 
 
 def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
-    """The copies of all moves that stand before, and behind, the action at each position."""
+    """Return the copies of all moves to insert before, and after, the action at each position."""
     before: Inserted = defaultdict(list)
     behind: Inserted = defaultdict(list)
     for move in moves:
@@ -182,7 +184,7 @@ def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
 
 
 def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bundles: Bundles) -> list[Move]:
-    """What one rank moves away and back by decisions to offload saved tensors.
+    """Return one rank's moves by decisions to offload saved tensors.
 
     Raises:
         UsageError: a decision moves tensors that are recomputed.
@@ -197,10 +199,10 @@ def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bund
 
 
 class _Users(NamedTuple):
-    """Who needs the storages that a decision moves once more.
+    """The layers that need the storages of a decision again.
 
-    `last_saver` is the last layer that saves any of them, and `readers` are the layers that any of them is given to: a
-    second forward that begins there starts from it.
+    `last_saver` is the last layer that saves any of them; `readers` are the layers that have any of them as
+    input: a recomputation that begins there starts from it.
     """
 
     last_saver: int
@@ -208,14 +210,14 @@ class _Users(NamedTuple):
 
 
 class Timeline:
-    """A rank's actions in their order, and where in it things are."""
+    """A rank's ordered actions, with an index of their positions."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
         self.units = _units(actions)
         self._ends = [last for _, last in self.units]
         self.computes: dict[int, dict[int, list[int]]] = defaultdict(dict)  # positions, by stage and microbatch
-        self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and whether a WAIT
+        self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and `wait`
         for number, (kind, stage, microbatch, *_, wait) in enumerate(actions):
             if kind in COMPUTE and microbatch is not None:
                 self.computes[stage].setdefault(microbatch, []).append(number)
@@ -223,15 +225,15 @@ class Timeline:
                 self.sends[stage, microbatch, wait] = number
 
     def microbatches(self, stage: int) -> list[int]:
-        """The microbatches of a stage, in rising order."""
+        """Return the microbatches of a stage, in rising order."""
         return sorted(self.computes[stage])
 
     def unit(self, position: int) -> int:
-        """The number of the unit (`_units`) that a position is in, or of the next one."""
+        """Return the number of the unit (`_units`) that contains a position, or of the next one."""
         return bisect_left(self._ends, position)
 
     def before_waiting(self, number: int) -> int:
-        """The position before the waits and the load that a compute action needs, and behind all that updates."""
+        """Return the position before the waits and the load of a compute action, and after all updates."""
         while number:
             action = self.actions[number - 1]
             of_update = action.kind in UPDATES or action.moves_state
@@ -244,14 +246,14 @@ class Timeline:
 def _move(
     timeline: Timeline, decision: Decision, microbatch: int, subject: Subject | Bundle, users: _Users
 ) -> Move | None:
-    """The offload and the reload of one microbatch, unless the offload could not end before the reload.
+    """Return the offload and reload of one microbatch; None if the offload could not end before the reload.
 
-    The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It is
-    joined behind the join of that send, and `decision.behind` units later or more. The reload is joined just before the
-    backward, or the second forward, that needs it, and starts `decision.ahead` units earlier.
+    The offload starts after the forward, or after the send of its outputs, which may be in the same storage.
+    It is joined after the join of that send, and at least `decision.behind` units later. The reload is joined
+    just before the backward, or the recomputation, that needs it, and starts `decision.ahead` units earlier.
     """
     forward, needed = _positions(timeline, decision, microbatch, users)
-    if forward < 0 or not needed:  # in an earlier step, or a later one, than the timeline has
+    if forward < 0 or not needed:  # in an earlier or later step than those of the timeline
         return None
     last, first = timeline.unit(forward) + decision.behind, timeline.unit(needed[0]) - decision.ahead
     if last >= first:
@@ -264,7 +266,11 @@ def _move(
 
 
 def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _Users) -> tuple[int, tuple[int, ...]]:
-    """Where a stage's last forward is, and the actions after it that need the moved tensors."""
+    """Return the position of the stage's last forward, and of the later actions that need the moved tensors.
+
+    Raises:
+        UsageError: the tensors are recomputed.
+    """
     forward, needed = -1, list[int]()
     for number in timeline.computes[decision.stage][microbatch]:
         action = timeline.actions[number]
@@ -282,9 +288,10 @@ def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _
 
 
 def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
-    """First and last position of every forward and backward that the schedule orders, in all its pieces.
+    """Return the first and last position of every forward and backward that the schedule orders, in all its
+    pieces.
 
-    A recomputation that stands before another unit belongs to it.
+    A recomputation before another unit belongs to that unit.
     """
     units: list[tuple[int, int]] = []
     current: object = None
@@ -301,13 +308,13 @@ def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
 
 
 def _subject(decision: Decision, bundles: Bundles) -> Subject | Bundle:
-    """What the copies of a decision name: its saved tensor, or the bundle of all of them."""
+    """Return the subject of a decision's copies: its saved tensor, or the bundle of all of them."""
     assert isinstance(decision.subject, SavedTensors)
     return named(subjects_of(decision.subject), bundles)
 
 
 def _users(storages: StageStorages, decision: Decision) -> _Users:
-    """The layers that need the storages of a decision.
+    """Return the layers that need the storages of a decision.
 
     Raises:
         UsageError: the decision moves a tensor that the stage does not keep.

@@ -1,13 +1,14 @@
-"""The rewriting that makes recomputation explicit: which runs of layers run forward twice, and when.
+"""The pass that makes recomputation explicit: the runs of layers that run forward twice, and the time of the
+second run.
 
-Where layers 3 to 5 of a stage with layers 0 to 8 are recomputed, its F and B become
+If layers 3 to 5 of a stage with layers 0 to 8 are recomputed, its F and B become
 
     F[0:3] N[3:6] F[6:9]              the forward in pieces; an N keeps nothing but its inputs
-    B[6:9] R[3:6] B[3:6] B[0:3]       the run goes forward again just before its backward
+    B[6:9] R[3:6] B[3:6] B[0:3]       the run is recomputed just before its backward
 
-Where the whole stage is recomputed, they become N and R B. With `ahead` n, a decision's R comes before the n-th compute
-action before the backward, so that it may fill a bubble. (Chen et al., 2016; where to put the recomputation: Mario,
-PPoPP 2025, and Lynx, 2024.)
+If the whole stage is recomputed, they become N and R B. With `ahead` n, a decision's R precedes the n-th
+compute action before the backward, so that it may fill a bubble. (Chen et al., 2016; the place of the
+recomputation: Mario, PPoPP 2025, and Lynx, 2024.)
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from pipefit.schema.grids import Stage
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 
-# ----------------------------------------------------------------------------------------------------
-# Recompute settings: what a caller may ask for, and the decisions that each becomes in a plan.
+# ---- Recompute settings, and the decisions that each makes
 #
-# never         nothing is recomputed always        every block is recomputed by itself, for all microbatches:
-# activation checkpointing per block stages        every stage is recomputed as a whole, for all microbatches:
-# it keeps only its inputs except_last   the same for all microbatches of a step but the last, as in GPipe and
-# torchgpipe except_one    the same for all but the one whose backward comes first, which is the cheapest to
-# keep
+#     never         recompute nothing
+#     always        recompute every block separately, for all microbatches: activation checkpointing per block
+#     stages        recompute every stage as a whole, for all microbatches: it keeps only its inputs
+#     except_last   as `stages`, for all microbatches of a step but the last, as in GPipe and torchgpipe
+#     except_one    as `stages`, for all but the one whose backward comes first, which is the cheapest to keep
 
 Recompute = Literal["never", "always", "stages", "except_last", "except_one"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "stages", "except_last", "except_one")
@@ -42,10 +42,10 @@ _FROM_THE_LAST = frozenset({"torchgpipe"})  # schedules whose backwards begin wi
 
 
 def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: int) -> Microbatches | None:
-    """The microbatches of a step that are recomputed; None if none is.
+    """Return the microbatches of a step that are recomputed; None if none is.
 
     Raises:
-        UsageError: there is no such setting; says which there are.
+        UsageError: no such setting; lists the known ones.
     """
     if recompute not in RECOMPUTE:
         raise UsageError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
@@ -66,14 +66,18 @@ def recompute_decisions(
     *,
     shared: Sequence[SharedParameter] = (),
 ) -> tuple[Decision, ...]:
-    """The decisions that a recompute setting makes for these stages.
+    """Return the decisions of a recompute setting for these stages.
 
     Args:
+        stages: the stages.
         edges: the first layer of every block, and the number of layers.
+        recompute: the setting.
+        schedule: the schedule, which orders the backwards.
+        microbatches: of a step.
         shared: parameters that layers share; blocks of a stage that share one are recomputed together.
 
     Raises:
-        UsageError: there is no such setting.
+        UsageError: no such setting.
     """
     which = recomputed_microbatches(recompute, schedule, microbatches)
     return tuple(
@@ -91,14 +95,16 @@ def recompute_decisions(
 
 
 def _runs(stage: Stage, edges: Sequence[int], shared: Sequence[SharedParameter]) -> Iterator[Run]:
-    """The runs of layers of a stage that are recomputed by themselves."""
+    """Yield the runs of layers of a stage that are recomputed separately."""
     for start, stop in pairwise(cuts(edges, stage.start, stage.stop, shared)):
         yield Run(start=start, stop=stop)
 
 
 def cuts(edges: Sequence[int], start: int, stop: int, shared: Sequence[SharedParameter]) -> list[int]:
-    """The edges at which layers `start` to `stop - 1` may be run in parts, both ends included: not between layers that
-    share a trained parameter, whose gradients would be added up in another order.
+    """Return the edges at which layers `start` to `stop - 1` may be run in parts, both ends included.
+
+    Layers that share a trained parameter are not separated, because their gradients would be added up in
+    another order.
     """
     inside = [edge for edge in edges if start < edge < stop]
     for one in shared if inside else ():
@@ -108,32 +114,35 @@ def cuts(edges: Sequence[int], start: int, stop: int, shared: Sequence[SharedPar
     return [start, *inside, stop]
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Orders with recomputation
 
-Pass = tuple[int, int | None]  # of a microbatch through a stage
+Pass = tuple[int, int | None]  # a stage and a microbatch
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
 
 
 def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> list[Order]:
-    """The orders with every decision to recompute carried out. With `sums`, the last microbatch that goes backward in a
-    stage does so in the buckets in which gradients are summed; where only their owners keep them, all do.
+    """Return the orders with every decision to recompute carried out.
+
+    With `sums`, the last microbatch that goes backward in a stage does so in the buckets of gradient
+    reductions; with ZeRO 2, all microbatches do.
 
     Raises:
-        UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
-            compute something else when it runs again.
+        UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer
+            would compute something else when it runs again.
     """
     found = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
     return [[action for unit in units for action in unit] for units in found]
 
 
 def _last_backwards(order: Order) -> Collection[Pass]:
-    """The microbatch that goes backward last in every stage of an order."""
+    """Return the microbatch that goes backward last in every stage of an order."""
     return {action.stage: action.microbatch for action in order if action.kind is Kind.BACKWARD}.items()
 
 
 def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ()) -> list[list[Action]]:
-    """The same of one rank: what every action of its order becomes, with the recomputations that stand before it.
-    Gradients are summed behind the backwards of the stages and microbatches `summed`.
+    """Return the expansion of every action of one rank's order, with the recomputations before it.
+
+    Gradients are reduced after the backwards of the stages and microbatches `summed`.
 
     Raises:
         UsageError: as `recomputed`.
@@ -143,9 +152,9 @@ def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ())
     if not cutting and not buckets:
         return [[action] for action in order]
     units: list[list[Action]] = []
-    early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
-    passes: list[int] = []  # the numbers of the forwards and backwards so far
-    forward_of: dict[tuple[int, int | None], int] = {}  # by stage and microbatch, how many came before its forward
+    early: list[list[Action]] = [[] for _ in order]  # recomputations before the unit of this number
+    passes: list[int] = []  # positions of the forwards and backwards so far
+    forward_of: dict[tuple[int, int | None], int] = {}  # number of passes before a microbatch's forward
     pieces_of = _Pieces(plan, summed)
     for number, action in enumerate(order):
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
@@ -168,9 +177,9 @@ def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ())
 
 
 class _Pieces:
-    """The pieces of every stage; made once for all microbatches that the same decisions are for.
+    """The pieces of every stage; cached for all microbatches with the same decisions.
 
-    `summed` has the stages and microbatches behind whose backward the gradients of the stage are summed.
+    `summed` has the stages and microbatches after whose backward the gradients of the stage are reduced.
     """
 
     def __init__(self, plan: Plan, summed: Collection[Pass]) -> None:
@@ -179,8 +188,8 @@ class _Pieces:
         self._known: dict[tuple[int, tuple[bool, ...], bool], list[Piece]] = {}
 
     def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
-        """The layers of a stage, divided where recomputation for this microbatch, states that move and sums of
-        gradients begin and end.
+        """Return the layers of a stage, cut at the ends of recomputed runs of this microbatch, moved states
+        and gradient buckets.
 
         Raises:
             UsageError: as `_divided`.
@@ -200,12 +209,12 @@ class _Pieces:
 def _divided(
     plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None, edges: Sequence[int]
 ) -> list[Piece]:
-    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers, and at
-    other `edges`.
+    """Return the layers of a stage, cut at the ends of these ordered runs, and at other `edges`.
 
     Raises:
-        UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
-            in another order than in one backward; or a layer computes something else when it runs again.
+        UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be
+            added up in another order than in one backward; or a layer computes something else when it runs
+            again.
     """
     place = plan.stages[stage]
     pieces: list[Piece] = []
@@ -226,10 +235,10 @@ def _divided(
 
 
 def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
-    """A piece, divided where parameters, gradients or versions of weights that move begin and end.
+    """Cut a piece at the ends of moved parameters, gradients or weight versions.
 
     Raises:
-        UsageError: they do so within a run that is recomputed as a whole.
+        UsageError: such an end is within a run that is recomputed as a whole.
     """
     start, stop, decision = piece
     inside = [edge for edge in edges if start < edge < stop]
@@ -248,10 +257,10 @@ def _start(decision: Decision) -> int:
 
 
 def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """Check that no parameter that is trained is used in two pieces of a stage.
+    """Check that two pieces of a stage do not share a trained parameter.
 
     Raises:
-        UsageError: one is.
+        UsageError: they do.
     """
     for shared in plan.measurement.shared if len(pieces) > 1 else ():
         users = [[user for user in shared.users if start <= user < stop] for start, stop, _ in pieces]
@@ -265,7 +274,7 @@ def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
 
 
 def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """Check that every layer that is recomputed computes the same again, and so does the loss.
+    """Check that every recomputed layer computes the same again, and so does the loss.
 
     Raises:
         UsageError: one does not.
@@ -273,7 +282,7 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
     measured, count = plan.measurement, len(plan.profile.layers)
     for start, stop, decision in pieces:
         for layer in range(start, stop + (stop == count)) if decision is not None else ():
-            is_loss = layer == count  # it goes with the last layer
+            is_loss = layer == count  # the loss is recomputed with the last layer
             why = (measured.loss if is_loss else measured.kinds[measured.layers[layer]]).unrepeatable
             if why:
                 what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
@@ -285,6 +294,6 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
 
 
 def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
-    """The action for one piece, without layers where the piece is the whole stage."""
+    """Return the action for one piece, without layers if the piece is the whole stage."""
     layers = piece[:2]
     return Action(kind, action.stage, action.microbatch, None if layers == (stage.start, stage.stop) else layers)

@@ -1,26 +1,27 @@
-"""The rewriting that moves parameters and gradients away while nothing uses them.
+"""The pass that offloads parameters and gradients while nothing uses them.
 
-Parameters are away except around what needs them: forwards, second forwards, backwards and the update of their layers.
-They are copied out only behind an update; otherwise their home has their bytes, and their OFFLOAD frees them at once:
+Parameters are away except during forwards, recomputations, backwards and the update of their layers. They are
+copied out only after an update; otherwise their home already has their bytes, and their OFFLOAD frees them at
+once:
 
     RELOAD[5.parameters] WAIT_RELOAD F0[5:7] OFFLOAD[5.parameters] WAIT_OFFLOAD F0[7:9] ...
 
-Gradients are born by the first backward of their layers and end with the update. They are away between backwards, and
-until whatever needs them at the end of the step: the sum over stages, what the stages agree on, the update.
+Gradients are allocated by the first backward of their layers and end with the update. They are away between
+backwards, and until an action at the end of the step needs them: the reduction over stages, the agreement,
+the update.
 
     B0[5:7] OFFLOAD[5.gradients] B0[0:5] WAIT_OFFLOAD ... RELOAD[5.gradients] ... WAIT_RELOAD B1[5:7] ...
 
-A RELOAD starts `ahead` compute actions of the device before its use, and an OFFLOAD that copies is joined `behind` of
-them after it. Every piece of a forward or backward counts, and every update of a run: with `ahead=1` the parameters of
-the next run come while this one computes.
-Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
-at the edges of the layers (`pipefit.lowering.passes.recomputation`), so that only those in use are there.
+A RELOAD starts `ahead` compute actions of the device before its use, and an OFFLOAD that copies is joined
+`behind` compute actions after it. Every piece of a forward or backward counts, and every update of a run:
+with `ahead=1` the parameters of the next run arrive while this one computes. A state stays between two uses
+if nothing else is computed meanwhile. Forwards and backwards have been cut at the edges of the layers
+(`lowering.passes.recomputation`), so only the layers in use are present. Under ZeRO 3, owners send their
+parameters from an UNSHARD to its join, and need them on the device.
 
-Where replicas divide parameters, their owners send them to the others from an UNSHARD to its join, and need them there.
-
-Under an endless schedule gradients move so from the first backward behind an update to the next update
-(`gradient_moves`), and parameters within every step (`weights_copied`): those that updates change, which forwards use
-but for the time from a STASH to its join, and backwards only where no update has come since their forward.
+Under an asynchronous schedule, gradients move from the first backward after an update to the next update
+(`gradient_moves`), and the newest parameters within every step (`weights_copied`): forwards use them except
+between a STASH and its join, backwards only if no update has come since their forward.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from pipefit.schema.plan import Plan
 
 
 def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
-    """One rank's actions with every decision to move parameters or gradients carried out.
+    """Return one rank's actions with every decision to offload parameters or gradients carried out.
 
     Raises:
-        UsageError: two decisions move one layer's, or layers that share a parameter are moved apart.
+        UsageError: two decisions move one layer's state, or layers that share a parameter are separated.
     """
     stages = {action.stage for action in actions}
     decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
@@ -57,7 +58,7 @@ def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> li
 def weights_copied(
     actions: Sequence[Action], earlier: Sequence[Action], decisions: Sequence[Decision], bundles: Bundles
 ) -> list[Action]:
-    """One rank's step, behind `earlier` compute actions, with the newest weights away but where they are used."""
+    """Return one rank's step after `earlier` compute actions, with the newest weights offloaded between their uses."""
     copies = StateCopies(Timeline(actions), through_older_weights(earlier, actions))
     for decision in decisions:
         copies.add(decision, _action(decision, bundles))
@@ -65,7 +66,7 @@ def weights_copied(
 
 
 def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) -> frozenset[int]:
-    """The positions in `actions` of what goes through weights that an update has followed, after `earlier` ones."""
+    """Return the positions in `actions` of passes that use older weights than the newest, after `earlier` actions."""
     newest = current = 0
     versions, found = dict[int | None, int](), set[int]()
     for position, action in enumerate((*earlier, *actions), start=-len(earlier)):
@@ -79,14 +80,14 @@ def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) 
 
 
 def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:
-    """What one rank moves away and back by decisions to offload gradients, between two uses."""
+    """Yield one rank's moves by decisions to offload gradients, between two uses."""
     copies = StateCopies(timeline)
     for decision in decisions:
         yield from copies.gaps(decision, _action(decision, bundles))
 
 
 def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles) -> list[Action]:
-    """The actions of an evaluation, before which all parameters are brought in, and freed again behind it."""
+    """Return the actions of an evaluation, with all parameters reloaded before it, and freed after it."""
     decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
     offloads = [_action(decision, bundles) for decision in decisions if _kind(decision) == "parameters"]
     reloads = [offload._replace(kind=Kind.RELOAD) for offload in offloads]
@@ -97,7 +98,7 @@ def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bun
 class StateCopies:
     """A rank's actions, and the copies of state to insert before and after each of them.
 
-    Those at the positions `without` do not need parameters, though they are of their layers.
+    Actions at the positions `without` do not need the parameters of their layers.
     """
 
     def __init__(self, timeline: Timeline, without: Container[int] = ()) -> None:
@@ -130,28 +131,30 @@ class StateCopies:
             self._leave(uses[-1], self._freed(uses[-1], behind), offload)
 
     def gaps(self, decision: Decision, offload: Action) -> Iterator[Move]:
-        """When a state is away between two uses."""
+        """Yield the moves of a state between two uses."""
         for one, following in self._pairs(decision):
             behind = 0 if self._is_unchanged(decision, one) else decision.behind
             if move := self.gap(offload, one, (following,), behind=behind, ahead=decision.ahead):
                 yield move
 
     def gap(self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int) -> Move | None:
-        """The way of a state behind `one`, and back before `users`; None if nothing is computed while it is away."""
+        """Return the move of a state after `one` and before `users`; None if nothing is computed while it is away."""
         freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
         if bisect_right(self.computing, freed) < bisect_left(self.computing, begin):
             return Move(offload, one, freed, begin, users)
         return None
 
     def merged(self) -> Iterator[Action]:
-        """The actions with the copies inserted."""
+        """Yield the actions with the copies inserted."""
         for number, action in enumerate(self.actions):
             yield from self.before[number]
             yield action
             yield from self.behind[number]
 
     def _uses(self, decision: Decision) -> Iterator[int]:
-        """The positions of what needs the state of a decision. Gradients stay from a collective to the update."""
+        """Yield the positions of actions that need the state of a decision. Gradients stay from a collective
+        to the update.
+        """
         assert isinstance(decision.subject, State)
         gradients, layers = decision.subject.kind == "gradients", range(decision.subject.start, decision.subject.stop)
         of_layers = (self._users_of[decision.stage, layer] for layer in layers)
@@ -167,9 +170,9 @@ class StateCopies:
             yield number
 
     def _pairs(self, decision: Decision) -> Iterator[tuple[int, int]]:
-        """Two uses of a state, one after the other, between which all of it exists.
+        """Yield consecutive uses of a state, between which all of it exists.
 
-        Gradients exist once every layer has gone backward since the update before.
+        Gradients exist once every layer has gone backward since the previous update.
         """
         assert isinstance(decision.subject, State)
         layers = frozenset(range(decision.subject.start, decision.subject.stop))
@@ -177,7 +180,7 @@ class StateCopies:
         for one, following in pairwise(self._uses(decision)):
             action = self.actions[one]
             if action.kind in COLLECTIVE:
-                continue  # it reads them until its join, if not longer
+                continue  # it reads them at least until its join
             if action.kind is Kind.BACKWARD:
                 missing = missing.difference(range(*action.layers) if action.layers else layers)
             elif action.kind is Kind.STEP and decision.subject.kind == "gradients":
@@ -186,16 +189,18 @@ class StateCopies:
                 yield one, following
 
     def _is_unchanged(self, decision: Decision, use: int) -> bool:
-        """Whether a state is at its home as it is behind `use`, so that its OFFLOAD only frees, which takes no time."""
+        """Return whether a state equals its copy at home after `use`, so that its OFFLOAD only frees, which
+        takes no time.
+        """
         return _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP
 
     def _freed(self, use: int, behind: int) -> int:
-        """The position behind which an OFFLOAD is joined that starts behind `use`."""
+        """Return the position after which an OFFLOAD that starts after `use` is joined."""
         last = min(bisect_right(self.computing, use) - 1 + behind, len(self.computing) - 1)
         return max(use, self.computing[last]) if behind else use
 
     def _begin(self, use: int, ahead: int) -> int:
-        """The position before which the RELOAD for a use starts."""
+        """Return the position before which the RELOAD for a use starts."""
         if not ahead:
             return use
         first = self.computing[max(bisect_left(self.computing, use) - ahead, 0)]
@@ -211,12 +216,12 @@ class StateCopies:
 
 
 def _computes(action: Action) -> bool:
-    """Whether an action keeps the device computing."""
+    """Return whether an action keeps the device computing."""
     return action.kind in COMPUTE and action.place is None
 
 
 def _needs_state(action: Action) -> bool:
-    """Whether an action needs state of its layers: it computes with it, copies it, or brings it to other replicas."""
+    """Return whether an action computes with the state of its layers, copies it, or sends it to other replicas."""
     return _computes(action) or action.kind is Kind.UNSHARD or (action.kind is Kind.STASH and not action.wait)
 
 
@@ -236,10 +241,11 @@ def _action(decision: Decision, bundles: Bundles) -> Action:
 
 
 def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
-    """Check that every layer's state is moved once, and with whatever shares a parameter with it.
+    """Check that every layer's state is moved once, together with all layers that share a parameter with it.
 
     Raises:
-        UsageError: a layer's is moved twice, or updated on a host, or shares a parameter with layers that stay.
+        UsageError: a layer's state is moved twice, or updated on a host, or shares a parameter with layers
+            that stay.
     """
     moved: set[tuple[str, int]] = set()
     for decision in decisions:

@@ -1,27 +1,27 @@
-"""The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
+"""The pass that makes updates explicit: the end of a step, and the moves of optimizer state for it.
 
-The sums of gradients over the replicas of a stage are joined, which have begun (`pipefit.lowering.passes.collectives`);
-those of parameters that stages share are summed over all devices that have one; the stages agree, and every stage is
-updated. Where replicas divide the optimizer state, each updates the layers that it owns, and an UNSHARD brings their
-parameters to all. Where a stage's optimizer state is away between steps, it is updated run by run, in the order of its
-layers; a run also ends where parameters or gradients that move begin or end.
+Gradient reductions over a stage's replicas (`lowering.passes.collectives`) are joined; shared parameters'
+gradients are all-reduced over the devices that have a copy; the stages agree, and every stage is updated. If
+replicas divide the optimizer state, each updates the layers that it owns, and an UNSHARD gathers their
+parameters on all. If a stage's optimizer state is away between steps, it is updated run by run, in the order
+of its layers; runs also end at the ends of moved parameters or gradients.
 
     RELOAD[5.optimizer] WAIT_RELOAD STEP[5:6] OFFLOAD[5.optimizer] ... STEP[6:9] ... WAIT_OFFLOAD[5.optimizer]
 
-With `ahead` n, a run's RELOAD starts before the n-th STEP in front of its own; with `behind` n, its OFFLOAD is joined
-behind the n-th STEP after it. So `ahead=1, behind=0` keeps the state of two runs on the device: the next one comes
-while this one is updated.
+With `ahead` n, a run's RELOAD starts before the n-th STEP before its own; with `behind` n, its OFFLOAD is
+joined after the n-th STEP after it. So `ahead=1, behind=0` keeps the state of two runs on the device: the
+next one arrives while this one is updated.
 
-Layers that a host updates send it their gradients, one run after the other. The host updates a run while the gradients
-of the next one are on their way to it and the parameters of the one before are on their way back:
+Layers that a host updates send it their gradients, one run after the other. The host updates a run while the
+gradients of the next run and the parameters of the previous run are in transfer:
 
     OFFLOAD[5.gradients] OFFLOAD[6.gradients]
     WAIT_OFFLOAD[5.gradients] STEP[5:6]@host
     WAIT_OFFLOAD[6.gradients] STEP[6:7]@host WAIT_STEP[5:6]@host RELOAD[5.parameters]
     WAIT_STEP[6:7]@host RELOAD[6.parameters] WAIT_RELOAD[5.parameters] WAIT_RELOAD[6.parameters]
 
-Under an endless schedule all of this stands in the place of every STEP (`update_of`), so that nothing of an update is
-under way where a step ends. (ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
+Under an asynchronous schedule all of this replaces every STEP (`update_of`), so no part of an update is in
+progress when a step ends. (ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.decisions import Decision, State, StateKind, What
 from pipefit.schema.plan import Plan
 
-# ----------------------------------------------------------------------------------------------------
-# Weights that a forward changes, and what a plan may not do with them: another copy would miss the change.
+# ---- Weights that a forward changes: they must not have another copy, which would miss the change
 #
-# `nn.Embedding(max_norm=...)` scales rows of its weight down as it reads them. The change has to reach the
-# weights that the next forward reads and the next update starts from. So they are one tensor, which stays on
-# one device.
+# `nn.Embedding(max_norm=...)` scales rows of its weight down as it reads them. The change must reach the
+# weights that the next forward reads and the next update starts from, so they are one tensor on one device.
 
 
 def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
-    """Check that no parameter that a forward of these ranks changes has a copy elsewhere.
+    """Check that no parameter that a forward of these ranks changes has another copy.
 
     Raises:
         UsageError: one has; says where, and what to do.
@@ -67,9 +65,9 @@ def check_changed_weights(plan: Plan, ranks: Iterable[int]) -> None:
 
 
 def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool, copied: bool) -> Iterator[tuple[str, str]]:
-    """What has another copy of a parameter of a layer in stage `number`, and what to do instead.
+    """Yield the causes of another copy of a layer's parameter in stage `number`, each with a remedy.
 
-    It is `copied` where autocast computes with a copy of it, which has the weight's values from before the forward.
+    With `copied`, autocast computes with a copy of it, which has the weight's values from before the forward.
     """
     training, moved = plan.training, list(_moved(plan, number, layer))
     for decision in moved if is_trained else [one for one in moved if one.what is What.OFFLOAD]:
@@ -84,7 +82,7 @@ def _elsewhere(plan: Plan, number: int, layer: int, *, is_trained: bool, copied:
 
 
 def _moved(plan: Plan, number: int, layer: int) -> Iterator[Decision]:
-    """The decisions by which the parameters of a layer are elsewhere too: updated there, or away between passes."""
+    """Yield the decisions that put a layer's parameters at another place: updates there, or offloads between passes."""
     for decision in plan.decisions:
         state = decision.subject
         if decision.stage != number or not isinstance(state, State) or not state.start <= layer < state.stop:
@@ -93,11 +91,11 @@ def _moved(plan: Plan, number: int, layer: int) -> Iterator[Decision]:
             yield decision
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Updates
 
 
 class _Run(NamedTuple):
-    """Layers `start` to `stop - 1`, which are updated together, and what has been decided about them."""
+    """Layers `start` to `stop - 1`, which are updated together, and the decision about them."""
 
     start: int
     stop: int
@@ -105,7 +103,7 @@ class _Run(NamedTuple):
 
 
 def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Action]:
-    """The end of a rank's step: have the sums of gradients that others have a part of, agree on them, update.
+    """Yield the end of a rank's step: gradient reductions, the agreement, and the updates.
 
     Raises:
         UsageError: a state is moved that cannot be, or two decisions are about one layer.
@@ -128,8 +126,9 @@ def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Act
 
 
 def unshards_of(plan: Plan, stages: Sequence[int], microbatch: int | None = None) -> list[Action]:
-    """What follows the updates of these stages, those behind a `microbatch` if there are many in a step: where each
-    layer is updated by one replica alone, it brings the parameters to the others, who keep them.
+    """Return the gathers after the updates of these stages, of `microbatch` if a step has several updates.
+
+    If each layer is updated by one replica only, they send its parameters to the others, which keep them.
     """
     owned = [stage for stage in stages if plan.stages[stage].grid.shard in ("optimizer", "gradients")]
     unshards = [Action(Kind.UNSHARD, stage, microbatch) for stage in owned]
@@ -137,10 +136,10 @@ def unshards_of(plan: Plan, stages: Sequence[int], microbatch: int | None = None
 
 
 def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | None = None) -> Iterator[Action]:
-    """What the update of a whole stage becomes: updates of runs, and what moves around them.
+    """Yield the expansion of a whole stage's update: updates of runs, and the moves around them.
 
-    Those of a host begin first and are joined last, and the device's come between. A `stash` copies the weights of
-    every run just before its update; those of a host's runs at first.
+    Those of a host begin first and are joined last, with the device's own updates between. A `stash` copies
+    the weights of every run just before its update; those of a host's runs first.
 
     Raises:
         UsageError: as `runs_of`.
@@ -153,12 +152,12 @@ def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | Non
 
 
 def run_by_run(action: Action, plan: Plan) -> Iterator[Action]:
-    """An action of a whole stage, once for each run of layers that is updated by itself."""
+    """Yield an action of a whole stage once for each run of layers that is updated separately."""
     return (_of_run(action, run, plan) for run in runs_of(plan, action.stage))
 
 
 def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stash: Action | None) -> Iterator[Action]:
-    """The device's own updates, with copies of optimizer state around them."""
+    """Yield the device's own updates, with copies of optimizer state around them."""
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, run in enumerate(runs):
         if run.decision is not None:
@@ -179,7 +178,7 @@ def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stas
 def _updates_elsewhere(
     runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, *, between: Iterator[Action]
 ) -> Iterator[Action]:
-    """The updates of a host; `between` is what the device does while the last of them runs."""
+    """Yield the updates of a host; `between` are the device's own updates while the last one runs."""
     gradients = [_copy(Kind.OFFLOAD, run, "gradients", step, bundles) for run in runs]
     parameters = [_copy(Kind.RELOAD, run, "parameters", step, bundles) for run in runs]
     steps = [_step(run, plan, step) for run in runs]
@@ -194,13 +193,13 @@ def _updates_elsewhere(
 
 
 def _step(run: _Run, plan: Plan, step: Action) -> Action:
-    """The update of a run."""
+    """Return the update of a run."""
     place = run.decision.place if run.decision is not None and run.decision.what is What.UPDATE else None
     return _of_run(step, run, plan)._replace(place=place)
 
 
 def _of_run(action: Action, run: _Run, plan: Plan) -> Action:
-    """The action for the layers of a run, without them where it is the whole stage."""
+    """Return the action for the layers of a run, without layers if it is the whole stage."""
     stage = plan.stages[action.stage]
     whole = (run.start, run.stop) == (stage.start, stage.stop)
     return action._replace(layers=None if whole else (run.start, run.stop))
@@ -213,7 +212,7 @@ def _copy(kind: Kind, run: _Run, state: StateKind, step: Action, bundles: Bundle
 
 
 def runs_of(plan: Plan, stage: int) -> list[_Run]:
-    """The layers of a stage, divided into runs that are updated one after the other.
+    """Return the layers of a stage, divided into runs that are updated one after the other.
 
     Raises:
         UsageError: two decisions are about the optimizer of one layer, or a state is moved that cannot be.
@@ -229,16 +228,16 @@ def runs_of(plan: Plan, stage: int) -> list[_Run]:
 
 
 def _free(start: int, stop: int, edges: Sequence[int]) -> Iterator[_Run]:
-    """Layers whose optimizer state stays, divided where parameters or gradients that move begin and end."""
+    """Yield layers whose optimizer state stays, cut at the ends of moved parameters or gradients."""
     cuts = [start, *(edge for edge in edges if start < edge < stop), stop]
     yield from (_Run(one, other, None) for one, other in pairwise(cuts) if one < other)
 
 
 def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
-    """The decisions about the optimizer of a stage's layers.
+    """Yield the decisions about the optimizer of a stage's layers.
 
     Raises:
-        UsageError: a decision is about versions of weights, which the schedule does not have.
+        UsageError: a decision is about weight versions, which the schedule does not have.
     """
     for decision in (d for d in plan.decisions if d.stage == stage and isinstance(d.subject, State)):
         subject = decision.subject

@@ -1,7 +1,7 @@
-"""What a schedule is: it gives the order in which every rank computes, for any plan.
+"""Schedules: the order in which every rank computes, for any plan.
 
-A rank is one grid of devices, all of which compute in the same order. With R ranks, stage s is on rank s modulo R; the
-stages of one rank are its chunks 0, 1 and so on.
+A rank is one grid of devices, all of which compute in the same order. With R ranks, stage s is on rank s
+modulo R; the stages of one rank are its chunks 0, 1 and so on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Compute(NamedTuple):
 
 
 class Schedule(Protocol):
-    """Generates the compute actions of one of `ranks` ranks, in their order; each rank has `chunks` stages."""
+    """A generator of the ordered compute actions of one of `ranks` ranks; each rank has `chunks` stages."""
 
     def __call__(self, rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-        """The forwards and backwards of the stages of `rank`."""
+        """Generate the forwards and backwards of the stages of `rank`."""
 
 
 class Endless(Protocol):
-    """A schedule without end: generates what one of `ranks` ranks computes in a step, its updates included.
+    """An asynchronous schedule: a generator of one rank's compute actions in a step, updates included.
 
-    `entered` are the microbatches of the steps before, as far as that matters: at most `ranks`. A step of no
-    `microbatches` drains the pipeline.
+    `entered` are the microbatches of the previous steps, limited to `ranks`. A step without `microbatches`
+    drains the pipeline.
     """
 
     def __call__(self, rank: int, ranks: int, microbatches: int, entered: int) -> Iterator[Action]:
-        """The forwards, backwards, copies of weights and updates of the rank's stage."""
+        """Generate the forwards, backwards, weight copies and updates of the rank's stage."""
 
 
 Order = list[Action]  # the compute actions of one rank
@@ -47,7 +47,7 @@ def check_alone(name: str, chunks: int) -> None:
     """Check that every rank holds one stage.
 
     Raises:
-        UsageError: one holds several, for which the schedule of this name is not defined.
+        UsageError: a rank holds several, for which the schedule `name` is not defined.
     """
     if chunks > 1:
         raise UsageError(
@@ -57,10 +57,11 @@ def check_alone(name: str, chunks: int) -> None:
 
 
 def computes(plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[int] | None = None) -> list[Order]:
-    """The compute actions of every rank of `plan` under `schedule`, or of these ranks alone.
+    """Return the compute actions of every rank of `plan` under `schedule`, or only of the ranks `which`.
 
     Raises:
-        UsageError: stage s is not on rank s modulo the number of ranks, or ranks have different numbers of stages.
+        UsageError: stage s is not on rank s modulo the number of ranks, or ranks have different numbers of
+            stages.
     """
     ranks = plan.ranks
     if any(stage % len(ranks) != number for number, stages in enumerate(ranks) for stage in stages) or any(

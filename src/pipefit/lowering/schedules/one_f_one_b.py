@@ -1,8 +1,8 @@
-"""Synchronous 1F1B: after a warm-up, one forward and one backward in turn. (PipeDream-Flush, DAPPLE, 2021.)
+"""Synchronous 1F1B: after a warm-up, one forward and one backward alternate (PipeDream-Flush, DAPPLE, 2021).
 
-Stage s of P holds min(M, P-s) microbatches in flight instead of GPipe's M, at the same bubble, (P-1)/(M+P-1) of a step.
-`eager_1f1b` warms up longer, to min(M, 2(P-s)-1) microbatches in flight, so that messages which take as long as
-computing hide behind it. (DAPPLE's warm-up rules, PPoPP 2021, section 4; eager 1F1B, MLSys 2023.)
+Stage s of P holds min(M, P-s) microbatches in flight instead of GPipe's M, at the same bubble, (P-1)/(M+P-1)
+of a step. `eager_1f1b` warms up longer, to min(M, 2(P-s)-1) microbatches in flight, so that computing hides
+messages that take as long. (DAPPLE's warm-up rules, PPoPP 2021, section 4; eager 1F1B, MLSys 2023.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipefit.schema.actions import Kind
 
 
 def one_f_one_b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-    """The compute actions of one rank, in order; each rank holds P-s microbatches in flight.
+    """Generate the compute actions of one rank, in order; each rank holds P-s microbatches in flight.
 
     Raises:
         UsageError: a rank holds several stages, for which this order is not defined.
@@ -23,7 +23,7 @@ def one_f_one_b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterat
 
 
 def eager_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-    """The same order after twice as many forwards.
+    """Generate the same order after twice as many warm-up forwards.
 
     Raises:
         UsageError: a rank holds several stages, for which this order is not defined.
@@ -32,7 +32,7 @@ def eager_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterato
 
 
 def _after_warm_up(name: str, rank: int, chunks: int, microbatches: int, forwards: int) -> Iterator[Compute]:
-    """So many forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Generate `forwards` forwards, then alternating forwards and backwards, then the remaining backwards."""
     check_alone(name, chunks)
     ahead = min(microbatches, forwards)
     yield from (Compute(Kind.FORWARD, rank, m) for m in range(ahead))
