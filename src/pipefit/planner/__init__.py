@@ -1,7 +1,7 @@
-"""Planners: from a profile, a cluster and a training to a plan. `plan` is the one to call.
+"""Planners: from a profile, a cluster and a training to a plan. Call `plan`.
 
-A planner is a callable, `Question -> Found`; a new one is one new file and one line here. One driver runs it, times it
-and makes the plan (`planner.driver`).
+A planner is a callable `Question -> Found`, registered in `PLANNERS`. One driver runs it, times it and makes
+the plan (`planner.driver`).
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
-ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that take what training runs measured
-FOR_SPEED = "joint", "mpress", "alpa", "time"  # planners that look for the fewest seconds
+ON_RUNS = "additive", "mcap_bf", "mcap_bo"  # planners that need measurements of training runs
+FOR_SPEED = "joint", "mpress", "alpa", "time"  # planners that minimise the seconds of a step
 
 Goal = Literal["throughput", "peak"]
 
 
 class Asked(TypedDict, total=False):
-    """The arguments of `plan` that may be left out."""
+    """Optional arguments of `plan`."""
 
     batch_size: int | None
     microbatches: int | None
@@ -132,25 +132,31 @@ PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 def plan(
     profile: ModelProfile | Profiles, cluster: Cluster, training: Training | None = None, **asked: Unpack[Asked]
 ) -> Plan:
-    """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
+    """Choose the devices of every layer, and which activations are recomputed or offloaded, so that the model
+    fits.
 
-    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all plans.
-    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
-    microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
-    as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
-    (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
-    one for a size. `joint`, `exact` and `lean` also choose how many replicas each stage has and what these divide, as
-    far as the profile has the sizes of the slices that they compute, and the size of microbatches; `data` and `tensor`
-    are the degrees of all stages, `sequences` says whether all shards divide positions too (chosen where the profile
-    has both), and `shard` is what the replicas of each divide, if it has several. Without
-    `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
-    and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
-    device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
-    `allow_infeasible` are explained in `Options`. `means` are what `joint` and `mpress` may do to free memory.
+    The objective is the fastest step that fits (`throughput`) or the lowest `peak` of all plans.
+    Describe the training either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
+    microbatches of `microbatch_size`, `schedule`, `clip_norm` (the norm to which gradients are clipped) and
+    `versions`, as in `Training`. The `joint` planner chooses microbatches, `schedule` and `stages` if they
+    are not given (`planner.arrangements`), among the microbatch sizes of the profile, or among all sizes if
+    `profile` is a function from a size to a profile.
+
+    `joint`, `exact` and `lean` also choose the microbatch size and, for each stage, the number of replicas
+    and their sharding, if the profile has the sizes of the local batches. `data` and `tensor` fix the degrees
+    of all stages, `sequences` says whether all tensor-parallel ranks divide positions too (chosen if the
+    profile has both), and `shard` is the state that the replicas of a stage divide.
+
+    Without `batch_size`, and under other planners, microbatches have the first profiled size, the schedule is
+    1f1b, and stages use all devices. Without `batch_size` and `microbatches`, a step has four microbatches
+    for each device. `planner` is a name in `PLANNERS`; default: `joint` for throughput, `exact` for peak.
+    `Options` explains `stages`, `recompute`, `effort` and `allow_infeasible`. `means` are the techniques with
+    which `joint` and `mpress` may free memory.
 
     Raises:
-        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
-        InfeasibleError: the plan does not fit; says by how much and what would.
+        UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.
+        InfeasibleError: the plan does not fit; the message says by how many bytes, and which changes would
+            fit.
     """
     check_names("plan", asked, Asked, ELSEWHERE)
     check_arguments(Asked, asked)
@@ -158,13 +164,13 @@ def plan(
 
 
 class Answer(NamedTuple):
-    """A plan, and what looks for its alternatives, which it has not."""
+    """A plan without its alternatives, and a function that finds them."""
 
     plan: Plan
     others: Callable[[], tuple[Alternative, ...]] = tuple
 
     def complete(self) -> Plan:
-        """The plan with its alternatives."""
+        """Return the plan with its alternatives."""
         return replace(self.plan, alternatives=self.others())
 
 
@@ -192,11 +198,12 @@ def answered(
     means: Means = Means(),
     redone: bool = False,
 ) -> Answer:
-    """The plan of `plan`, whose alternatives may be looked for meanwhile; `redone` as in `space_of`.
+    """Return the plan of `plan`, and a function that finds its alternatives later; `redone` as in `space_of`.
 
     Raises:
-        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
-        InfeasibleError: the plan does not fit; says by how much and what would.
+        UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.
+        InfeasibleError: the plan does not fit; the message says by how many bytes, and which changes would
+            fit.
     """
     instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
     if not callable(profile):
@@ -238,10 +245,11 @@ def answered(
 
 
 def check_planner(name: str, objective: Goal = "throughput") -> None:
-    """Check that there is a planner of this name, which does not look for something else than what is asked for.
+    """Check that a planner of this name exists and serves the objective.
 
     Raises:
-        UsageError: there is none, with those that there are; or it looks for speed, and the lowest peak is wanted.
+        UsageError: the name is unknown (the message lists the known ones), or the planner minimises seconds
+            while the objective is the lowest peak.
     """
     if name not in PLANNERS:
         raise UsageError(unknown(f"there is no planner {name!r}", name, PLANNERS))
@@ -253,16 +261,18 @@ def check_planner(name: str, objective: Goal = "throughput") -> None:
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:
-    """The plan for the same training on another cluster, as when a device is gone; `old` itself on its own cluster.
+    """Plan the training of `old` on another cluster, for instance after the loss of a device.
 
-    It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
-    and so do the numbers. Stages have as many replicas and shards as `old` was asked for, and there are no more of
-    them, as far as there are devices for them all; else without those replicas, and at last without those shards.
-    Replicas divide what they were asked to divide, if there are devices for any.
+    Returns `old` itself for its own cluster. Otherwise the planner of `old` plans again, or `joint` if that
+    planner is unknown. The batch, its microbatches and the numbers of training stay. Stages keep the
+    data-parallel and tensor-parallel degrees that `old` was requested with, and the number of stages is at
+    most the requested one. If the devices are too few or no plan fits, the data degree is left open, and
+    after that the tensor degree too. The requested `shard` applies if the cluster has more than one device.
 
     Raises:
-        UsageError: the planner cannot answer for this cluster.
-        InfeasibleError: the training does not fit there; says by how much and what would.
+        UsageError: the planner does not support this cluster.
+        InfeasibleError: the training does not fit the cluster; the message says by how many bytes, and which
+            changes would fit.
     """
     instance("old", old, Plan, "pipefit.load reads one")
     instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
@@ -276,7 +286,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
             old.profile,
             cluster,
             old.training,
-            recompute=cast("Recompute", asked.get("recompute", "never")),  # of a file: checked where options are made
+            recompute=cast("Recompute", asked.get("recompute", "never")),  # read from a file; `Options` checks it
             planner=made.planner if made and made.planner in PLANNERS else "joint",
             shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
             stages=stages,
@@ -294,7 +304,9 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
 
 
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
-    """Stages, replicas and shards that a plan was asked for, for so many devices, and with less and less of that."""
+    """Return the requested (stages, data, tensor), limited to `devices`, then without data, then without both
+    degrees.
+    """
     stages, data, shards = (
         found if isinstance(found, int) else None for found in map(asked.get, ("stages", "data", "tensor"))
     )
@@ -308,12 +320,13 @@ def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None
 
 
 def _leanest(space: Space, planner: str) -> Plan:
-    """The plan with the lowest peak of all microbatch sizes of a space.
+    """Return the plan with the lowest peak over all microbatch sizes of a space.
 
-    Large ones may have it: where replicas divide them, and where few of them leave fewer gradients to add up.
+    Large sizes can have the lowest peak: replicas divide them, and fewer microbatches need fewer sums of
+    gradients.
 
     Raises:
-        InfeasibleError: it does not fit.
+        InfeasibleError: the plan does not fit.
     """
     began, asked = perf_counter(), list[Question]()
     for size in space.sizes:
@@ -325,10 +338,10 @@ def _leanest(space: Space, planner: str) -> Plan:
 
 
 def _chosen(space: Space) -> Answer:
-    """The fastest plan of a space.
+    """Return the fastest plan of a space.
 
     Raises:
-        InfeasibleError: none fits.
+        InfeasibleError: no plan fits.
     """
     began = perf_counter()
     with uncollected():

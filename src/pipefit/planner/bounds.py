@@ -1,36 +1,35 @@
-"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and state.
+"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and
+state.
 
-    step_bound(question)
+`step_bound(question)` is the bound. Let f, b and r be the seconds of stage k for a forward, a backward and
+recomputation, n its microbatches in flight before its first backward, S the sum of f and b over all stages,
+and M the number of microbatches. A synchronous step takes at least, for every k,
 
-No plan that fits takes less. With f, b, r and n of stage k (seconds forward, backward and recomputing; microbatches
-in flight before its first backward), S the sum of all f and b, and M microbatches, a synchronous step takes at least,
-for every k,
+    sum over s < k of (f_s + b_s)  +  M (f + b + r)      all microbatches, once the first one has arrived
+    S + (M - 1) b + (M - n) (f + r)                      the work after the stage's first backward
+    S + (M - 1) f + (M - n) (b + r)                      the work before the stage's last forward
+    S + (M - 1) (f + b)                                  under GPipe, for which n = M
 
-    sum over s < k of (f_s + b_s)  +  M (f + b + r)      the stage works on all microbatches once the first is there
-    S + (M - 1) b + (M - n) (f + r)                      what it has to do after its first backward
-    S + (M - 1) f + (M - n) (b + r)                      what it has to do before its last forward
-    S + (M - 1) (f + b)                                  under GPipe, where n = M
+and the update of the first block, unless a host can do the update. An asynchronous schedule takes M (f + b +
+r) and the updates of the slowest stage, less the updates that a host can do in a step.
 
-and the update of the first block, unless a host can do it. An endless schedule takes M (f + b + r) and the updates of
-the slowest stage, less what a host may do of them in a step.
+The bytes of a stage at its first backward, and after every n further ones, imply how much it must recompute:
+the bytes that n microbatches keep, less the bytes that the host's link carries in a whole step. Under
+PipeDream they include n - 1 versions of the weights. Devices hold the rest: the stage's own device, or others
+that lend memory for the whole run. So all stages together hold at most the memory of all devices, and a
+number of seconds is feasible if some split, whose stages recompute for as long as their lines allow, holds no
+more than that. Offloaded gradients and parameters must return for the backward, so they use the link as
+tensors do. The device that runs the largest layer holds at least its bytes (`LayerCost.least_bytes`),
+whatever is offloaded.
 
-How much a stage must recompute follows from its bytes when its first backward begins, and after every n more: what n
-microbatches keep there, less what the host's link carries in a whole step. Under PipeDream that includes n - 1 versions
-of the weights. Devices hold the rest, the stage's own or others that lend to it. What is lent is set aside for a whole
-run, so that all stages together hold at most what all devices have. Hence seconds are enough if the stages of some
-split, each of which recomputes as long as its lines allow, together hold no more. Gradients and parameters that are
-away must be back for the backward, so that they take of the link what tensors do.
+Every term is on the side that lowers the bound: layers take the seconds of the fastest kind of device, links
+are not shared, copies need no memory, optimizer state at a host takes no time, and the layers with the fewest
+seconds for each byte are recomputed, in fractions. Techniques that the question does not allow free nothing.
+So the bound holds for any plan, and the gap to it is the most that a better plan could gain. Alpa's sum + (M
+- 1) x maximum is not a bound of 1F1B.
 
-The device that runs the largest layer has its bytes at least (`LayerCost.least_bytes`), whatever is away.
-
-Every term is on the side that lowers the bound: layers take as long as on the fastest kind of device, links are not
-shared, copies need no memory, optimizer state at a host takes no time, and the layers whose bytes cost the fewest
-seconds are recomputed, in fractions. Techniques that the question does not allow free nothing. So the bound holds for
-any plan, and the gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of
-1F1B.
-
-Costs: for some ten tries at the step's seconds, numbers for the ranges of blocks that may be a stage in so many
-seconds: at most P L^2 for L blocks in P stages, and a tenth of that where stages can only be about even.
+Cost: some ten bisection steps over the ranges of blocks that may be a stage in the given seconds: at most P
+L^2 numbers for L blocks in P stages, and a tenth of that if stages must be about even.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from pipefit.schema.devices import Host, Member, MemberKind
 from pipefit.schema.training import Training
 from pipefit.timing import host_update_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# What the links between devices and their hosts carry when several devices use them at once.
+# ---- Shared rates of the links between devices and their hosts
 
 
 def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
-    """Bytes per second, each way, that each of these devices has to its host if all of them use it; 0 for None.
+    """Return the bytes per second, each way, between each device and its host if all these devices use their
+    links at once.
 
-    Devices behind one wire have equal parts of it. Zero too where no link joins a device with its host.
+    Devices on one wire share it equally. The rate is 0 for None, and for a device without a link to its host.
     """
     routes = [None if device is None else host_route(cluster, device) for device in devices]
     users = [wire for route in routes if route is not None for wire in route.wires]
@@ -71,22 +70,22 @@ def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
 
 
 def host_route(cluster: Cluster, device: int) -> Route | None:
-    """The way of a device to its host; None where nothing joins them."""
+    """Return the route of a device to its host; None if no link joins them."""
     try:
         return cluster.route(Member.device(device), Member.host(cluster.devices[device].host))
     except UsageError:
         return None
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Bound
 
-_CLOSE = 1e-4  # the part of the bound to which the bisection comes close
-_ROUNDING = 1 + 1e-9  # for windows outside of which nothing is possible
+_CLOSE = 1e-4  # relative precision of the bisection
+_ROUNDING = 1 + 1e-9  # margin of windows, outside of which nothing is possible
 _INFINITE = float("inf")
 
 
 class Position(NamedTuple):
-    """What a stage's place in the schedule says about its work."""
+    """The work of a stage that follows from its place in the schedule."""
 
     microbatches: int
     in_flight: int  # forwards before its first backward
@@ -95,17 +94,17 @@ class Position(NamedTuple):
 
     @property
     def windows(self) -> int:
-        """How many sets of microbatches, none of them in two sets, are in flight together in a step."""
+        """Number of disjoint sets of microbatches that are in flight together in a step."""
         return self.microbatches // self.in_flight
 
     @property
     def late_windows(self) -> int:
-        """The same of those that go forward after the first backward."""
+        """Number of those sets whose forwards come after the first backward."""
         return self.windows - 1
 
 
 class Work(NamedTuple):
-    """Seconds for one microbatch: of a stage, forward and backward; of all stages before it; and of all together."""
+    """Seconds for one microbatch: a stage's forward and backward, all stages before it, and all stages."""
 
     forward: Floats
     backward: Floats
@@ -115,10 +114,10 @@ class Work(NamedTuple):
 
 @cache
 def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Position:
-    """The position of `stage` under a synchronous schedule.
+    """Return the position of `stage` under a synchronous schedule.
 
     Raises:
-        UsageError: no such schedule.
+        UsageError: the schedule is unknown.
     """
     own, end = (
         [compute.kind for compute in schedule_named(schedule)(number, stages, 1, microbatches)]
@@ -130,20 +129,23 @@ def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Po
 
 
 def in_flight(training: Training, stage: int, stages: int) -> int:
-    """The microbatches that a stage holds at once."""
+    """Return the number of microbatches that a stage holds at once."""
     return stages - stage if training.endless else _held(training.schedule, stages - stage, training.microbatches)
 
 
 @cache
 def _held(schedule: str, left: int, microbatches: int) -> int:
-    """The forwards before the first backward of a stage with so many stages from itself on."""
+    """Return the forwards before the first backward of a stage; `left` counts the stages from this one on."""
     order = schedule_named(schedule)(0, left, 1, microbatches)
     return next(number for number, compute in enumerate(order) if compute.kind is Kind.BACKWARD)
 
 
 def lines(at: Position, work: Work) -> tuple[Floats, Floats]:
-    """A stage's lines under a synchronous schedule, without recomputation: the one to which that of all microbatches is
-    added, and the highest of those to which that of the microbatches is added that go forward after its first backward.
+    """Return a stage's two lower bounds of a synchronous step, in seconds, without recomputation.
+
+    To the first one, the recomputation of all microbatches is added; to the second one (the maximum of
+    several lines), the recomputation of the microbatches whose forwards come after the stage's first
+    backward.
     """
     m, f, b = at.microbatches, work.forward, work.backward
     every = work.before + m * (f + b)
@@ -154,21 +156,22 @@ def lines(at: Position, work: Work) -> tuple[Floats, Floats]:
 
 
 def highest_line(at: Position, work: Work) -> Floats:
-    """The highest of a stage's lines under a synchronous schedule, without recomputation."""
+    """Return the higher of a stage's two lower bounds under a synchronous schedule, without recomputation."""
     highest: Floats = np.maximum(*lines(at, work))
     return highest
 
 
 def step_bound(question: Question) -> float:
-    """Seconds that a step of any plan takes at least; infinity if no plan fits, whatever is moved or recomputed."""
+    """Return a lower bound of the seconds of a step of any plan; infinity if no plan fits."""
     return _Bound(question).seconds()
 
 
 def simple_bound(question: Question) -> float:
-    """A lower bound that knows of no memory and no layers: the work of all blocks, divided as well as it could be.
+    """Return a lower bound that ignores memory and layers: the work of all blocks, divided in the best way.
 
-    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c. The division
-    in which all take as long has the fewest seconds, S / (1 - (1 - 1 / M)^P); an endless schedule takes M S / P.
+    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c. The
+    division in which all stages take equally long has the fewest seconds, S / (1 - (1 - 1 / M)^P); an
+    asynchronous schedule takes M S / P.
     """
     prices, how = Prices(question), question.training
     whole = float(prices.forward[-1] + prices.backward[-1])
@@ -178,8 +181,10 @@ def simple_bound(question: Question) -> float:
 
 
 class _Bound:
-    """Tables over ranges of blocks, as `Prices` has them, of which only windows are made: where stages may begin and
-    end in a step of so many seconds.
+    """Bisection over the seconds of a step, on tables over ranges of blocks (`Prices`).
+
+    Only windows of the tables are computed: edges at which stages may start and stop within the given
+    seconds.
     """
 
     def __init__(self, question: Question) -> None:
@@ -192,10 +197,12 @@ class _Bound:
         owned = owned - question.ranges.state[edges] if self._hosts_have_state else owned
         self.owned, self.gradients = owned.astype(float), gradients.astype(float)
 
-    # ---------------------------------------------------------------- bisection
+    # ---- Bisection
 
     def seconds(self) -> float:
-        """The bound: the fewest seconds T such that a split has no line above T, and memory for all that it keeps."""
+        """Return the fewest seconds T such that a split has no line above T and fits the memory of all
+        devices.
+        """
         least = max(cost.least_bytes for cost in self.question.measurement.costs)
         if least > max(self.question.cluster.budgets) or not self._has_memory(_INFINITE):
             return _INFINITE
@@ -209,8 +216,9 @@ class _Bound:
 
     @cached_property
     def _lowest(self) -> float:
-        """The lowest possible highest line of a split, if nothing is recomputed: no range of it has a higher one than
-        any split has.
+        """The lowest possible highest line of a split without recomputation.
+
+        Ranges with a higher line than the even split cannot be part of the best split.
         """
         known = max(float(self._highest(stage, _of(*edges)).item()) for stage, edges in enumerate(pairwise(self._even)))
         windows = self._windows(lambda stage, within: self._highest(stage, within) <= known * _ROUNDING)
@@ -222,7 +230,7 @@ class _Bound:
 
     @property
     def _even(self) -> list[int]:
-        """A split whose stages take about as long."""
+        """A split whose stages take about equally long."""
         before, stages, edges = self.forward + self.backward, self.question.stages, [0]
         for stage in range(1, stages):
             at = int(np.searchsorted(before, before[-1] * stage / stages))
@@ -230,11 +238,13 @@ class _Bound:
         return [*edges, self.count]
 
     def _highest(self, stage: int, within: Within) -> Floats:
-        """The higher line of ranges as this stage, in any number of seconds; infinity where there is no block."""
+        """Return the higher line of ranges as this stage, without a time limit; infinity for empty ranges."""
         return np.where(self._valid(within), np.maximum(*self._lines(stage, _INFINITE, within)), _INFINITE)
 
     def _has_memory(self, step: float) -> bool:
-        """Whether in so many seconds some split recomputes and moves so much that devices have memory for the rest."""
+        """Return whether in `step` seconds some split recomputes and moves enough to fit the memory of all
+        devices.
+        """
         windows = self._windows(lambda stage, within: np.isfinite(self._held(stage, step, within, _ROUNDING)))
         if windows is None:
             return False
@@ -244,10 +254,11 @@ class _Bound:
         return bool(held[-1] <= sum(self.question.cluster.budgets))
 
     def _windows(self, possible: Callable[[int, Within], NDArray[np.bool_]]) -> list[Within] | None:
-        """Where every stage may begin and end; None if nowhere. What is possible is so with fewer blocks, too.
+        """Return the edges at which each stage may start and stop; None if no split is possible.
 
-        A stage that begins later may end later. Where a block is too much for a stage, it ends before, wherever it
-        begins, and begins behind, wherever it ends.
+        `possible` is monotone: a possible range stays possible with fewer blocks. So a stage that starts
+        later may stop later. If a block is too large for a stage, a stage that starts at or before it stops
+        before it, and a stage that stops after it starts after it.
         """
         count, stages = self.count, self.question.stages
         latest, earliest = [0], [count]
@@ -265,14 +276,17 @@ class _Bound:
 
     @property
     def _first_update(self) -> float:
-        """Seconds after the last backward of a step in which the first block is updated, if no host may do that."""
+        """Seconds of the first block's update after the last backward of a step, if no host can do the
+        update.
+        """
         return 0.0 if self.endless or self._updating else float(self.update[1])
 
-    # ---------------------------------------------------------------- time
+    # ---- Time
 
     def _lines(self, stage: int, step: float, within: Within) -> tuple[Floats, Floats]:
-        """The lines of ranges of blocks as this stage; of an endless schedule, its work in a step of `step` seconds:
-        passes and updates.
+        """Return the two lines of ranges of blocks as this stage.
+
+        Under an asynchronous schedule both are its work, passes and updates, in a step of `step` seconds.
         """
         if self.endless:
             updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
@@ -287,7 +301,9 @@ class _Bound:
         return position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
 
     def _elsewhere(self, updates: int, step: float, within: Within) -> Floats:
-        """The part of the updates of ranges that the fastest host may do in a step, if it did nothing else."""
+        """Return the part of the updates of ranges that the fastest host could do in a step if it did nothing
+        else.
+        """
         if not self._updating:
             return np.zeros_like(ranges(self.update, within))
         fastest = max(self._updating, key=lambda host: host.memory_bandwidth or 0.0)
@@ -299,16 +315,17 @@ class _Bound:
 
     @cached_property
     def _updating(self) -> list[Host]:
-        """The hosts that may update layers."""
+        """Hosts that may update layers."""
         hosts = self.question.cluster.hosts if self._hosts_have_state else ()
         return [host for host in hosts if host.memory_bandwidth is not None]
 
-    # ---------------------------------------------------------------- memory
+    # ---- Memory
 
     def _held(self, stage: int, step: float, within: Within, rounding: float = 1.0) -> Floats:
-        """Bytes that devices hold for ranges as this stage: its own, and others that lend to it, for all of a run.
+        """Return the bytes that devices hold for ranges as this stage: on its own device and on lenders, for
+        the whole run.
 
-        Infinity where a line is above `step`, or what cannot be lent is more than the largest device has.
+        Infinity if a line is above `step`, or if the bytes that cannot be lent exceed the largest device.
         """
         every, late = self._lines(stage, step, within)
         if self.endless:
@@ -323,18 +340,18 @@ class _Bound:
                 found = np.maximum(found, later)
         in_time = (every <= step * rounding) & (late <= step * rounding)
         possible = self._valid(within) & in_time & (found <= self._most * rounding)
-        if not self._spills:  # parameters are there all the time
+        if not self._spills:  # parameters stay on the device all the time
             possible &= ranges(self.owned, within) <= max(self.question.cluster.budgets) * rounding
         return np.where(possible, found, _INFINITE)
 
     def _in_windows(
         self, number: int, windows: float, without_gradients: float, step: float, spare: Floats, within: Within
     ) -> Floats:
-        """Bytes that devices hold on an average of so many windows, in each of which `number` microbatches are in
-        flight.
+        """Return the bytes that devices hold on average over `windows` windows, each with `number`
+        microbatches in flight.
 
-        In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare` seconds in
-        all windows together.
+        In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare`
+        seconds in all windows together.
         """
         tensors, own = number * self.prices.kept(within), ranges(self.owned, within)
         own = own + ranges(self.gradients, within) * (1 - without_gradients / windows)
@@ -346,18 +363,20 @@ class _Bound:
         return np.maximum(tensors + own - away, 0.0 if self._spills else own)
 
     def _valid(self, within: Within) -> NDArray[np.bool_]:
-        """Ranges of a block or more."""
+        """Return a mask of ranges of at least one block."""
         edges = np.arange(self.count + 1)
         return edges[within.starts, None] < edges[within.stops]
 
     @property
     def _most(self) -> float:
-        """Bytes that devices may hold for one stage."""
+        """Largest number of bytes that devices may hold for one stage."""
         return _INFINITE if self.question.means.peers else max(self.question.cluster.budgets)
 
     @cached_property
     def _weights(self) -> Floats:
-        """Sums of a version of the weights; one that layers share counts with the first of them alone."""
+        """Prefix sums of the bytes of a version of the weights; a shared weight counts with its first layer
+        only.
+        """
         sums = self.question.ranges.weights.copy()
         for shared in self.question.measurement.shared:
             for user in shared.users[1:] if shared.gradient_bytes else ():
@@ -365,21 +384,21 @@ class _Bound:
         weights: Floats = sums[np.array(self.question.edges)].astype(float)
         return weights
 
-    # ---------------------------------------------------------------- hosts
+    # ---- Hosts
 
     @cached_property
     def _spills(self) -> bool:
-        """Whether a host may have parameters between passes."""
+        """Whether a host may hold parameters between passes."""
         return self.question.means.spill and self._host_rate > 0
 
     @cached_property
     def _hosts_have_state(self) -> bool:
-        """Whether a host may have optimizer state."""
+        """Whether a host may hold optimizer state."""
         return self.question.means.state and self._host_rate > 0
 
     @cached_property
     def _host_rate(self) -> float:
-        """Bytes per second that the fastest links of a device carry to all that are no devices, if any may be used."""
+        """Bytes per second of the fastest links from a device to all hosts and disks, if any may be used."""
         cluster = self.question.cluster
         if not self.question.means.host:
             return 0.0
@@ -390,7 +409,7 @@ class _Bound:
 
 
 def _rate(cluster: Cluster, one: Member, other: Member) -> float:
-    """Bytes per second between two members; zero where nothing joins them."""
+    """Return the bytes per second between two members; zero if no link joins them."""
     try:
         return cluster.route(one, other).bytes_per_second
     except UsageError:
@@ -398,10 +417,10 @@ def _rate(cluster: Cluster, one: Member, other: Member) -> float:
 
 
 def _at(edge: int) -> slice:
-    """An edge alone."""
+    """Return the slice of one edge."""
     return slice(edge, edge + 1)
 
 
 def _of(start: int, stop: int) -> Within:
-    """A range alone."""
+    """Return one range."""
     return Within(_at(start), _at(stop))

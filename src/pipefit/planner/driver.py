@@ -1,7 +1,8 @@
-"""The driver of all planners: runs one, times it, and makes a plan of the split that it found.
+"""Driver of all planners: run a planner, time it, and make a plan of its split.
 
-The plan gets predicted peaks and step time, and its provenance: which planner found it, and how good it is proven to
-be. A split that does not fit is refused here.
+The plan gets predicted peaks and step time, an account of what each technique frees and costs, and its
+provenance: the planner, and how good the plan is proven to be. If a split does not fit, the driver raises an
+error that names changes that would fit.
 """
 
 from __future__ import annotations
@@ -30,27 +31,22 @@ from pipefit.simulate.assembled import Assembled, Parts, assembled
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# Accounts for what each technique does on each stage: the plan is simulated once more without it.
-#
-# So the bytes are those of the ledger and the seconds those of the simulator, and what techniques do to each
-# other is in both. Costs a simulation for each technique of each stage; of long programs only as many are
-# told as a budget of actions allows, those of the most layers.
+# ---- Accounts of techniques
 
-_ACTIONS = 300_000  # in all steps that are simulated: some two seconds
+_ACTIONS = 300_000  # total over all simulated steps
 
-Group = tuple[int, str]  # a stage, and what is done on it
+Group = tuple[int, str]  # a stage, and the technique used on it
 
 
 class Accounts(NamedTuple):
-    """What techniques do on stages, and how many more there are of which this was not found out."""
+    """Effects of techniques on stages, and the number of groups left out."""
 
     compactions: tuple[Compaction, ...] = ()
     left_out: int = 0
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A sentence about those that were left out."""
+        """A sentence about the groups that were left out."""
         if not self.left_out:
             return ()
         count = len(self.compactions)
@@ -58,7 +54,12 @@ class Accounts(NamedTuple):
 
 
 def accounts(plan: Plan, whole: Assembled, *, most_actions: int = _ACTIONS) -> Accounts:
-    """What each technique does on each stage of `plan`, of which `whole` is the simulation."""
+    """Account for each technique on each stage of `plan`, whose simulation is `whole`.
+
+    The plan is simulated once more without the technique, so that bytes come from the ledger, seconds from
+    the simulator, and both include interactions between techniques. The budget of `most_actions` simulated
+    actions limits the number of groups; those with the most layers come first.
+    """
     groups = Counter[Group]()
     for decision in plan.decisions:
         groups[decision.stage, _technique(decision)] += len(_layers(decision))
@@ -73,7 +74,7 @@ def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Itera
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
         without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
         simulation = Assembled(replace(plan, decisions=without), parts)
-        device = plan.stages[stage].devices[0]  # replicas do alike
+        device = plan.stages[stage].devices[0]  # replicas have equal peaks
         yield Compaction(
             stage=stage,
             what=technique,
@@ -84,7 +85,7 @@ def _compactions(plan: Plan, whole: Assembled, groups: Sequence[Group]) -> Itera
 
 
 def _technique(decision: Decision) -> str:
-    """What is done, in words."""
+    """Return the name of a decision's technique."""
     if decision.what is What.RECOMPUTE:
         return "recompute"
     what = f"move {decision.subject.kind} state to" if isinstance(decision.subject, State) else "move to"
@@ -96,12 +97,11 @@ def _layers(decision: Decision) -> tuple[int, ...]:
     return decision.layers if isinstance(subject, SavedTensors) else tuple(range(subject.start, subject.stop))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a plan would need if replicas divided nothing: the price of dividing state, in a sentence.
+# ---- Price of dividing state
 
 
 def undivided(plan: Plan) -> Iterator[str]:
-    """The peak of the fullest device and the seconds of a step of the same stages in whole replicas."""
+    """Yield a sentence with the fullest device's peak and the step's seconds if replicas divided no state."""
     if any(stage.grid.shard != "none" for stage in plan.stages):
         grids = (replace(stage.grid, shard="none") for stage in plan.stages)
         whole = replace(plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True)))
@@ -114,20 +114,18 @@ def undivided(plan: Plan) -> Iterator[str]:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Why a plan does not fit, and the cheapest changes with which the model fits. Each change has been planned
-# first.
+# ---- Why a plan does not fit, and changes that would fit
 #
-# Planners of splits alone are asked by the exact search, a dozen times at most. A planner that compacts is
-# asked itself, with a small part of its budget for each change, until all of them together have spent what
-# there is for a refusal.
+# Each suggested change has been planned. For planners of splits alone the exact search judges a change, a
+# dozen times at most. A planner that compacts judges its own changes, each with a small part of its budget,
+# until the budget for all of them is spent.
 
-_BEST = "exact", "joint"  # planners that find a split that fits if there is one
-_BISECTIONS = 4  # of memory, where a search has to find each plan
-_MORE_DEVICES = 8  # times as many devices are tried at most
+_BEST = "exact", "joint"  # planners that find a split that fits if one exists
+_BISECTIONS = 4  # of memory, if a search has to find each plan
+_MORE_DEVICES = 8  # maximum factor by which the number of devices is increased
 
 
-Judge = Callable[[Question], float | None]  # how full the fullest device of a plan is; None where none was found to fit
+Judge = Callable[[Question], float | None]  # share of the fullest device's budget, or None if no plan fits
 
 
 def explanation(
@@ -139,9 +137,10 @@ def explanation(
     elsewhere: str = "",
     judge: Judge | None = None,
 ) -> str:
-    """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`).
+    """Explain why a plan does not fit, and which changes would fit.
 
-    `judge` says what fits where a planner compacts; otherwise the exact search does.
+    Names the fullest device with its stage, or the host that is short (`elsewhere`). For a planner that
+    compacts, `judge` decides whether a change fits; otherwise the exact search does.
     """
     where = elsewhere or _device(question, found, peaks)
     compacts = found.decisions is not None
@@ -160,7 +159,7 @@ def explanation(
 
 
 def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
-    """The device that is the fullest, its stage, by how many bytes it does not fit, and how full it is."""
+    """Describe the fullest device: its stage, the missing bytes, and its use in percent."""
     budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
@@ -176,7 +175,7 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
 
 
 def _remedies(question: Question, planner: str, judge: Judge) -> str:
-    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
+    """List changes with which the model fits, the cheapest first, or say that more devices would not help."""
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"
     widest = max(degree.devices for degree in question.degrees)
@@ -196,14 +195,14 @@ def _remedies(question: Question, planner: str, judge: Judge) -> str:
 
 
 def _useless(size: str, most: int, *, exactly: bool) -> str:
-    """That more devices do not help, as far as that is known."""
+    """Say that more devices do not help, as far as that is known."""
     if exactly:
         return f". More devices of {size} do not help, up to {most} of them"
     return f". No plan for more devices of {size} was found to fit, up to {most} of them"
 
 
 def _free(question: Question, judge: Judge) -> Iterator[str]:
-    """Changes that need no other hardware."""
+    """Yield changes that need no other hardware."""
     training, options = question.training, question.options
     changes: list[tuple[str, Callable[[], Question]]] = []
     if training.schedule != "1f1b":
@@ -225,7 +224,7 @@ def _in_parts(question: Question, parts: int) -> Callable[[], Question]:
 
 
 def _enough_devices(question: Question, most: int, judge: Judge) -> int | None:
-    """The fewest devices of the largest size with which the model fits, by doubling and bisection.
+    """Return the fewest devices of the largest size with which the model fits, by doubling and bisection.
 
     None if it does not fit on `most`.
     """
@@ -249,7 +248,7 @@ def _with_devices(question: Question, count: int) -> Question:
 
 
 def _more_memory(question: Question) -> str:
-    """The memory that the same number of devices would need."""
+    """Return the memory that the same number of devices would need."""
     value = exact(question).value
     if question.equal_budgets:
         each = int(value) + max(question.cluster.reserves)
@@ -258,9 +257,11 @@ def _more_memory(question: Question) -> str:
 
 
 def _less_memory(question: Question, judge: Judge) -> str:
-    """Memory with which the same devices have a plan: by bisection from what they have to what a split alone needs.
+    """Return memory with which the same devices have a plan, by bisection; empty if a split alone already
+    fits.
 
-    All devices get more in the same proportion.
+    The bisection lies between the present memory and the memory that a split without compaction needs. All
+    devices grow in proportion.
     """
     low, high = 1.0, _share(question)
     if high <= low:
@@ -275,7 +276,7 @@ def _less_memory(question: Question, judge: Judge) -> str:
 
 
 def _with_memory(question: Question, times: float) -> Question:
-    """The question on devices whose budgets are so many times as large."""
+    """Return the question with all budgets multiplied by `times`."""
     cluster = question.cluster
     more = (ceil(times * budget) - budget for budget in cluster.budgets)
     devices = tuple(
@@ -285,17 +286,19 @@ def _with_memory(question: Question, times: float) -> Question:
 
 
 def _share(question: Question) -> float:
-    """The lowest peak of all plans without compaction, as a part of its device's budget.
+    """Return the lowest peak of all plans without compaction, as a share of its device's budget.
 
     Raises:
-        UsageError: there is no plan of the degrees that are asked for.
+        UsageError: no plan has the requested degrees.
     """
     value = exact(question).value
     return value / question.cluster.budgets[0] if question.equal_budgets else value
 
 
 def _fullest(question: Question) -> float | None:
-    """How full the fullest device of the plan with the lowest peak is; None where it does not fit, or there is none."""
+    """Return the use of the fullest device in the plan with the lowest peak; None if it exceeds 1 or no plan
+    exists.
+    """
     try:
         share = _share(question)
     except UsageError:
@@ -303,39 +306,38 @@ def _fullest(question: Question) -> float | None:
     return share if share <= 1 else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The peaks of one split, to the byte, and whether they fit.
+# ---- Peaks of one split
 
 
 def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
-    """The peak of every stage."""
+    """Return the peak bytes of every stage."""
     return tuple(range_peak(question, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
 
 
 def range_peak(question: Question, stage: int, start: int, stop: int) -> int:
-    """The peak of blocks `start` to `stop - 1` as stage number `stage`."""
+    """Return the peak bytes of blocks `start` to `stop - 1` as stage number `stage`."""
     band = question.ranges.band(stop - start, first=start, last=start)
     return int(stage_peak(band, question.surroundings(stage))[-1, 0])
 
 
 def fits(question: Question, split: Split, peaks: tuple[int, ...]) -> bool:
-    """Whether every stage fits its device."""
+    """Return whether every stage fits its device."""
     budgets = question.cluster.budgets
     return all(peak <= budgets[device] for peak, device in zip(peaks, split.devices, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Plans
 
-_SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
-_JUDGING = 200_000  # new actions, and what takes as long, for a refusal
+_SHORT = 0.05  # part of its budget that a planner gets for each suggested change
+_JUDGING = 200_000  # budget for all suggested changes together, in new actions or equivalent work
 
 
 def solved(question: Question, planner: Planner, *, name: str) -> Plan:
-    """The plan that `planner`, known as `name`, finds.
+    """Run `planner`, known as `name`, and return its plan.
 
     Raises:
-        UsageError: the planner cannot answer this question.
-        InfeasibleError: a stage needs more than its device has, and the options do not allow that.
+        UsageError: the planner does not support this question.
+        InfeasibleError: a stage needs more memory than its device has, and the options do not allow that.
     """
     began = time.perf_counter()
     with uncollected():
@@ -353,11 +355,12 @@ def answer(
     seconds: float,
     asked: Options,
 ) -> Plan:
-    """The plan of what a planner found in `seconds`; `asked` are the options before anything was chosen.
+    """Make the plan of a planner's result, found in `seconds`; `asked` are the options before any choice was
+    made.
 
     Raises:
-        InfeasibleError: it does not fit.
-        UsageError: its grids cannot be trained.
+        InfeasibleError: the plan does not fit.
+        UsageError: the plan's grids cannot be trained.
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
     check_slices(plan, None)
@@ -400,19 +403,19 @@ def answer(
 
 
 def _whole(plan: Plan) -> Iterator[str]:
-    """Why there is one stage, where that is not for the planner to say."""
+    """Yield the reason why the plan has one stage, if the model is indivisible."""
     if plan.profile.indivisible:
         yield f"The model is one block, as {plan.profile.indivisible}."
 
 
 def _staying(question: Question, found: Found) -> Iterator[str]:
-    """Why no state moves, where a planner might have moved some."""
+    """Yield the reason why no state moves, if the plan frees memory in other ways."""
     if question.staying and found.decisions:
         yield f"No state moves, as {question.staying}."
 
 
 def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str]:
-    """Why no replicas were considered, where the planner might have chosen some."""
+    """Yield the reason why no replicas were considered, if the planner might have chosen some."""
     reason = replace(question, options=asked).changed_by_replicas if name in ON_GRIDS else ""
     if reason and question.training.microbatch_size > 1 and len(question.cluster.devices) > 1:
         yield (
@@ -422,31 +425,36 @@ def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str
 
 
 class _Judge:
-    """Plans changes of a question by the planner itself, in short searches, until a budget of actions is spent."""
+    """Judge of changed questions: plans each one in a short search of the planner, until a budget of actions
+    is spent.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._spent = planner, 0
 
     def __call__(self, question: Question) -> float | None:
-        """How full the fullest device of the plan that is found is; None where it does not fit."""
+        """Return the use of the fullest device in the plan found; None if it does not fit or the budget is
+        spent.
+        """
         if self._spent > _JUDGING:
             return None
         try:
             found = self._planner(replace(question, options=replace(question.options, effort=_SHORT)))
-        except UsageError:  # nothing of it can be carried out
+        except UsageError:  # no candidate can be carried out
             return None
         simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
-        self._spent += found.work + simulation.actions // 2  # both steps have the same
+        self._spent += found.work + simulation.actions // 2  # half, since both simulated steps have the same actions
         budgets = question.cluster.budgets
         full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
         return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full
 
 
 def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge) -> None:
-    """Check that every device has what its stage needs; `short` says what else has too little room, if anything has.
+    """Check that every device has the memory that its stage needs; `short` names another shortage, if there
+    is one.
 
     Raises:
-        InfeasibleError: one has not.
+        InfeasibleError: a device, or the memory that `short` names, is too small.
     """
     budgets, split = question.cluster.budgets, found.split
     grids = map(split.grid, range(len(split.devices)))
@@ -459,7 +467,7 @@ def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str,
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
-    """The plan of a split, with these decisions or those that its question's options ask for."""
+    """Return the plan of a split, with these decisions or with those that the question's options request."""
     training = question.training
     layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
     stages = tuple(
@@ -480,6 +488,6 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
 
 
 def _by_device(question: Question, split: Split) -> tuple[int, ...]:
-    """Peaks by the closed forms, in the order of devices, 0 for those without a stage."""
+    """Return peaks by the closed forms, in the order of devices; 0 for devices without a stage."""
     held = dict(zip(split.devices, stage_peaks(question, split), strict=True))
     return tuple(held.get(device, 0) for device in range(len(question.cluster.devices)))

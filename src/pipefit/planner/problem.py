@@ -1,4 +1,4 @@
-"""The planning problem that every planner solves (a `Question`), and its answer (`Found`)."""
+"""The planning problem (`Question`) with its options, and the result of a planner (`Found`)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,15 @@ from pipefit.schema.validation import check_types
 from pipefit.simulate.assembled import Assembled
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# The cost rule of `mpress`: which technique frees the memory of one tensor for the fewest seconds.
+# ---- Cost rule of the MPress paper (Zhou et al., "MPress", HPCA 2023, and its table of six tensors)
 #
-# A tensor that a forward keeps for its backward has a live interval, the time between the two. It can be
-#
-#     kept          nothing is added
-#     recomputed    its forward runs again, and nothing else computes meanwhile: all of that time is added
-#     swapped       to the host, or to peers: copies run beside computing, and what exceeds the live interval is added
-#
-# `mpress_choice` chooses by these numbers, as the MPress paper does: the host if the live interval hides the
-# copies; otherwise recomputation if it adds less than the host does; and then peers, while they have memory,
-# if they add less than that. It is a rule for one tensor alone. What many tensors do to each other on one
-# link is for the simulator to say, which `joint` asks of whole plans; for the table's tensors it decides as
-# this rule does, or is faster. (Zhou et al., "MPress", HPCA 2023, and its table of six tensors.)
+# A saved tensor has a live interval, the time between its forward and its backward. Recomputation adds the
+# full time of a second forward. Copies to the host or to peers run in parallel with computation and add only
+# the time by which they exceed the live interval.
 
 
 class Technique(StrEnum):
-    """What is done with a tensor between its forward and its backward."""
+    """Treatment of a saved tensor between its forward and its backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -50,13 +41,13 @@ class Technique(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What planners may do to free memory: everything, or less where techniques are to be compared.
+    """Techniques with which planners may free memory; all by default.
 
-    Recomputed are runs of layers inside blocks, whole blocks alone, or nothing. Tensors move to the `host` or to
-    `peers`, of which the `mapping` of stages to devices brings lenders near and `striping` uses several at once.
-    Without `ahead`, nothing comes back or is recomputed before the backward that needs it is next. Gradients and
-    parameters only move if `spill` says so, as they do in every pass, which makes steps many times longer. Optimizer
-    state only moves if `state` says so.
+    `recompute` allows runs of layers inside blocks, whole blocks only, or nothing. Tensors move to the `host`
+    or to `peers`; `mapping` permutes stages over devices to bring lenders near, and `striping` divides one
+    offload over several peers. Without `ahead`, tensors are reloaded or recomputed only right before the
+    backward that needs them. `spill` allows gradients and parameters to move; since they then move in every
+    pass, steps become many times longer. `state` allows optimizer state to move.
     """
 
     recompute: Literal["runs", "blocks", "never"] = "runs"
@@ -81,10 +72,10 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorCosts:
-    """What the techniques cost for one tensor, in seconds; None where a technique is not to be had.
+    """Costs of the techniques for one tensor, in seconds; None for an unavailable technique.
 
-    `recompute_seconds` is the time of its second forward, `host_seconds` and `peer_seconds` those of the way out and
-    back together, and `interval_seconds` how long it waits for its backward.
+    `recompute_seconds` is the time of a second forward, `host_seconds` and `peer_seconds` are the times of
+    offload and reload together, and `interval_seconds` is the live interval between forward and backward.
 
     Raises:
         UsageError: a negative time.
@@ -111,7 +102,7 @@ class TensorCosts:
 
     @property
     def added_seconds(self) -> dict[Technique, float]:
-        """What every technique that is to be had adds to a step."""
+        """Seconds that every available technique adds to a step."""
         found = {}
         for technique, seconds in self._seconds.items():
             if seconds is not None:
@@ -121,10 +112,14 @@ class TensorCosts:
 
 
 def mpress_choice(costs: TensorCosts) -> Technique:
-    """The technique by the rule of the MPress paper, if peers have memory to spare.
+    """Choose the technique for one tensor by the rule of the MPress paper, if peers have memory to spare.
+
+    The host, if the live interval hides the copies. Otherwise the cheaper of recomputation and the host, or
+    peers if they add less than that. The rule ignores other tensors on the same link; `joint` simulates whole
+    plans instead.
 
     Raises:
-        UsageError: no technique is to be had.
+        UsageError: no technique is available.
     """
     added = _some(costs)
     if added.get(Technique.HOST) == 0:
@@ -135,31 +130,35 @@ def mpress_choice(costs: TensorCosts) -> Technique:
 
 
 def _some(costs: TensorCosts) -> dict[Technique, float]:
-    """What techniques add; at least one is to be had."""
+    """Return the seconds that the techniques add.
+
+    Raises:
+        UsageError: no technique is available.
+    """
     if not costs.added_seconds:
         raise UsageError(f"{costs} leaves no technique to choose")
     return costs.added_seconds
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Options, splits and results
 
-ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose how many devices each stage has
+ON_GRIDS = "joint", "exact", "lean", "capture", "alpa"  # planners that choose the number of devices of each stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of every planner.
 
-    `stages` None uses every device, or as many as there are blocks. `recompute` says which layers run forward twice,
-    and for which microbatches (`pipefit.lowering.passes.recomputation`). With `allow_infeasible` the plan is returned
-    even where a device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of
-    their budgets that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages:
-    how many replicas each has, and how many shards each of these; without them, planners that can choose them do. The
-    same holds of `sequences`, whether all shards divide positions too, and of `shard`, what the replicas of a stage
-    divide (`Grid`).
+    `stages` None uses every device, or as many devices as the model has blocks. `recompute` says which layers
+    are recomputed, and for which microbatches (`lowering.passes.recomputation`). With `allow_infeasible` a
+    plan that exceeds a device's budget is returned; otherwise `InfeasibleError` is raised. `effort` scales
+    the work budgets of searches by simulation; it is more than 0. `data` and `tensor` are the degrees of all
+    stages: the number of replicas, and of tensor-parallel ranks of each replica. `sequences` says whether all
+    tensor-parallel ranks divide positions too, and `shard` is the state that the replicas of a stage divide
+    (`Grid`). Planners that can choose these four do so if they are None.
 
     Raises:
-        UsageError: no effort, or a field of another type.
+        UsageError: `effort` is not a positive finite number, or a field has a wrong type.
     """
 
     stages: int | None = None
@@ -178,10 +177,10 @@ class Options:
 
 
 def check_stages(options: Options, cluster: Cluster) -> None:
-    """Check that a cluster has devices for the stages that are asked for, if their number is.
+    """Check that the cluster has devices for the requested number of stages, if one is requested.
 
     Raises:
-        UsageError: there are none, or more than it has devices for.
+        UsageError: the number is below one, or the cluster has too few devices.
     """
     asked, devices = options.stages, len(cluster.devices)
     if asked is not None and asked < 1:
@@ -203,9 +202,9 @@ class DeviceClass(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of the model: stage s holds blocks `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`.
+    """Split of the model: stage s holds blocks `edges[s]` to `edges[s + 1] - 1` and runs on `devices[s]`.
 
-    Where stages are on several devices, these are the first ones of their `grids`.
+    If stages run on several devices, `devices` are the first ones of their `grids`.
     """
 
     edges: tuple[int, ...]
@@ -213,17 +212,18 @@ class Split(NamedTuple):
     grids: tuple[Grid, ...] = ()
 
     def grid(self, stage: int) -> Grid:
-        """The devices of a stage."""
+        """Return the devices of a stage."""
         return self.grids[stage] if self.grids else Grid.of(self.devices[stage])
 
 
 class Found(NamedTuple):
-    """What a planner found: a split, its value, and how many splits, stages or plans were evaluated. `work` is what a
-    search by simulation has taken, in the unit of its budgets.
+    """Result of a planner: a split, the value of the objective, and the number of splits, stages or plans
+    evaluated.
 
-    `proven` says that no other split has a lower value of the objective; `bound` is what no plan's value is below, if
-    that is known to be lower. `decisions` are what is done with memory; without any, what the question's options say.
-    `remarks` are sentences about what was tried, and `simulation` is that of the plan, where it was made on the way.
+    `work` is the work of a search by simulation, in the unit of its budgets. `proven` says that no other
+    split has a lower value; `bound` is a lower bound of every plan's value, if one below `value` is known.
+    `decisions` None stands for the recomputation that the question's options request. `remarks` are sentences
+    about the search, and `simulation` is the plan's, if the planner has made it.
     """
 
     split: Split
@@ -240,14 +240,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
+    """Planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
 
-    `opens_sizes` says that nobody has asked for microbatches of this size.
-
-    No state moves where the optimizer updates all layers at once (`staying`): what has moved is updated run by run.
+    `opens_sizes` says that the user did not fix the microbatch size. If the optimizer updates all layers at
+    once (`staying`), no state moves, since moved state is updated run by run.
 
     Raises:
-        UsageError: more stages than blocks or devices, no such schedule, or a microbatch size that was not profiled.
+        UsageError: more stages than blocks or devices, an unknown schedule, or a microbatch size that was not
+            profiled.
     """
 
     profile: ModelProfile
@@ -277,21 +277,21 @@ class Question:
 
     @cached_property
     def measurement(self) -> Measurement:
-        """The layer costs at the training's microbatch size."""
+        """Layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
 
     @property
     def staying(self) -> str:
-        """Why no state moves, whatever the means; empty if it may."""
+        """The reason why no state moves, whatever the means; empty if state may move."""
         reason = next((cost.undivided for cost in self.measurement.costs if cost.undivided), "")
         return reason and f"the optimizer {reason} and so updates all layers at once"
 
     @cached_property
     def degrees(self) -> tuple[Degree, ...]:
-        """The degrees that stages may have, rising.
+        """Degrees that stages may have, rising.
 
         Raises:
-            UsageError: those that are asked for are not possible.
+            UsageError: the requested degrees are impossible.
         """
         asked, devices = self.options, len(self.cluster.devices)
         return degrees_of(
@@ -307,25 +307,29 @@ class Question:
 
     @property
     def changed_by_replicas(self) -> str:
-        """Why stages have no replicas: they would change the numbers, and nobody asks for them; or empty."""
+        """The reason why replicas would change the numbers of training; empty if they do not or are
+        requested.
+        """
         return changed_by_replicas(self.profile, self.options, opens_sizes=self.opens_sizes)
 
     @property
     def shards(self) -> tuple[Sharding, ...]:
-        """What replicas of a stage may divide, the least first."""
+        """Kinds of state that replicas of a stage may divide, the smallest first."""
         if self.options.shard is not None:
             return (self.options.shard,)
         return divisible(self.training)
 
     def measured(self, degree: Degree) -> Measurement:
-        """The layer costs of a device of a stage of this degree."""
+        """Return the layer costs of one device of a stage of this degree."""
         size = self.training.microbatch_size // degree.data
         return self.profile.at(size, degree.tensor, sequences=degree.sequences)
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        """The layer at which each block begins, and the number of layers. Under a schedule that updates every stage by
-        itself, layers that share a trained parameter are in one block, with those between them.
+        """First layer of each block, and the number of layers.
+
+        Under a schedule that updates every stage separately, layers that share a trained parameter are in one
+        block, together with the layers between them.
         """
         found = self.profile.edges
         if not self.training.endless:
@@ -335,12 +339,12 @@ class Question:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, between which stages are cut."""
+        """Number of blocks; stages are cut between blocks."""
         return len(self.edges) - 1
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The memory of every range of blocks."""
+        """Memory of every range of blocks."""
         return ranges_of(self.measurement, self.edges, self.training.microbatches, self.options.recompute)
 
     @property
@@ -350,11 +354,11 @@ class Question:
         return self.options.stages or max(1, min(self.blocks, len(self.cluster.devices) // each))
 
     def layers(self, start: int, stop: int) -> tuple[int, int]:
-        """The first layer of blocks `start` to `stop - 1`, and the one behind them."""
+        """Return the first layer of blocks `start` to `stop - 1`, and the layer after the last one."""
         return self.edges[start], self.edges[stop]
 
     def surroundings(self, stage: int) -> tuple[Surroundings, ...]:
-        """The surroundings that the compute actions of a stage at this position meet."""
+        """Return the surroundings of the compute actions of a stage at this position."""
         how = self.training
         return surroundings(
             how.schedule, stage, self.stages, how.microbatches, self.options.recompute, versions=how.versions
@@ -370,29 +374,33 @@ class Question:
 
     @property
     def equal_budgets(self) -> bool:
-        """Whether all devices have the same budget: peaks are compared in bytes then, else as shares of budgets."""
+        """Whether all devices have the same budget; peaks are then compared in bytes, otherwise as shares of
+        budgets.
+        """
         return len(set(self.cluster.budgets)) == 1
 
     @property
     def objective(self) -> Objective:
-        """What planners that minimise memory minimise: the peak, or the peak's share of the budget."""
+        """The objective of planners that minimise memory: the peak, or the peak's share of the budget."""
         return Objective.PEAK if self.equal_budgets else Objective.PEAK_SHARE
 
     def value(self, peaks: tuple[int, ...], devices: tuple[int, ...]) -> float:
-        """The objective's value for stages with these peaks on these devices."""
+        """Return the objective's value for stages with these peaks on these devices."""
         if self.equal_budgets:
             return max(peaks)
         return max(peak / self.cluster.budgets[device] for peak, device in zip(peaks, devices, strict=True))
 
     def in_order(self, edges: tuple[int, ...]) -> Split:
-        """The split at `edges` with stage s on device s."""
+        """Return the split at `edges` with stage s on device s."""
         return Split(edges, tuple(range(self.stages)))
 
 
 def changed_by_replicas(profile: ModelProfile, options: Options, *, opens_sizes: bool) -> str:
-    """Why replicas would change the numbers of whole microbatches, unless they are asked for; or empty.
+    """Return the reason why replicas would change the numbers of whole microbatches; empty if they do not or
+    are requested.
 
-    Where microbatches may have any size (`opens_sizes`), draws of replicas are as good as those of smaller ones.
+    If microbatches may have any size (`opens_sizes`), the random draws of replicas are as good as those of
+    smaller microbatches.
     """
     if options.data is not None or options.shard not in (None, "none"):
         return ""
