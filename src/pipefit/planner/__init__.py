@@ -304,9 +304,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
 
 
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
-    """Return the requested (stages, data, tensor), limited to `devices`, then without data, then without both
-    degrees.
-    """
+    """Return the requested (stages, data, tensor) for `devices`; then without data, then without both degrees."""
     stages, data, shards = (
         found if isinstance(found, int) else None for found in map(asked.get, ("stages", "data", "tensor"))
     )

@@ -1,5 +1,4 @@
-"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and
-state.
+"""Lower bounds of the seconds of a step, over all splits, devices, and memory decisions.
 
 `step_bound(question)` is the bound. Let f, b and r be the seconds of stage k for a forward, a backward and
 recomputation, n its microbatches in flight before its first backward, S the sum of f and b over all stages,
@@ -10,8 +9,8 @@ and M the number of microbatches. A synchronous step takes at least, for every k
     S + (M - 1) f + (M - n) (b + r)                      the work before the stage's last forward
     S + (M - 1) (f + b)                                  under GPipe, for which n = M
 
-and the update of the first block, unless a host can do the update. An asynchronous schedule takes M (f + b +
-r) and the updates of the slowest stage, less the updates that a host can do in a step.
+and the update of the first block, unless a host can do it. An asynchronous schedule takes M (f + b + r) and
+the updates of the slowest stage, less the updates that a host can do in a step.
 
 The bytes of a stage at its first backward, and after every n further ones, imply how much it must recompute:
 the bytes that n microbatches keep, less the bytes that the host's link carries in a whole step. Under
@@ -25,8 +24,8 @@ whatever is offloaded.
 Every term is on the side that lowers the bound: layers take the seconds of the fastest kind of device, links
 are not shared, copies need no memory, optimizer state at a host takes no time, and the layers with the fewest
 seconds for each byte are recomputed, in fractions. Techniques that the question does not allow free nothing.
-So the bound holds for any plan, and the gap to it is the most that a better plan could gain. Alpa's sum + (M
-- 1) x maximum is not a bound of 1F1B.
+So the bound holds for any plan, and the gap to it is the most that a better plan could gain. Alpa's sum plus
+(M - 1) times the maximum is not a bound of 1F1B.
 
 Cost: some ten bisection steps over the ranges of blocks that may be a stage in the given seconds: at most P
 L^2 numbers for L blocks in P stages, and a tenth of that if stages must be about even.
@@ -56,8 +55,7 @@ from pipefit.timing import host_update_seconds
 
 
 def host_rates(cluster: Cluster, devices: Sequence[int | None]) -> list[float]:
-    """Return the bytes per second, each way, between each device and its host if all these devices use their
-    links at once.
+    """Return each device's bytes per second to its host, each way, if all these devices use their links.
 
     Devices on one wire share it equally. The rate is 0 for None, and for a device without a link to its host.
     """
@@ -200,9 +198,7 @@ class _Bound:
     # ---- Bisection
 
     def seconds(self) -> float:
-        """Return the fewest seconds T such that a split has no line above T and fits the memory of all
-        devices.
-        """
+        """Return the fewest seconds T for which a split has no line above T and fits all devices' memory."""
         least = max(cost.least_bytes for cost in self.question.measurement.costs)
         if least > max(self.question.cluster.budgets) or not self._has_memory(_INFINITE):
             return _INFINITE
@@ -242,9 +238,7 @@ class _Bound:
         return np.where(self._valid(within), np.maximum(*self._lines(stage, _INFINITE, within)), _INFINITE)
 
     def _has_memory(self, step: float) -> bool:
-        """Return whether in `step` seconds some split recomputes and moves enough to fit the memory of all
-        devices.
-        """
+        """Return whether, in `step` seconds, some split recomputes and moves enough to fit all devices."""
         windows = self._windows(lambda stage, within: np.isfinite(self._held(stage, step, within, _ROUNDING)))
         if windows is None:
             return False
@@ -276,9 +270,7 @@ class _Bound:
 
     @property
     def _first_update(self) -> float:
-        """Seconds of the first block's update after the last backward of a step, if no host can do the
-        update.
-        """
+        """Seconds of the first block's update after a step's last backward; 0 if a host can do it."""
         return 0.0 if self.endless or self._updating else float(self.update[1])
 
     # ---- Time
@@ -301,9 +293,7 @@ class _Bound:
         return position_of(self.question.training.schedule, stage, self.question.stages, self.microbatches)
 
     def _elsewhere(self, updates: int, step: float, within: Within) -> Floats:
-        """Return the part of the updates of ranges that the fastest host could do in a step if it did nothing
-        else.
-        """
+        """Return the part of the updates of ranges that the fastest host could do alone in a step."""
         if not self._updating:
             return np.zeros_like(ranges(self.update, within))
         fastest = max(self._updating, key=lambda host: host.memory_bandwidth or 0.0)
@@ -322,10 +312,10 @@ class _Bound:
     # ---- Memory
 
     def _held(self, stage: int, step: float, within: Within, rounding: float = 1.0) -> Floats:
-        """Return the bytes that devices hold for ranges as this stage: on its own device and on lenders, for
-        the whole run.
+        """Return the bytes that devices hold for ranges as this stage, on its device and on lenders.
 
-        Infinity if a line is above `step`, or if the bytes that cannot be lent exceed the largest device.
+        Memory is lent for the whole run. Infinity if a line is above `step`, or if the bytes that cannot be
+        lent exceed the largest device.
         """
         every, late = self._lines(stage, step, within)
         if self.endless:
@@ -347,8 +337,7 @@ class _Bound:
     def _in_windows(
         self, number: int, windows: float, without_gradients: float, step: float, spare: Floats, within: Within
     ) -> Floats:
-        """Return the bytes that devices hold on average over `windows` windows, each with `number`
-        microbatches in flight.
+        """Return the bytes held on average over `windows` windows, each with `number` microbatches in flight.
 
         In `without_gradients` of the windows the stage has no gradients yet. It may recompute for `spare`
         seconds in all windows together.
@@ -374,9 +363,7 @@ class _Bound:
 
     @cached_property
     def _weights(self) -> Floats:
-        """Prefix sums of the bytes of a version of the weights; a shared weight counts with its first layer
-        only.
-        """
+        """Prefix sums of the bytes of one version of the weights; a shared weight counts with its first layer."""
         sums = self.question.ranges.weights.copy()
         for shared in self.question.measurement.shared:
             for user in shared.users[1:] if shared.gradient_bytes else ():

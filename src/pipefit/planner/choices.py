@@ -1,9 +1,9 @@
-"""What is done with the saved tensors of one stage, block by block, and the decisions of a plan that say so.
+"""Choices for the memory of one stage, block by block, and the plan's decisions that carry them out.
 
-A block keeps its tensors, recomputes by one of its menu's recipes, moves what the recipe leaves, or does both. What
-moves to one place goes in at most two bundles, as a copy is an action to the device: one that may run beside a single
-forward or backward of the device, and one that has the time of two, for which there is one microbatch more on the
-device.
+A block keeps its saved tensors, recomputes by one of its menu's recipes, offloads the tensors that the recipe
+leaves, or both. Tensors of a stage move to one place in at most two bundles, since each copy is an action of
+the device. One bundle may run in parallel with a single forward or backward, the other with two, which needs
+memory for one more microbatch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from pipefit.schema.devices import Place
 from pipefit.schema.profile import Measurement
 from pipefit.timing import Seconds, layer_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# What recomputation costs for every range of blocks at once: seconds, and the bytes that they free.
+# ---- Price of recomputation
 #
-# Tables over ranges have row i and column j for the blocks from i to j - 1, made of sums over the blocks
-# before each edge. The loss counts with the last block. Layers are in a few classes by the seconds that a
-# byte costs, each with the price of its cheapest layer, so that what is made of them never exceeds the true
-# cost. Bytes are those of storages that a block makes and saves, which any stage that holds the block keeps.
+# Tables over ranges of blocks have row i and column j for blocks i to j - 1; they are differences of sums
+# over the blocks before each edge. The loss counts with the last block.
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +38,7 @@ _CLASSES = 6
 
 
 class Within(NamedTuple):
-    """A part of the tables: ranges that begin at these edges and end at those."""
+    """Part of the tables: ranges that start at these edges and stop at those edges."""
 
     starts: slice
     stops: slice
@@ -51,7 +48,12 @@ EVERYWHERE = Within(slice(0, -1), slice(None))
 
 
 class Prices:
-    """Seconds of blocks on the kinds of device that are fastest at them, and what their bytes cost."""
+    """Seconds of blocks on the fastest kinds of device, and the seconds that freeing their bytes costs.
+
+    Layers are grouped into a few classes by seconds per byte. A class has the price of its cheapest layer, so
+    that costs never exceed the true cost. Bytes are those of storages that a block makes and saves, which any
+    stage with the block keeps.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -62,11 +64,11 @@ class Prices:
         self._classes = self._classified(np.array(forward))
 
     def kept(self, within: Within = EVERYWHERE) -> Floats:
-        """Bytes that ranges keep of a microbatch."""
+        """Return the bytes that ranges keep of a microbatch."""
         return sum((ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within)))
 
     def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
-        """Bytes of so many microbatches that ranges free in `seconds` of recomputation, the cheapest first."""
+        """Return the bytes that ranges free in `seconds` of recomputation, the cheapest first, over `microbatches`."""
         found, left = np.zeros_like(seconds), seconds
         for price, sums in self._classes:
             most = microbatches * ranges(sums, within)
@@ -75,7 +77,10 @@ class Prices:
         return found
 
     def seconds(self, need: Floats, microbatches: float) -> Floats:
-        """Seconds in which ranges free `need` bytes of so many microbatches, the cheapest first; all if need be."""
+        """Return the seconds in which ranges free `need` bytes over `microbatches`, the cheapest first.
+
+        If `need` exceeds the bytes that a range can free, the seconds to free all of them.
+        """
         found = np.zeros_like(need)
         for price, sums in self._classes:
             taken = np.clip(need, 0.0, microbatches * ranges(sums))
@@ -84,14 +89,14 @@ class Prices:
         return found
 
     def _by_block(self, of_layers: Iterable[float]) -> Floats:
-        """Sums over the blocks before each edge."""
+        """Return the sums over the blocks before each edge."""
         sums: Floats = np.concatenate([[0.0], np.cumsum(np.array(list(of_layers), float))])
         edges = np.array(self.question.edges)
         edges[-1] = len(sums) - 1
         return np.take(sums, edges)
 
     def _classified(self, forward: Floats) -> list[tuple[float, Floats]]:
-        """Classes of layers, the cheapest first: the price of a byte, and sums of their bytes."""
+        """Return classes of layers, the cheapest first: seconds per byte, and block sums of their bytes."""
         kept = self._kept()
         price = forward / np.maximum(kept, 1)
         known = np.unique(price[kept > 0])
@@ -102,7 +107,7 @@ class Prices:
         ]
 
     def _kept(self) -> Floats:
-        """Of every layer and the loss, the bytes of its own storages that a layer of the same block saves."""
+        """Return, for every layer and the loss, the bytes of its own storages saved within the same block."""
         edges = np.array(self.question.edges)
         edges[-1] += 1
         model = lifetimes(self.question.measurement)
@@ -112,49 +117,40 @@ class Prices:
 
 
 def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
-    """Of sums over the blocks before each edge, the sums over ranges of blocks."""
+    """Return the sums over ranges of blocks, from sums over the blocks before each edge."""
     found: Floats = sums[None, within.stops] - sums[within.starts, None]
     return found
 
 
 def _fastest(question: Question) -> list[Seconds]:
-    """The seconds of every layer and of the loss, each on the kind of device of the cluster that is fastest at it."""
+    """Return the seconds of every layer and of the loss, each on the cluster's fastest kind of device for it."""
     kinds = {device.kind.key: device.kind for device in question.cluster.devices}
     times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
     return [Seconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# What can be done with the saved tensors of each block: runs of its layers to recompute, and tensors to move
-# away.
-#
-# A recipe is a choice of runs: the bytes of a microbatch that they free, and the seconds that they add. Of
-# all recipes of a block those are on its menu that some price of a byte makes the best, from nothing to the
-# most that can be freed. Storages that no layer of the block makes, or that it hands on, stay where they are:
-# a neighbour may need them. Blocks of equal layers have equal menus, which are made once.
-#
-# Costs: a dozen dynamic programmes over the layers of a block for each kind of block.
+# ---- Menus of blocks: runs of layers to recompute, and tensors to offload
 
-_PRICES = 16  # at which recipes are sought
-_SMALLEST = 256  # tensors below this part of what their block keeps are not worth a transfer
+_PRICES = 16  # number of prices at which recipes are searched
+_SMALLEST = 256  # tensors below 1/256 of the bytes that their block keeps are not worth a transfer
 
 Runs = tuple[tuple[int, int], ...]
 
 
 class Recipe(NamedTuple):
-    """Runs of layers of a block to recompute, the bytes of a microbatch that this frees, and the seconds it adds."""
+    """Runs of layers of a block to recompute, the bytes freed per microbatch, and the seconds added."""
 
     runs: Runs = ()
     nbytes: int = 0
     seconds: float = 0.0
 
     def recomputes(self, layer: int) -> bool:
-        """Whether a layer is in one of the runs."""
+        """Return whether a layer is in one of the runs."""
         return any(start <= layer < stop for start, stop in self.runs)
 
 
 class Movable(NamedTuple):
-    """A saved tensor that can be moved with its storage: its name, the storage's bytes, and the layers that save it."""
+    """Saved tensor that can be offloaded with its storage: its name, the storage's bytes, and its saving layers."""
 
     layer: int
     number: int
@@ -163,30 +159,30 @@ class Movable(NamedTuple):
 
 
 class Menu(NamedTuple):
-    """What can be done with layers `start` to `stop - 1`, a block. Each recipe frees more than the one before."""
+    """Options for layers `start` to `stop - 1`, a block. Each recipe frees more than the one before."""
 
     start: int
     stop: int
     recipes: tuple[Recipe, ...]
     tensors: tuple[Movable, ...]
-    stays: bool = False  # its weights are on its device alone, since a forward changes them
+    stays: bool = False  # its weights stay on its device, since a forward changes them
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes of a microbatch that can be moved."""
+        """Bytes of a microbatch that can be offloaded."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def moved(self, recipe: Recipe) -> tuple[Movable, ...]:
-        """The tensors that can be moved beside a recipe."""
+        """Return the tensors that can be offloaded in addition to a recipe."""
         return tuple(tensor for tensor in self.tensors if not any(map(recipe.recomputes, tensor.savers)))
 
     def restricted(self, means: Means) -> Menu:
-        """What these means leave of it: no recipes but the first, or no tensors that move."""
+        """Return the menu under `means`: with only the first recipe, or without tensors, if these are not allowed."""
         recipes = self.recipes[:1] if means.recompute == "never" else self.recipes
         return self._replace(recipes=recipes, tensors=self.tensors if means.host or means.peers else ())
 
     def from_layer(self, start: int) -> Menu:
-        """The same menu of an equal block that begins at layer `start`."""
+        """Return the menu of an equal block that starts at layer `start`."""
         by = start - self.start
         recipes = (r._replace(runs=tuple((a + by, b + by) for a, b in r.runs)) for r in self.recipes)
         tensors = (t._replace(layer=t.layer + by, savers=tuple(s + by for s in t.savers)) for t in self.tensors)
@@ -194,7 +190,7 @@ class Menu(NamedTuple):
 
 
 class Menus:
-    """The menus of all blocks of a question."""
+    """Menus of all blocks of a question; blocks of equal layers share one computation."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.measurement = question, question.measurement
@@ -202,7 +198,7 @@ class Menus:
         self._seconds = Prices(question).layers
 
     def restricted(self, means: Means) -> Menus:
-        """The same menus without what these means lack; recipes keep their numbers."""
+        """Return the menus without the techniques that `means` lacks; recipes keep their numbers."""
         found = copy(self)
         found.question, found._known = replace(self.question, means=means), {}
         found.blocks = tuple(menu.restricted(means) for menu in self.blocks)
@@ -210,14 +206,14 @@ class Menus:
 
     @cached_property
     def blocks(self) -> tuple[Menu, ...]:
-        """The menu of every block."""
+        """Menu of every block."""
         return tuple(map(self._menu, range(self.question.blocks)))
 
     def of_stage(self, start: int, stop: int) -> tuple[Menu, ...]:
-        """The menus of blocks `start` to `stop - 1` in one stage.
+        """Return the menus of blocks `start` to `stop - 1` in one stage.
 
-        Without the recipes that would divide the users of a parameter, whose gradients would then be added up in
-        another order.
+        Recipes that would separate the users of a shared parameter are left out, since its gradients would
+        then be summed in another order.
         """
         menus = self.blocks[start:stop]
         edges = self.question.layers(start, stop)
@@ -227,7 +223,7 @@ class Menus:
         return tuple(m._replace(recipes=tuple(r for r in m.recipes if not apart & set(sum(r.runs, ())))) for m in menus)
 
     def _undivided(self, start: int, stop: int) -> Iterator[int]:
-        """The layers of a stage before which no piece of it may begin."""
+        """Yield the layers of a stage at which no recomputed run may start."""
         for shared in self.measurement.shared:
             users = [user for user in shared.users if start <= user < stop]
             if len(users) > 1 and shared.gradient_bytes:
@@ -244,7 +240,14 @@ class Menus:
 
 
 class _Block:
-    """One block's menu, made of the storages of a stage that holds the block alone."""
+    """Menu of one block, from the storages of a stage that holds only this block.
+
+    A recipe is a choice of runs. The menu has the recipes that are best at some price of a byte, from freeing
+    nothing to freeing the most. Storages that no layer of the block makes, or that the block passes on, stay,
+    since a neighbour may need them.
+
+    Cost: a dozen dynamic programs over the layers of the block.
+    """
 
     def __init__(
         self, measurement: Measurement, start: int, stop: int, seconds: tuple[float, ...], means: Means
@@ -262,7 +265,7 @@ class _Block:
         return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else (), stays)
 
     def _recipes(self) -> Iterator[Recipe]:
-        """The recipes that the planner may use."""
+        """Yield the recipes that the question's means allow."""
         if self.means.recompute == "runs":
             yield from map(self._recipe, self._prices())
         elif self.means.recompute == "blocks" and self._repeatable(0, self.stop - self.start):
@@ -270,7 +273,7 @@ class _Block:
 
     @cached_property
     def freed(self) -> NDArray[np.int64]:
-        """Bytes that a run of the layers from row i to column j - 1 frees."""
+        """Bytes that recomputing the layers from row i to column j - 1 frees."""
         count = self.stop - self.start
         found = np.zeros((count + 1, count + 1), np.int64)
         for number, (birth, savers) in self._own.items():
@@ -280,7 +283,7 @@ class _Block:
 
     @cached_property
     def _own(self) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """The storages that the block makes, saves and does not hand on: the layer that makes each, and its savers."""
+        """Storages that the block makes, saves and does not pass on: the layer that makes each, and its savers."""
         layers, inputs = self.storages.layers, set(self.storages.input_storages)
         inputs |= set(self.storages.target_storages) | set(self.storages.values(self.storages.count))
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -295,12 +298,12 @@ class _Block:
         return found
 
     def _repeatable(self, start: int, stop: int) -> bool:
-        """Whether all layers from position `start` to `stop - 1` compute the same again."""
+        """Return whether all layers from position `start` to `stop - 1` can be recomputed."""
         costs = self.storages.costs[start : stop + (self.storages.last and stop == self.stop - self.start)]
         return not any(cost.unrepeatable for cost in costs)
 
     def _prices(self) -> list[float]:
-        """Seconds for a byte, from where nothing is worth it to where everything is."""
+        """Return prices in seconds per byte, from one at which nothing is recomputed to one at which everything is."""
         count = self.stop - self.start
         found = [
             (self.seconds[j] - self.seconds[i]) / self.freed[i, j]
@@ -314,7 +317,7 @@ class _Block:
         return [*np.geomspace(low, high * 1.01, _PRICES), 1e6 * high]
 
     def _recipe(self, price: float) -> Recipe:
-        """The recipe with the highest worth of bytes at this price, less its seconds."""
+        """Return the recipe with the highest value of its bytes at this price, less its seconds."""
         count = self.stop - self.start
         best: list[tuple[float, Runs]] = [(0.0, ())]
         for j in range(1, count + 1):
@@ -330,7 +333,7 @@ class _Block:
         return Recipe(runs, int(sum(self.freed[a, b] for a, b in at)), seconds)
 
     def _movable(self) -> Iterator[Movable]:
-        """One name for each storage that can be moved and is worth a transfer."""
+        """Yield one name for each storage that can be offloaded and is worth a transfer."""
         named: set[int] = set()
         least = sum(self.storages.sizes[number] for number in self._own) // _SMALLEST
         for layer in range(self.start, self.stop):
@@ -338,7 +341,7 @@ class _Block:
                 subject = Subject(layer, saved.index)
                 try:
                     number = self.storages.storage(subject)
-                except UsageError:  # a parameter, a constant, or what autograd does not hold
+                except UsageError:  # a parameter, a constant, or a tensor that autograd does not hold
                     continue
                 nbytes = self.storages.sizes[number]
                 if number in self._own and number not in named and nbytes > least:
@@ -347,7 +350,7 @@ class _Block:
 
 
 def _hull(recipes: list[Recipe]) -> tuple[Recipe, ...]:
-    """Those of recipes, in the order of their bytes, that some price makes the best: each step costs more a byte."""
+    """Return the recipes that are best at some price, in the order of their bytes: each step costs more per byte."""
     found: list[Recipe] = []
     for recipe in recipes:
         while found and recipe.seconds <= found[-1].seconds:
@@ -363,21 +366,22 @@ def _price(one: Recipe, other: Recipe) -> float:
     return (other.seconds - one.seconds) / (other.nbytes - one.nbytes)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Choices of stages
 
 KEPT, TO_HOST, TO_PEERS = range(3)
 
 
 class StageChoice(NamedTuple):
-    """What is done on a stage: for every block the number of its recipe, and where the rest of its tensors go.
+    """Memory choice of a stage: the recipe number of every block, and the place of its remaining tensors.
 
-    Of the blocks whose tensors move to the host, the first `near` are in the bundle with the time of one forward or
-    backward. This bundle comes back `lead` forwards and backwards ahead, the other one more. Of those that are
-    recomputed the last `early`, whose backwards come first, go forward again one action ahead, so that they may fill
-    the time in which the device waits for gradients. If `joined`, runs that touch are one: it keeps only its first
-    inputs, but has all of its tensors on the device before its backward. The optimizer state of the first `states`
-    blocks is on the host, and the first `updates` of them are updated there. Of the others, the gradients of the first
-    `gradients` blocks are on the host between backwards, and the parameters of the first `parameters` between passes.
+    Of the blocks that offload to the host, the first `near` are in the bundle that has the time of one
+    forward or backward. This bundle returns `lead` forwards and backwards ahead, the other one more. Of the
+    recomputed blocks, the last `early`, whose backwards come first, are recomputed one action ahead, so that
+    they may fill the time in which the device waits for gradients. With `joined`, adjacent runs become one
+    run, which keeps only its first inputs but has all of its tensors on the device before its backward. The
+    optimizer state of the first `states` blocks is on the host, and the first `updates` of them are updated
+    there. Of the other blocks, the gradients of the first `gradients` are on the host between backwards, and
+    the parameters of the first `parameters` between passes. `peers` are the lending devices.
     """
 
     recipes: tuple[int, ...]
@@ -394,30 +398,30 @@ class StageChoice(NamedTuple):
 
     @staticmethod
     def keep(blocks: int) -> StageChoice:
-        """Nothing is done."""
+        """Return the choice that keeps everything."""
         return StageChoice((0,) * blocks, (KEPT,) * blocks)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is done."""
+        """Whether nothing is recomputed or moved."""
         moves = self.states or self.gradients or self.parameters
         return not any(self.recipes) and not any(self.places) and not moves
 
     def recipe(self, menus: Sequence[Menu], block: int) -> Recipe:
-        """The recipe of a block."""
+        """Return the recipe of a block."""
         return menus[block].recipes[self.recipes[block]]
 
     def moved(self, menus: Sequence[Menu], block: int) -> tuple[Movable, ...]:
-        """The tensors of a block that move."""
+        """Return the tensors of a block that are offloaded."""
         return menus[block].moved(self.recipe(menus, block)) if self.places[block] else ()
 
     def blocks_to(self, place: int) -> list[int]:
-        """The blocks whose tensors move to a place."""
+        """Return the blocks whose tensors move to a place."""
         return [block for block, there in enumerate(self.places) if there == place]
 
 
 def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
-    """The decisions of a stage; `host` is where its device's host is."""
+    """Yield the decisions of a stage; `host` is the place of its device's host."""
     again = [block for block, number in enumerate(choice.recipes) if number]
     early = again[len(again) - choice.early :] if choice.early else []
     runs = [(run, int(block in early)) for block in again for run in choice.recipe(menus, block).runs]
@@ -432,7 +436,7 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
 
 
 def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
-    """The decisions about what belongs to no microbatch."""
+    """Yield the decisions about optimizer state, gradients and parameters."""
     others, alone = menus[choice.updates :], [menu for menu in menus[: choice.updates] if menu.stays]
     moved: tuple[tuple[StateKind, Sequence[Menu]], ...] = (
         ("optimizer", [*alone, *menus[choice.updates : choice.states]]),
@@ -450,7 +454,7 @@ def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place)
 
 
 def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:
-    """The runs, those that touch and come equally early as one."""
+    """Return the runs, with adjacent ones that are recomputed equally early joined."""
     found: list[tuple[tuple[int, int], int]] = []
     for run, ahead in runs:
         touches = found and found[-1][0][1] == run[0] and found[-1][1] == ahead
@@ -462,7 +466,7 @@ def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int
 def _bundle(
     stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, behind: int, ahead: int
 ) -> Iterator[Decision]:
-    """The decision that moves the tensors of some blocks together; none where they have no tensors."""
+    """Yield the decision that offloads the tensors of some blocks together; nothing if they have no tensors."""
     tensors = tuple((t.layer, t.number) for block in blocks for t in choice.moved(menus, block))
     if tensors:
         yield Decision(

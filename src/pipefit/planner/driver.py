@@ -257,8 +257,7 @@ def _more_memory(question: Question) -> str:
 
 
 def _less_memory(question: Question, judge: Judge) -> str:
-    """Return memory with which the same devices have a plan, by bisection; empty if a split alone already
-    fits.
+    """Return memory with which the same devices have a plan, by bisection; empty if a split alone fits.
 
     The bisection lies between the present memory and the memory that a split without compaction needs. All
     devices grow in proportion.
@@ -296,9 +295,7 @@ def _share(question: Question) -> float:
 
 
 def _fullest(question: Question) -> float | None:
-    """Return the use of the fullest device in the plan with the lowest peak; None if it exceeds 1 or no plan
-    exists.
-    """
+    """Return the fullest device's use in the plan with the lowest peak; None if above 1 or without a plan."""
     try:
         share = _share(question)
     except UsageError:
@@ -355,8 +352,7 @@ def answer(
     seconds: float,
     asked: Options,
 ) -> Plan:
-    """Make the plan of a planner's result, found in `seconds`; `asked` are the options before any choice was
-    made.
+    """Make the plan of a planner's result, found in `seconds`; `asked` are the options before any choice.
 
     Raises:
         InfeasibleError: the plan does not fit.
@@ -425,17 +421,13 @@ def _unreplicated(question: Question, asked: Options, name: str) -> Iterator[str
 
 
 class _Judge:
-    """Judge of changed questions: plans each one in a short search of the planner, until a budget of actions
-    is spent.
-    """
+    """Judge of changed questions, by short searches of the planner, until a budget of actions is spent."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._spent = planner, 0
 
     def __call__(self, question: Question) -> float | None:
-        """Return the use of the fullest device in the plan found; None if it does not fit or the budget is
-        spent.
-        """
+        """Return the fullest device's use in the plan found; None if it does not fit or the budget is spent."""
         if self._spent > _JUDGING:
             return None
         try:
@@ -450,8 +442,7 @@ class _Judge:
 
 
 def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge) -> None:
-    """Check that every device has the memory that its stage needs; `short` names another shortage, if there
-    is one.
+    """Check that every device has the memory of its stage; `short` names another shortage, if there is one.
 
     Raises:
         InfeasibleError: a device, or the memory that `short` names, is too small.

@@ -1,13 +1,15 @@
-"""Candidates: a split, and a choice for each of its stages; what the simulator says of one, computed once.
+"""Candidates (a split with a choice for each stage) and their evaluation by the simulator, each computed
+once.
 
-Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share what their
-stages do, as far as that is the same (`simulate.assembled`). A step of many microbatches under 1F1B is simulated with
-2P + 2 of them, and what the others add is the time from one backward of the last stage to the next. Under PipeDream 5P
-are simulated from an empty pipeline on, and each has that time (`Evaluator.whole` simulates them all).
+Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share
+the programs of equal stages (`simulate.assembled`). A long step under 1F1B is simulated with 2P + 2
+microbatches; each further one adds the time between two backwards of the last stage. Under PipeDream 5P are
+simulated from an empty pipeline, and each microbatch takes that time. `Evaluator.whole` simulates all
+microbatches.
 
-Costs: some ten microseconds for each action of a stage that is new, and half a microsecond for each of the others. A
-search ends by the work that it did (`Budget`), not by the clock, so that its answer is the same on any machine. The
-unit of work is a new action.
+Cost: some ten microseconds for each action of a new stage, and half a microsecond for each other action. A
+search ends after a number of actions (`Budget`), not after a time, so that its result is the same on any
+machine. The unit of work is a new action.
 """
 
 from __future__ import annotations
@@ -39,15 +41,12 @@ from pipefit.schema.training import Training
 from pipefit.simulate.assembled import Assembled, Parts
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# The seconds of many splits at once, by numpy: what a step takes from an empty pipeline on, if no transfer
-# waits for another one's wires.
+# ---- Seconds of many splits at once, with numpy
 #
-# Stages receive, compute and send in the order that `lowering.passes.communication` gives them, and every time is a
-# row of numbers, one for each split. Where links are nobody else's that is what the simulator says of stages
-# that keep everything, so that whoever changes such a plan need not simulate the changes that gain nothing.
-#
-# Costs: a microsecond for every action of a step and 200 splits.
+# A step starts from an empty pipeline, and no transfer waits for the wires of another one. Stages receive,
+# compute and send in the order of `lowering.passes.communication`. If links are not shared, the seconds equal
+# the simulator's for stages that keep everything, so changes of such a plan that gain nothing need no
+# simulation.
 
 _STEPS, _SPLITS = 10, 300  # steps, and splits, that take as long as a new action of a simulation
 
@@ -56,7 +55,7 @@ _Ints = NDArray[np.intp]
 
 
 class _Step(NamedTuple):
-    """Something that a stage does: it computes (a kind), or it posts an end of a message, or waits for one."""
+    """Step of a stage: a computation (`kind`), the posting of one end of a message, or the wait for a message."""
 
     stage: int
     kind: Kind | None
@@ -65,7 +64,10 @@ class _Step(NamedTuple):
 
 
 class AtOnce:
-    """Steps of splits of one question on devices in this order."""
+    """Timer for many splits of one question on devices in this order, one numpy row per event.
+
+    Cost: a microsecond for every action of a step and 200 splits.
+    """
 
     def __init__(self, question: Question, devices: Sequence[int]) -> None:
         self.question, self._prices = question, Prices(question)
@@ -83,23 +85,23 @@ class AtOnce:
 
     @staticmethod
     def of(question: Question, split: Split) -> AtOnce | None:
-        """That of a split's devices; None where steps overlap, or something does not join the devices."""
+        """Return the timer of a split's devices; None for asynchronous schedules or unconnected devices."""
         try:
             return None if question.training.endless else AtOnce(question, split.devices)
         except UsageError:
             return None
 
     def work(self, splits: int) -> int:
-        """New actions of a simulation that take as long as so many splits."""
+        """Return the work of timing this many splits, in new actions of a simulation."""
         return len(self.steps) * (1 + splits // _SPLITS) // _STEPS
 
     def seconds(self, splits: Sequence[Split]) -> Floats:
-        """What a step of each split takes."""
+        """Return the seconds of a step of each split."""
         edges: _Ints = np.array([split.edges for split in splits]).T
         return self._through(edges, dict(zip((Kind.FORWARD, Kind.BACKWARD), self._passes(edges), strict=True)))
 
     def _through(self, edges: _Ints, passes: dict[Kind, Floats]) -> Floats:
-        """When the last stage of each split has ended."""
+        """Return the time at which the last stage of each split ends."""
         sent, now = self._sent(edges), list(np.zeros(edges[1:].shape))
         posted, ended = dict[_Message, Floats](), dict[_Message, Floats]()
         for stage, kind, message, waits in self.steps:
@@ -116,12 +118,12 @@ class AtOnce:
         return found
 
     def _passes(self, edges: _Ints) -> tuple[Floats, Floats]:
-        """Seconds of a forward and of a backward, for every stage and split."""
+        """Return the seconds of a forward and of a backward, for every stage and split."""
         forward, backward = (np.diff(times[edges], axis=0) for times in (self._prices.forward, self._prices.backward))
         return forward, backward
 
     def _sent(self, edges: _Ints) -> dict[tuple[bool, int], Floats]:
-        """Seconds of the messages to every stage, forward and backward."""
+        """Return the seconds of the messages to every stage, forward and backward."""
         found = dict[tuple[bool, int], Floats]()
         for (source, target), route in self._routes.items():
             forward = source < target
@@ -133,7 +135,7 @@ class AtOnce:
 
 @cache
 def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]:
-    """What all stages do in a step, each after what it waits for."""
+    """Return the steps of all stages, each after the steps that it waits for."""
     left = {stage: _of_stage(schedule, stage, stages, microbatches) for stage in range(stages)}
     found, posts, blocked = list[_Step](), dict[_Message, int](), dict[_Message, _Step]()
     runnable = list(left)
@@ -141,7 +143,7 @@ def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]
         stage = runnable.pop()
         for step in left[stage]:
             if step.waits and step.message is not None and posts.get(step.message, 0) < 2:
-                blocked[step.message] = step  # the other end is posted, and never waits for this message before
+                blocked[step.message] = step  # its other end is posted later
                 break
             found.append(step)
             if step.message is not None and not step.waits:
@@ -154,7 +156,7 @@ def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]
 
 
 def _of_stage(schedule: str, stage: int, stages: int, microbatches: int) -> Iterator[_Step]:
-    """What one stage does in a step, in the order of `lowering.passes.communication`."""
+    """Yield the steps of one stage in the order of `lowering.passes.communication`."""
 
     def steps(message: _Message | None, *, waits: bool) -> tuple[_Step, ...]:
         return () if message is None else (_Step(stage, None, message, waits),)
@@ -175,7 +177,7 @@ def _of_stage(schedule: str, stage: int, stages: int, microbatches: int) -> Iter
 
 
 def _ends(stage: int, stages: int, compute: Compute) -> tuple[_Message | None, _Message | None]:
-    """The message that a forward or backward of a stage needs, and the one that it makes."""
+    """Return the message that a forward or backward of a stage needs, and the message that it makes."""
     forward = compute.kind is Kind.FORWARD
     towards = 1 if forward else -1
     needs, makes = (0 <= other < stages for other in (stage - towards, stage + towards))
@@ -185,23 +187,23 @@ def _ends(stage: int, stages: int, compute: Compute) -> tuple[_Message | None, _
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Candidates
 
 HOST = Place([Share(Member.host(), 1)])
-_EACH = 100  # actions that take as long as what is the same for a program of any length
-_KNOWN = 16  # actions of stages that are known take as long as a new one
-_SHORT = 200  # forwards of all stages in a step, up to which all microbatches are simulated
+_EACH = 100  # actions that take as long as the fixed cost of a program
+_KNOWN = 16  # number of known actions that take as long as a new one
+_SHORT = 200  # forwards of all stages in a step up to which all microbatches are simulated
 
 
 class Candidate(NamedTuple):
-    """A split, and what is done on each of its stages."""
+    """A split and a choice for each of its stages."""
 
     split: Split
     choices: tuple[StageChoice, ...]
 
 
 class Evaluation:
-    """What the simulator says of a candidate; a step has `microbatches`, of which it may have simulated others."""
+    """Simulation of a candidate whose step has `microbatches`, perhaps simulated with another number."""
 
     def __init__(self, candidate: Candidate, simulation: Assembled, microbatches: int) -> None:
         self.candidate, self.simulation, self._microbatches = candidate, simulation, microbatches
@@ -210,27 +212,27 @@ class Evaluation:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The peak of every device."""
+        """Peak bytes of every device."""
         last = self.candidate.split.devices[-1]
         losses = self.simulation.plan.measurement.loss_bytes * self._left_out
         return tuple(peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes))
 
     @cached_property
     def over(self) -> tuple[int, ...]:
-        """Bytes by which every stage's device is above its budget; negative where it has room."""
+        """Bytes by which every stage's device is above its budget; negative if the device has room."""
         budgets = self._cluster.budgets
         return tuple(self.peaks[device] - budgets[device] for device in self.candidate.split.devices)
 
     @cached_property
     def over_bytes(self) -> int:
-        """Bytes above what devices and hosts have, all together; zero if the candidate fits."""
+        """Total bytes above the memory of devices and hosts; zero if the candidate fits."""
         devices = sum(max(0, peak - budget) for peak, budget in zip(self.peaks, self._cluster.budgets, strict=True))
         missing = missing_bytes(self.simulation.plan, self.simulation.arenas)
         return devices + sum(nbytes for member, nbytes in missing.items() if member.kind is not MemberKind.DEVICE)
 
     @property
     def fits(self) -> bool:
-        """Whether every device and every host has the memory."""
+        """Whether every device and every host has enough memory."""
         return self.over_bytes == 0
 
     @cached_property
@@ -245,9 +247,10 @@ class Evaluation:
 
     @property
     def _period(self) -> float:
-        """Seconds from one microbatch to the next: of the last ones, from backward to backward.
+        """Seconds from one microbatch to the next, from the last simulated backwards.
 
-        A step ends with those of the last stage; of an endless schedule, those of the slowest stage count.
+        A synchronous step ends with the last stage, so its backwards count; of an asynchronous schedule,
+        those of the slowest stage.
         """
         devices = self.candidate.split.devices
         endless = self.simulation.plan.training.endless
@@ -262,12 +265,12 @@ class Evaluation:
 
     @property
     def order(self) -> tuple[int, float, bool, int]:
-        """Lower is better: bytes that are missing, then seconds, then no memory lent, then the highest peak."""
+        """Sort key, lower is better: missing bytes, seconds, whether memory is lent, the highest peak."""
         return self.over_bytes, self.seconds, self.lends, max(self.peaks)
 
 
 class Evaluator:
-    """Evaluates candidates of one question."""
+    """Evaluator of the candidates of one question."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -276,18 +279,18 @@ class Evaluator:
         steps = 1 if self._is_short and question.training.endless else None
         self._parts = Parts(Costs(question.measurement, self._short.training), steps)
         self._timers: dict[tuple[int, ...], AtOnce | None] = {}  # by devices
-        self._simulated: dict[Candidate, Evaluation] = {}  # by all that are restricted from one
+        self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
-        self.work = 0  # new actions that it asked for, and what takes as long
-        self.effort = 1.0  # the part of every budget that a search has
+        self.work = 0  # new actions requested, and equivalent work
+        self.effort = 1.0  # scale of every budget
         self.ended = False  # whether a budget has ended a search
-        self._refusal = UsageError("no candidate was tried")  # why the last one that was refused cannot be carried out
+        self._refusal = UsageError("no candidate was tried")  # error of the last refused candidate
 
     def restricted(self, means: Means) -> Evaluator:
-        """One for the same question with fewer techniques, to whose candidates both say the same.
+        """Return an evaluator for fewer techniques that shares all simulations with this one.
 
-        What one has simulated the other need not, but it counts as work of both: how far a search goes does not depend
-        on others.
+        A simulation that one evaluator has made counts as work of every evaluator that uses it, so that the
+        length of a search does not depend on other searches.
         """
         found = copy(self)
         found.question, found.menus = replace(self.question, means=means), self.menus.restricted(means)
@@ -295,45 +298,46 @@ class Evaluator:
         return found
 
     def begin(self, effort: float) -> None:
-        """Begin a search that has the part `effort` of every budget."""
+        """Begin a search whose budgets are scaled by `effort`."""
         self.effort, self.ended = effort, False
 
     @property
     def count(self) -> int:
-        """How many candidates have been simulated, by all that share them."""
+        """Number of simulated candidates, over all evaluators that share them."""
         return len(self._simulated)
 
     @property
     def work_of_all(self) -> int:
-        """The work of all that share candidates, each counted once."""
+        """Work of all evaluators that share simulations, each simulation counted once."""
         clocks = sum(_EACH + one.simulation.actions // _KNOWN for one in self._simulated.values())
         return clocks + self._parts.actions_of_all
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A sentence that says so, if a budget of work has ended a search."""
+        """A sentence about the limit of work, if it has ended a search."""
         if not self.ended:
             return ()
         return (f"The search ended at its limit of work, after {counted(self.count, 'simulated candidate')}.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
-        """The menus of every stage of a split."""
+        """Return the menus of every stage of a split."""
         return [self.menus.of_stage(*edges) for edges in pairwise(split.edges)]
 
     @property
     def pinned(self) -> bool:
-        """Whether the question says what is recomputed, so that nothing is chosen."""
+        """Whether the question's options fix the recomputation, so that nothing is chosen."""
         return self.question.options.recompute != "never"
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
-        """The decisions of a candidate's plan."""
+        """Return the decisions of a candidate's plan."""
         stages = enumerate(zip(candidate.choices, self.stage_menus(candidate.split), strict=True))
         made = tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
         return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
 
     def at_once(self, splits: Sequence[Split]) -> list[float] | None:
-        """The seconds of the first step of splits on the same devices, if they keep everything, and nothing waits for
-        another one's wires; None where that is not known.
+        """Return the seconds of the first step of splits on the same devices; None if they are unknown.
+
+        The splits keep everything, and no transfer waits for the wires of another one.
         """
         devices = splits[0].devices
         if devices not in self._timers:
@@ -345,26 +349,26 @@ class Evaluator:
         return [*map(float, timer.seconds(splits))]
 
     def kept(self, split: Split) -> Candidate:
-        """The candidate of a split that does nothing with its tensors."""
+        """Return the candidate of a split that keeps everything."""
         return Candidate(split, tuple(StageChoice.keep(stop - start) for start, stop in pairwise(split.edges)))
 
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
-        """What the simulator says; None where the decisions cannot be carried out."""
+        """Return the evaluation of a candidate; None if its decisions cannot be carried out."""
         if candidate not in self.known:
             self.known[candidate] = self._evaluated(candidate)
         return self.known[candidate]
 
     def kept_at(self, split: Split) -> Evaluation:
-        """What the simulator says of a split that does nothing with its tensors, but what the question asks for.
+        """Return the evaluation of a split with only the recomputation that the question requests.
 
         Raises:
-            UsageError: it cannot be carried out.
+            UsageError: the candidate cannot be carried out.
         """
         found = self.evaluate(self.kept(split))
         return self.refuse() if found is None else found
 
     def refuse(self) -> NoReturn:
-        """Say why the last candidate that was refused cannot be carried out.
+        """Raise the error of the last candidate that could not be carried out.
 
         Raises:
             UsageError: always.
@@ -372,16 +376,16 @@ class Evaluator:
         raise self._refusal
 
     def best(self, candidates: Sequence[Candidate]) -> Evaluation | None:
-        """The best of some candidates; None if none can be carried out."""
+        """Return the best of some candidates; None if none can be carried out."""
         found = [one for one in map(self.evaluate, candidates) if one is not None]
         return min(found, key=lambda one: one.order, default=None)
 
     def fastest(self, count: int) -> list[Evaluation]:
-        """So many of the candidates that have been simulated and fit, the fastest first."""
+        """Return the `count` fastest simulated candidates that fit, the fastest first."""
         return nsmallest(count, (one for one in self._simulated.values() if one.fits), key=lambda one: one.order)
 
     def whole(self, candidate: Candidate) -> Evaluation:
-        """What the simulator says of all microbatches of a candidate that can be carried out."""
+        """Return the evaluation of a candidate that can be carried out, with all microbatches simulated."""
         if not self._is_short:
             found = self.evaluate(candidate)
             assert found is not None, "it can be carried out"
@@ -391,24 +395,24 @@ class Evaluator:
 
     @cached_property
     def _whole_parts(self) -> Parts:
-        """What stages do in steps of all microbatches."""
+        """Shared programs of stages in steps of all microbatches."""
         return Parts(Costs(self.question.measurement, self.question.training))
 
     @property
     def _is_short(self) -> bool:
-        """Whether a step is simulated with other microbatches than it has."""
+        """Whether a step is simulated with another number of microbatches than it has."""
         return self.question.training != self._short.training
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
         before = self._parts.actions
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
-            _ = simulation.peak_bytes  # refuses what cannot be carried out
+            _ = simulation.peak_bytes  # raises UsageError if the decisions cannot be carried out
             self.work += _EACH + simulation.actions // _KNOWN
             found = self._simulated.get(candidate) or Evaluation(
                 candidate, simulation, self.question.training.microbatches
             )
-            _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
+            _ = found.over_bytes, found.seconds  # both raise UsageError if the decisions cannot be carried out
             self._simulated[candidate] = found
         except UsageError as error:
             self._refusal = error
@@ -423,14 +427,14 @@ class Evaluator:
 
 
 class Budget:
-    """What a part of a search may still do: so much work, times its effort."""
+    """Work that a part of a search may still do, scaled by the evaluator's effort."""
 
     def __init__(self, evaluator: Evaluator, work: int) -> None:
         self._evaluator = evaluator
         self._until = evaluator.work + round(work * evaluator.effort)
 
     def ends(self) -> bool:
-        """Whether nothing is left, so that the search ends, of which the evaluator takes note."""
+        """Return whether the budget is spent; the evaluator records that it ended a search."""
         if self._evaluator.work < self._until:
             return False
         self._evaluator.ended = True
@@ -438,11 +442,12 @@ class Budget:
 
 
 def _shortened(question: Question, *, pinned: bool) -> Training:
-    """The training with 2P + 2 microbatches under 1F1B, and with 5P under PipeDream; as it is where that gains little,
-    and under other schedules.
+    """Return the training with the number of microbatches that is simulated.
 
-    GPipe holds more of more microbatches; under eager 1F1B the last backwards are not as far apart as those before.
-    Where a question says what is recomputed, that may depend on how many microbatches there are.
+    2P + 2 under 1F1B and 5P under PipeDream; the training itself if that saves little, under other schedules,
+    and if the question fixes the recomputation, which may depend on the number of microbatches. GPipe holds
+    more memory for more microbatches, and under eager 1F1B the last backwards are closer together than those
+    before.
     """
     how, stages = question.training, question.stages
     few = {"1f1b": 2 * stages + 2, "pipedream": 5 * stages}.get(how.schedule, how.microbatches)

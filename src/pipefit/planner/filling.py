@@ -1,13 +1,14 @@
-"""Fills the stages of a split: for each the cheapest choice with which its device has the memory.
+"""Filling of splits: for each stage the cheapest choice that fits its device.
 
-The host takes what its link carries beside a microbatch's forward and backward, first of the blocks that cost the most
-seconds for a byte to recompute, and of equal ones of the first, whose tensors live longest. What is still too much is
-recomputed, the cheapest bytes first, and of equal ones those of the last blocks. This needs no search, because within
-what the link carries moves add no time, and prices of recipes rise.
+The host takes the bytes that its link carries during a microbatch's forward and backward: first from the
+blocks with the most seconds per byte of recomputation, among equal blocks from the first, whose tensors live
+longest. The remaining excess is recomputed, the cheapest bytes first, among equal ones those of the last
+blocks. This needs no search, because moves within the link's capacity add no time, and prices of recipes
+rise.
 
-How many bytes a choice frees is estimated by the microbatches in flight. The ledger then says what each device really
-needs, for all stages at once, and the estimate is corrected by the difference: mostly two to four simulations. (The
-idea of a knapsack for each stage: AdaPipe, ASPLOS 2024.)
+The bytes that a choice frees are estimated from the microbatches in flight. The ledger then gives the exact
+need of every device at once, and the estimate is corrected by the difference: mostly two to four simulations.
+(A knapsack for each stage: AdaPipe, ASPLOS 2024.)
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.problem import Means, Question, Split
 from pipefit.schema.devices import Place
 
-# ----------------------------------------------------------------------------------------------------
-# Splits that may become fast plans once tensors are moved and recomputed: what one plan's stages take is
-# balanced.
+# ---- Balanced splits
 #
-# The time split balances forward and backward, the exact planner's split balances peaks. Between them lie
-# splits whose early stages, which hold the most microbatches, get fewer blocks because what they recompute
-# takes time too. For every range of blocks at every place the seconds of a microbatch are estimated: forward,
-# backward, and what must be recomputed after the host has taken the part of its link that is allowed. Dynamic
-# programming then finds the split whose seconds are the most even, by the sum of their high powers, which the
-# largest dominate.
-#
-# Costs: as the bound's; a few hundredths of a second for 128 blocks in 8 stages.
+# The time split balances forward and backward, the exact planner's split balances peaks. Between them are
+# splits whose early stages, which hold the most microbatches, get fewer blocks because their recomputation
+# takes time too.
 
 _POWER = 12.0
-_MISSING = 1e3  # times the seconds of all blocks, for each share of the budget that a range is too large by
+_MISSING = 1e3  # multiple of the seconds of all blocks, for each share of the budget by which a range is too large
 _AWAY = 2.0
-DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
+DOUBLE = 2  # number of blocks whose optimizer state is on the device during an update
 
 
 class Balance:
-    """The estimates for all ranges of blocks, where stage s is on `devices[s]`."""
+    """Estimates of the seconds of all ranges of blocks as stages, with stage s on `devices[s]`.
+
+    For every range and stage: seconds of forward, backward, and the recomputation that remains after the host
+    has taken the allowed part of its link. Dynamic programming finds the split with the most even seconds, by
+    the sum of their 12th powers, in which the largest dominate.
+
+    Cost: that of the lower bound; a few hundredths of a second for 128 blocks in 8 stages.
+    """
 
     def __init__(self, question: Question, devices: Sequence[int]) -> None:
         self.question, self.prices, self._devices = question, Prices(question), tuple(devices)
@@ -57,9 +58,9 @@ class Balance:
         self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
 
     def split(self, host: float, *, states: bool = False) -> Split:
-        """The most even split where moves to the host may use the part `host` of its link.
+        """Return the most even split if offloading may use the part `host` of the host's link.
 
-        With `states` the host has all optimizer state, but for that of the blocks that are being updated.
+        With `states` the host has all optimizer state except that of the blocks being updated.
         """
         count, stages = self.question.blocks, self.question.stages
         even = float(self.passes[0, -1]) / stages or 1.0
@@ -76,7 +77,7 @@ class Balance:
         return Split(tuple(reversed(edges)), self._devices)
 
     def _seconds(self, stage: int, host: float, states: bool) -> Floats:
-        """Seconds of a microbatch, for every range as this stage; far more where nothing makes the range fit."""
+        """Return the seconds of a microbatch for every range as this stage, with a penalty for missing memory."""
         held = self._in_flight[stage]
         budget = self.question.cluster.budgets[self._devices[stage]]
         need = self._peaks(stage) - budget - (self._away if states else 0.0)
@@ -88,7 +89,7 @@ class Balance:
         return self.passes + recomputed + missing * _MISSING * float(self.passes[0, -1])
 
     def _peaks(self, stage: int) -> Floats:
-        """The peak of every range that keeps everything."""
+        """Return the peak of every range that keeps everything."""
         if stage not in self._known:
             blocks = self.question.blocks
             peaks = stage_peak(self._band, self.question.surroundings(stage))
@@ -107,12 +108,12 @@ class Balance:
 
     @cached_property
     def _largest(self) -> float:
-        """What the block that keeps the most keeps: it is there once more while it is recomputed."""
+        """Bytes of the block that keeps the most; they exist once more while the block is recomputed."""
         return max(float(self._kept[n, n + 1]) for n in range(self.question.blocks))
 
     @cached_property
     def _away(self) -> Floats:
-        """The optimizer state that is away, of every range: all but that of two of the largest blocks."""
+        """Offloaded optimizer state of every range: all but twice that of the largest block."""
         state = ranges(self.question.ranges.state[np.array(self.question.edges)].astype(float))
         each = max(float(state[n, n + 1]) for n in range(self.question.blocks))
         return np.maximum(state - DOUBLE * each, 0.0)
@@ -127,24 +128,25 @@ class Balance:
         return host_rates(self.question.cluster, self._devices)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Filling
 
-_ROUNDS, _FEW = 6, 2  # corrections of a setting, and those that there are in any case
-_SLOWER = 0.02  # the part of a step by which a setting is given up that is slower
-_WORK = 300_000  # new actions, after which settings get few corrections
-_FILLING_AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
+_ROUNDS, _FEW = 6, 2  # corrections of a setting, and the minimum number of them
+_SLOWER = 0.02  # part of a step by which a slower setting is given up
+_WORK = 300_000  # new actions after which settings get few corrections
+_FILLING_AWAY = 2  # microbatches whose offloaded tensors are on the device: one leaves and one returns
 
 
 States = Literal["stay", "needed", "all", "spill"]
 
 
 class Setting(NamedTuple):
-    """What filling is told of each stage of a split.
+    """Parameters of filling for each stage of a split.
 
-    `host` is the part of what the host's link carries that may be used; `early` how many of the last blocks that are
-    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where. The host may take the
-    optimizer `states` of all blocks, or of as many as are needed where nothing else is enough; or of all and, as far as
-    that is not enough, gradients and parameters too. The part `updated` of those states is updated there.
+    `host` is the usable part of the capacity of the host's link; `early` is the number of last recomputed
+    blocks that are recomputed one action ahead; `lent` is the number of blocks that move to peers, and their
+    place. The host may take the optimizer `states` of all blocks ("all"), of as many as are needed if nothing
+    else is enough ("needed"), or of all and, if that is not enough, gradients and parameters too ("spill").
+    The part `updated` of those states is updated on the host.
     """
 
     split: Split
@@ -156,13 +158,13 @@ class Setting(NamedTuple):
 
     @staticmethod
     def of(split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0) -> Setting:
-        """The same for every stage, and nothing for peers."""
+        """Return the same setting for every stage, without peers."""
         count = len(split.devices)
         return Setting(split, (host,) * count, (0,) * count, ((0, None),) * count, states, (updated,) * count)
 
 
 class Filled(NamedTuple):
-    """A setting, the best candidate that filling made of it, and by how much its estimates were off at every stage."""
+    """A setting, its best candidate, and the estimation error in bytes of every stage."""
 
     setting: Setting
     found: Evaluation
@@ -170,7 +172,7 @@ class Filled(NamedTuple):
 
 
 class Filler:
-    """Fills stages, and remembers what the whole stages need."""
+    """Filler of stages, which caches the peaks of stages that keep everything."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.question = evaluator, evaluator.question
@@ -180,7 +182,7 @@ class Filler:
         self._peaks: dict[tuple[int, int, int], int] = {}
 
     def restricted(self, means: Means) -> Filler:
-        """One with fewer techniques, which shares what is known of whole stages."""
+        """Return a filler with fewer techniques that shares the known peaks."""
         found = copy(self)
         found.evaluator = self.evaluator.restricted(means)
         found.question, found._filled = found.evaluator.question, {}
@@ -190,10 +192,10 @@ class Filler:
     def fill(
         self, setting: Setting, margins: Sequence[float] | None = None, *, than: Evaluation | None = None
     ) -> Filled | None:
-        """The best candidate of a setting; None if its decisions cannot be carried out.
+        """Return the best candidate of a setting; None if its decisions cannot be carried out.
 
-        `margins` are those that filling found for a setting like this one. A setting that is visibly slower `than` a
-        plan that fits, while it does not fit yet, is given up.
+        `margins` are those of a similar filled setting. A setting that is clearly slower than the plan
+        `than`, which fits, is given up.
         """
         if setting not in self._filled:
             limit = than.seconds * (1 + _SLOWER) if than is not None and than.fits else float("inf")
@@ -201,7 +203,7 @@ class Filler:
         return self._filled[setting]
 
     def others(self, than: Filled, count: int) -> list[Filled]:
-        """The best candidates of so many other splits than that of `than`, as far as they were filled."""
+        """Return the best candidates of up to `count` filled splits other than that of `than`."""
         found: dict[Split, Filled] = {}
         known = [one for one in self._filled.values() if one is not None]
         for filled in sorted(known, key=lambda one: one.found.order):
@@ -226,7 +228,7 @@ class Filler:
         return best
 
     def _corrected(self, off: list[float], found: Evaluation, choices: Sequence[StageChoice]) -> bool:
-        """Correct the margins by what the ledger found; whether that may change anything."""
+        """Correct the margins by the ledger's result; return whether the correction may change anything."""
         changed = False
         for stage, (over, choice) in enumerate(zip(found.over, choices, strict=True)):
             if over > 0 or (over < 0 and not choice.idle and self._spare(found.candidate, stage, choice) < -over):
@@ -235,7 +237,7 @@ class Filler:
         return changed
 
     def _spare(self, candidate: Candidate, stage: int, choice: StageChoice) -> float:
-        """The fewest bytes that doing one thing less would bring back to a stage."""
+        """Return the fewest bytes that one recipe step less would add to a stage."""
         menus, held = self.evaluator.stage_menus(candidate.split)[stage], self.in_flight(candidate.split, stage)
         steps = [
             (menu.recipes[n].nbytes - menu.recipes[n - 1].nbytes) * held
@@ -244,10 +246,10 @@ class Filler:
         ]
         return min(steps, default=float("inf"))
 
-    # ---------------------------------------------------------------- what is known of a split
+    # ---- Properties of a split
 
     def fewest_seconds(self, split: Split) -> float:
-        """Seconds that a step of a split takes at least, whatever is done with tensors."""
+        """Return a lower bound of the seconds of a split's step, whatever its memory choices."""
         how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
         before, whole = forward + backward, float(forward[-1] + backward[-1])
         found = [0.0]
@@ -261,7 +263,7 @@ class Filler:
         return max(found)
 
     def keeps(self, split: Split) -> bool:
-        """Whether every stage of a split has room for all that it makes."""
+        """Return whether every stage of a split fits its device without freeing memory."""
         return all(peak <= budget for peak, budget in zip(self._whole(split), self._budgets(split), strict=True))
 
     def _whole(self, split: Split) -> tuple[int, ...]:
@@ -269,7 +271,7 @@ class Filler:
         return tuple(self._peak(stage, *edges) for stage, edges in stages)
 
     def _peak(self, stage: int, start: int, stop: int) -> int:
-        """The peak of a stage that keeps everything."""
+        """Return the peak of a stage that keeps everything."""
         key = stage, start, stop
         if key not in self._peaks:
             self._peaks[key] = range_peak(self._asked, stage, start, stop)
@@ -279,7 +281,7 @@ class Filler:
         return [self.question.cluster.budgets[device] for device in split.devices]
 
     def in_flight(self, split: Split, stage: int) -> int:
-        """The microbatches that a stage holds at once."""
+        """Return the number of microbatches that a stage holds at once."""
         return in_flight(self.question.training, stage, len(split.devices))
 
     @cached_property
@@ -287,9 +289,10 @@ class Filler:
         return Prices(self._asked)
 
     def host_bytes(self, setting: Setting, stage: int) -> tuple[float, float]:
-        """Bytes of a microbatch that a stage may move to the host: beside its forward, and beside both passes.
+        """Return the bytes of a microbatch that a stage may offload to the host.
 
-        Devices that share a wire to the host share what it carries.
+        The first number is for its forward only, the second for both passes. Devices that share a wire to the
+        host share its capacity.
         """
         start, stop = list(pairwise(setting.split.edges))[stage]
         forward, backward = (float(t[stop] - t[start]) for t in (self._prices.forward, self._prices.backward))
@@ -297,7 +300,7 @@ class Filler:
         return rate * forward, rate * (forward + backward)
 
     def rates(self, setting: Setting) -> list[float]:
-        """Bytes per second that each stage's device has to its host, if all stages that may move anything do."""
+        """Return each stage's bytes per second to its host if all stages that may offload do so."""
         split = setting.split
         may = [
             setting.host[stage] and self.in_flight(split, stage) > _FILLING_AWAY for stage in range(len(split.devices))
@@ -306,14 +309,14 @@ class Filler:
         moving = [device if moves else None for device, moves in zip(split.devices, may, strict=True)]
         return host_rates(self.question.cluster, moving)
 
-    # ---------------------------------------------------------------- choices
+    # ---- Choices
 
     def _choices(self, setting: Setting, needs: Sequence[float]) -> tuple[StageChoice, ...]:
         stages = enumerate(zip(self.evaluator.stage_menus(setting.split), needs, strict=True))
         return tuple(self._choice(setting, stage, menus, need) for stage, (menus, need) in stages)
 
     def _choice(self, setting: Setting, stage: int, menus: Sequence[Menu], need: float) -> StageChoice:
-        """The cheapest choice of a stage that is to free `need` bytes."""
+        """Return the cheapest choice of a stage that frees `need` bytes."""
         held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
         lent, peers = setting.lent[stage]
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
@@ -342,9 +345,10 @@ class Filler:
         )
 
     def _spilled(self, menus: Sequence[Menu], need: float) -> tuple[int, int]:
-        """Of how many blocks the host is to take gradients, and of how many parameters, to free `need` bytes.
+        """Return the number of blocks whose gradients, and whose parameters, the host takes to free `need`
+        bytes.
 
-        Of both, those of two blocks are on the device at once.
+        Those of two blocks are on the device at once.
         """
         counts = []
         for nbytes in self._bytes(menus, "gradient_bytes"), self._bytes(menus, "parameter_bytes"):
@@ -354,7 +358,7 @@ class Filler:
         return counts[0], counts[1]
 
     def states(self, menus: Sequence[Menu], need: float) -> int:
-        """Of how many blocks the host is to take the optimizer state, so that this frees `need` bytes."""
+        """Return the number of blocks whose optimizer state the host takes to free `need` bytes."""
         taken = list[int]()
         for nbytes in self._state_bytes(menus) if need > 0 else ():
             if need + DOUBLE * max(taken, default=0) <= sum(taken):
@@ -363,11 +367,11 @@ class Filler:
         return len(taken)
 
     def _state_bytes(self, menus: Sequence[Menu]) -> list[int]:
-        """The optimizer state of every block, if the host may have it."""
+        """Return the optimizer state of every block, if the host may hold it."""
         return self._bytes(menus, "state_bytes")
 
     def _bytes(self, menus: Sequence[Menu], kind: str) -> list[int]:
-        """What the layers of every block have of a kind of state, if the host may have it."""
+        """Return the bytes of a kind of state of every block, if the host may hold it."""
         if not (self.question.means.host and self.question.means.state):
             return []
         costs = self.question.measurement.costs
@@ -375,7 +379,7 @@ class Filler:
 
 
 class _Blocks:
-    """The blocks of a stage: what each may move, in which order they do, and in which their bytes are recomputed."""
+    """Blocks of a stage: movable bytes, the order of offloading, and the order of recomputation."""
 
     def __init__(self, menus: Sequence[Menu]) -> None:
         self.bytes = [menu.movable_bytes for menu in menus]
@@ -384,14 +388,14 @@ class _Blocks:
 
 
 class _Moving:
-    """Chooses the blocks whose tensors move; `need` is what is then left to free."""
+    """Choice of the blocks whose tensors move; `need` is the number of bytes still to free."""
 
     def __init__(self, blocks: _Blocks, need: float, away: int) -> None:
         self.blocks, self.need, self.away = blocks, need, away
         self.places = [KEPT] * len(blocks.bytes)
 
     def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:
-        """Move up to so many blocks and bytes to a place, as long as something is left to free; whether any moved."""
+        """Move at most this many blocks and bytes to a place while bytes remain to free; return whether any moved."""
         for block in self.blocks.order if self.away else ():
             nbytes = self.blocks.bytes[block]
             if self.need > 0 and blocks and not self.places[block] and 0 < nbytes <= most:
@@ -400,7 +404,7 @@ class _Moving:
         return place in self.places
 
     def fitting(self, most: float) -> int:
-        """How many of the first blocks that go to the host have no more than `most` bytes; one has in any case."""
+        """Return how many of the first blocks on the host have at most `most` bytes together, at least one."""
         count, total = 0, 0.0
         for block, place in enumerate(self.places):
             if place == TO_HOST:
@@ -412,7 +416,7 @@ class _Moving:
 
 
 def _recomputed(moving: _Moving, held: int) -> tuple[tuple[int, ...], float]:
-    """The recipes of the blocks that do not move, and the bytes that are then still to be freed."""
+    """Return the recipes of the blocks that do not move, and the bytes still to free."""
     recipes, need = [0] * len(moving.places), moving.need
     for block, number, nbytes in moving.blocks.steps:
         if need <= 0:
@@ -423,13 +427,13 @@ def _recomputed(moving: _Moving, held: int) -> tuple[tuple[int, ...], float]:
 
 
 def _dearest(menu: Menu) -> float:
-    """Seconds that a byte costs if all of a block is recomputed; infinity where it cannot be."""
+    """Return the seconds per byte of the block's last recipe; infinity if it cannot be recomputed."""
     last = menu.recipes[-1]
     return last.seconds / last.nbytes if last.nbytes else float("inf")
 
 
 def _steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
-    """The steps from recipe to recipe, the cheapest bytes first: block, number of the recipe, bytes that it adds."""
+    """Yield the steps from recipe to recipe, the cheapest bytes first: block, recipe number, added bytes."""
     found = []
     for block, menu in enumerate(menus):
         for number, (one, other) in enumerate(pairwise(menu.recipes), 1):

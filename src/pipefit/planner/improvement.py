@@ -1,13 +1,14 @@
-"""Improves a filled split by small changes, each filled again and simulated, as long as one of them is better.
+"""Improvement of a filled split by small changes, each filled again and simulated, while one of them is
+better.
 
-Of the optimizer state that hosts have, they update that of some stages or of all, or a part of each stage's
-(`planner.improvement`). Then stages come in the order of their need:
-those whose devices lack bytes, then those that compute the largest part of a step. Of each a block goes to a neighbour,
-the host's link is used more or less, and more or fewer recomputations come ahead. Better is: fewer bytes over the caps,
-then fewer seconds, then a lower peak. (Relieve the bottleneck first: Aceso, EuroSys 2024.)
+First, hosts that have optimizer state update that of some stages, of all, or a part of each stage's. Then
+stages come in the order of need: those whose devices lack bytes, then those that compute the largest part of
+a step. For each stage, a block goes to a neighbour, the host's link is used more or less, and more or fewer
+recomputations come ahead. Better means fewer missing bytes, then fewer seconds, then a lower peak. (Relieve
+the bottleneck first: Aceso, EuroSys 2024.)
 
-Of a plan that keeps everything, and whose transfers do not wait for each other, all changes are timed at once
-(`planner.evaluation`), and those that are no faster are not simulated.
+If a plan keeps everything and its transfers do not wait for each other, all changes are timed at once
+(`planner.evaluation`), and changes that are not faster are not simulated.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.timing import host_update_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# Polishes a candidate: what is done with a single block of a stage is changed, as long as that makes it
-# better.
+# ---- Polishing
 #
-# Filling treats blocks by one order of prices. Here each may leave it: recompute more or less, move or stay,
-# go ahead or not; runs that touch may be joined. Each change is simulated as it is, which is worth its time
-# where blocks differ and programs are short; a budget ends it elsewhere.
+# Filling orders blocks by price. Polishing changes single blocks: they recompute more or less, move or stay,
+# come ahead or not, and adjacent runs may be joined. Each change is simulated, until a budget ends the
+# search.
 
-_ENOUGH = 1e-4  # gains below this part of a step are not worth going on for
+_ENOUGH = 1e-4  # smaller gains, as parts of a step, do not continue the search
 _ROUNDING = 1e-9
 
 
 def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
-    """The best that single changes make of `start`, until the budget ends; none is below `at_least` seconds."""
+    """Return the best plan that single changes make of `start`, until the budget ends; none is below
+    `at_least` seconds.
+    """
     best = start
     found: Evaluation | None = start
     while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ROUNDING)):
@@ -53,8 +54,9 @@ def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_leas
 
 
 def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evaluation:
-    """The plan without what it does not need: a technique of a stage is left out if steps are then no longer and no
-    more memory is missing. Until the budget ends.
+    """Return the plan without unneeded techniques, until the budget ends.
+
+    A technique of a stage is left out if steps are then not longer and no more memory is missing.
     """
     best: Evaluation | None = None
     found = start
@@ -68,7 +70,7 @@ def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evalua
 def _leaner(
     evaluator: Evaluator, best: Evaluation, stage: int, way: Callable[[StageChoice], StageChoice], budget: Budget
 ) -> Evaluation:
-    """The plan that does one thing less on one stage, if that is as good; else the plan itself."""
+    """Return the plan with the choice of one stage changed by `way` if it is as good, else `best`."""
     split, choices = best.candidate
     leaner = way(choices[stage])
     if leaner == choices[stage] or budget.ends():
@@ -90,8 +92,9 @@ def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Eva
 
 
 def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
-    """The candidates that differ in one way on all stages, then those in one: the one that lacks bytes or computes
-    the most first.
+    """Yield candidates with one change on all stages, then with one change on one stage.
+
+    The stage that lacks the most bytes comes first, then the one that computes the most.
     """
     split, choices = best.candidate
     for way in _EVERYWHERE:
@@ -104,7 +107,7 @@ def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
 
 
 def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Iterator[StageChoice]:
-    """The choices that differ in a block, or in how runs come; blocks move only if the `host` may be used."""
+    """Yield choices that differ in a block or in the timing of runs; blocks move only if the `host` may be used."""
     for block, menu in enumerate(menus):
         for number in (choice.recipes[block] - 1, choice.recipes[block] + 1):
             if 0 <= number < len(menu.recipes):
@@ -121,7 +124,7 @@ def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Itera
 
 
 def _exchanged(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
-    """Two blocks, each with what is done with the other, as far as its menu goes."""
+    """Yield choices with the treatment of two blocks exchanged, as far as their menus allow."""
     for one, other in combinations(range(len(choice.recipes)), 2):
         order = list(range(len(choice.recipes)))
         order[one], order[other] = other, one
@@ -132,7 +135,7 @@ def _exchanged(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoi
 
 
 def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
-    """The block stays instead of moving, or moves to the host, instead of being recomputed or beside it."""
+    """Yield choices in which the block stays instead of moving, or moves to the host with or without recomputation."""
     if choice.places[block]:
         yield choice._replace(places=_with(choice.places, block, KEPT))
         return
@@ -144,7 +147,7 @@ def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
 
 
 def _state(choice: StageChoice) -> Iterator[StageChoice]:
-    """The state of one block less at the host; one block more or less updated there."""
+    """Yield choices with one block's state less at the host, or with one block more or less updated there."""
     if choice.states:
         yield choice._replace(states=choice.states - 1, updates=min(choice.updates, choice.states - 1))
     for updates in (choice.updates - 1, choice.updates + 1):
@@ -157,7 +160,7 @@ def _state(choice: StageChoice) -> Iterator[StageChoice]:
 
 
 def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
-    """One block more or less in the bundle that has the time of one forward or backward; the other lead."""
+    """Yield choices with the other lead, or with one block more or less in the `near` bundle."""
     if choice.blocks_to(TO_HOST):
         yield choice._replace(lead=1 - choice.lead)
     for near in (choice.near - 1, choice.near + 1):
@@ -166,37 +169,37 @@ def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
 
 
 def _without_states(choice: StageChoice) -> StageChoice:
-    """All optimizer state stays on the device."""
+    """Keep all optimizer state on the device."""
     return choice._replace(states=0, updates=0)
 
 
 def _all_updates(choice: StageChoice) -> StageChoice:
-    """All blocks whose optimizer state is at the host are updated there."""
+    """Update all blocks on the host whose optimizer state is there."""
     return choice._replace(updates=choice.states)
 
 
 def _unhurried(choice: StageChoice) -> StageChoice:
-    """All copies have the time of two forwards or backwards."""
+    """Give all copies the time of two forwards or backwards."""
     return choice._replace(near=0)
 
 
 def _without_updates(choice: StageChoice) -> StageChoice:
-    """All blocks are updated on the device."""
+    """Update all blocks on the device."""
     return choice._replace(updates=0)
 
 
 def _without_spills(choice: StageChoice) -> StageChoice:
-    """All gradients and parameters stay on the device."""
+    """Keep all gradients and parameters on the device."""
     return choice._replace(gradients=0, parameters=0)
 
 
 def _without_moves(choice: StageChoice) -> StageChoice:
-    """No tensor moves."""
+    """Move no tensors."""
     return choice._replace(places=(KEPT,) * len(choice.places), near=0, peers=None)
 
 
 def _without_recomputation(choice: StageChoice) -> StageChoice:
-    """No layer goes forward again."""
+    """Recompute nothing."""
     return choice._replace(recipes=(0,) * len(choice.recipes), early=0)
 
 
@@ -208,31 +211,18 @@ def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
     return (*numbers[:place], number, *numbers[place + 1 :])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Spreads stages over wires to hosts: devices behind one wire share what it carries, and early stages move the
-# most.
+# ---- Order of devices: stages spread over shared wires to hosts
 #
-# On a DGX-1 every two devices share an uplink. If stage s is on device s, the two stages with the most
-# microbatches in flight share one, while that of the last two has nothing to carry. Of all orders of the
-# devices the one is taken
-#
-#     in which the fewest neighbours have no link of their own, whose messages would take the wires of hosts too;
-#     then of which the fullest wire carries the least, if a stage moves as many tensors as it has microbatches in
-# flight;
-#     then in which the loads of all wires differ the least;
-#     then in which a byte takes the fewest seconds from the first stage to the last.
-#
-# The order of the devices themselves stays where loads are no better. Costs: a tenth of a second for eight
-# devices, of which all orders are tried. Above eight it is a heuristic: stages swap devices, with each other
-# or with those that have no stage, as long as one swap is better.
+# On a DGX-1 every two devices share an uplink. With stage s on device s, the two stages with the most
+# microbatches in flight would share one uplink, and that of the last two stages would carry nothing.
 
 Rows = tuple[tuple[float, ...], ...]
 
-_DIGITS = 9  # to which loads are equal
+_DIGITS = 9  # decimal digits to which loads are compared
 
 
 def spread(question: Question) -> tuple[int, ...]:
-    """The device of every stage: that of its number, unless another order of equal devices has less full wires."""
+    """Return the device of every stage: that of its number, unless another order of equal devices loads wires less."""
     natural = tuple(range(question.stages))
     if not (question.means.host and question.means.mapping) or len(question.classes) > 1:
         return natural
@@ -242,10 +232,21 @@ def spread(question: Question) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def best_order(weights: tuple[int, ...], to_hosts: Rows, to_peers: Rows) -> tuple[int, ...]:
-    """The same for stages that move so much each; rows of devices. Searches with other techniques ask it again.
+    """Return the best order of devices for stages that move `weights` tensors each; cached for other
+    searches.
 
-    `to_hosts` are the seconds that a byte of a device takes of each wire to the host, to some scale; `to_peers` bytes
-    per second over links between two devices, zero without one.
+    `to_hosts` has a row for each device: the seconds that a byte takes on each wire to the host, to some
+    scale. `to_peers` has the bytes per second of links between two devices, zero without a link. Orders are
+    compared by
+
+        1. the neighbours without a link of their own, whose messages would use the wires to hosts: the fewest
+        2. the load of the fullest wire, if a stage moves its weight: the lowest
+        3. the sum of the squares of all wires' loads: the lowest
+        4. the seconds of a byte from the first stage to the last: the fewest
+
+    The order of the devices themselves stays unless 2 and 3 improve. All orders of up to `MOST` devices are
+    tried, a tenth of a second for eight. For more devices, stages swap devices, with each other or with
+    unused ones, while a swap is better; this is a heuristic.
     """
     loads, rates = np.array(to_hosts).reshape(len(to_hosts), -1), np.array(to_peers)
     natural = np.arange(len(weights))[None]
@@ -265,7 +266,7 @@ def _rows(array: Floats) -> Rows:
 
 
 def _loads(cluster: Cluster) -> Floats:
-    """Seconds that a byte of each device takes of each wire on its way to the host: a row for a device."""
+    """Return the seconds that a byte of each device takes on each wire to the host: a row for each device."""
     routes = [host_route(cluster, device) for device in range(len(cluster.devices))]
     wires = {wire: n for n, wire in enumerate(dict.fromkeys(w for r in routes if r is not None for w in r.wires))}
     found = np.zeros((len(routes), len(wires)))
@@ -276,7 +277,7 @@ def _loads(cluster: Cluster) -> Floats:
 
 
 def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floats) -> Floats:
-    """What is compared of every order, what counts most first: a row each."""
+    """Return a row for each criterion of `best_order`, the most important first, with a column for each order."""
     wires = np.einsum("s,osw->ow", np.array(weights, dtype=float), loads[orders])
     between = rates[orders[:, :-1], orders[:, 1:]]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -289,7 +290,7 @@ def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floa
 
 
 def _swapped(start: NDArray[np.intp], weights: tuple[int, ...], loads: Floats, rates: Floats) -> Orders:
-    """An order of some devices, improved by swaps as long as one of them is better."""
+    """Return an order of `start`'s number of devices, improved by swaps while one of them is better."""
     order = np.array([*start, *sorted(set(range(len(rates))) - set(start.tolist()))], dtype=np.intp)
     count, best = len(start), -1
     while best != 0:
@@ -307,16 +308,11 @@ def _swaps(order: NDArray[np.intp], count: int) -> Iterator[NDArray[np.intp]]:
             yield swapped
 
 
-# ----------------------------------------------------------------------------------------------------
-# Divides updates between hosts and devices, where hosts have the optimizer state.
+# ---- Updates divided between hosts and devices
 #
-# An update on a host takes the host's memory as long as its bytes need; one on a device takes the wires on
-# which its state comes and goes. Both are behind the last backward of all stages, so that a step ends when
-# the busiest of hosts and wires does. A device does one of its copies and host updates after the other. So
-# each stage does all of one sort. Stages go from the busiest host to their devices, one after the other: each
-# time the one whose wires are then the least busy.
-#
-# Costs: microseconds; whoever asks simulates the few that are the shortest.
+# A host update occupies the host's memory; a device update occupies the wires that its state comes and goes
+# on. Both come after the last backward of all stages, so a step ends when the busiest host or wire does. A
+# device does its copies and host updates one after the other, so each stage does only one kind.
 
 _FEW = 3  # divisions that are worth a simulation
 
@@ -331,9 +327,11 @@ class Update(NamedTuple):
 
 
 def divided_updates(question: Question, split: Split) -> list[tuple[float, ...]]:
-    """The parts of every stage's state that its host updates, one or zero: a few ways, the shortest by estimate first.
+    """Return a few divisions, the shortest by estimate first: for every stage, 1 if its host updates its
+    state, else 0.
 
-    No way where a host's memory bandwidth is not known.
+    One stage after the other goes from the busiest host to its device: the one whose wires are then the least
+    busy. Returns an empty list if a host has no link or no known memory bandwidth.
     """
     updates = _updates(question, split)
     if updates is None:
@@ -346,7 +344,7 @@ def divided_updates(question: Question, split: Split) -> list[tuple[float, ...]]
 
 
 def busy_seconds(updates: Sequence[Update], away: Set[int]) -> Mapping[int | str, float]:
-    """How long every host and every wire is busy if the stages that are `away` update on their devices."""
+    """Return the busy seconds of every host and wire if the stages in `away` update on their devices."""
     found = defaultdict[int | str, float](float)
     for stage, update in enumerate(updates):
         for busy in update.wires if stage in away else (update.host,):
@@ -355,7 +353,7 @@ def busy_seconds(updates: Sequence[Update], away: Set[int]) -> Mapping[int | str
 
 
 def _next(updates: Sequence[Update], away: Set[int]) -> int:
-    """Of the stages that the busiest host updates, the one whose wires would be the least busy."""
+    """Return the stage of the busiest host whose wires would be the least busy."""
     busy = busy_seconds(updates, away)
     there = [stage for stage in range(len(updates)) if stage not in away]
     host = max((updates[stage].host for stage in there), key=busy.__getitem__)
@@ -367,7 +365,7 @@ def _next(updates: Sequence[Update], away: Set[int]) -> int:
 
 
 def _updates(question: Question, split: Split) -> list[Update] | None:
-    """The update of every stage; None if a host cannot have its state, or nothing says how long it takes there."""
+    """Return the update of every stage; None if a host has no link or no known memory bandwidth."""
     cluster, found = question.cluster, list[Update]()
     for device, edges in zip(split.devices, pairwise(split.edges), strict=True):
         number, route = cluster.devices[device].host, host_route(cluster, device)
@@ -380,18 +378,18 @@ def _updates(question: Question, split: Split) -> list[Update] | None:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Improvement of settings
 
-_UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that is updated there
+_UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that are updated there
 _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
-_IMPROVEMENT_ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
+_IMPROVEMENT_ENOUGH = 1e-3  # smaller gains, as parts of a step, do not continue the search
 _IMPROVEMENT_ROUNDING = 1e-9
 
 
 def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) -> Filled:
-    """The best that small changes make of `start`, until the budget ends.
+    """Return the best plan that small changes make of `start`, until the budget ends.
 
-    No plan takes less than `at_least` seconds, so that there is nothing to look for once a plan is as fast.
+    No plan takes less than `at_least` seconds, so the search ends at a plan that is as fast.
     """
     found: Filled | None = start
     while found is not None:
@@ -401,7 +399,7 @@ def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) 
 
 
 def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_least: float) -> Filled | None:
-    """The first change that makes it better; None if none does, or nothing is left to gain."""
+    """Return the first better change; None if there is none, or if nothing is left to gain."""
     if best.found.fits and best.found.seconds <= at_least * (1 + _IMPROVEMENT_ROUNDING):
         return None
     may_be_faster = _Faster(filler, best)
@@ -419,9 +417,10 @@ def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_l
 
 
 class _Faster:
-    """Whether a setting may be faster than a plan: those beside a plan that keeps everything are timed at once.
+    """Test whether a setting may be faster than a plan, by timing all neighbours of a plan that keeps
+    everything at once.
 
-    They are if that tells the first step of the plan itself as the simulator does.
+    The times are used only if the timer agrees with the simulator about the first step of the plan itself.
     """
 
     def __init__(self, filler: Filler, best: Filled) -> None:
@@ -435,7 +434,7 @@ class _Faster:
 
     @cached_property
     def _times(self) -> Mapping[Split, float]:
-        """Seconds of a step of the splits beside the plan's, and of its own; none where they do not tell."""
+        """Seconds of a step of the neighbouring splits and of the plan's own; empty if the timer does not apply."""
         found, own = self._best.found, self._best.setting.split
         if not found.fits or not all(choice.idle for choice in found.candidate.choices):
             return {}
@@ -450,13 +449,13 @@ class _Faster:
 
 
 def _better(one: Filled, other: Filled) -> bool:
-    """Whether a candidate is better by more than nothing."""
+    """Return whether a candidate is better by more than a negligible gain."""
     missing, seconds = other.found.order[:2]
     return one.found.order < (missing, seconds * (1 - _IMPROVEMENT_ENOUGH))
 
 
 def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
-    """The settings that differ by one small change, those of the neediest stage first."""
+    """Yield the settings that differ by one small change, those of the neediest stage first."""
     found, setting = filled.found, filled.setting
     busy = found.simulation.utilisation
     stages = range(len(setting.host))
@@ -472,9 +471,10 @@ def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]
 
 
 def _narrower(setting: Setting, stage: int) -> Iterator[Setting]:
-    """The stage gives its first block to the stage before, or its last one to the stage behind, or so on down the line.
+    """Yield settings in which the stage has one block less.
 
-    A block may also pass through stages between: all edges up to a later or earlier stage move by one.
+    It gives its first block to the stage before or its last one to the stage after. A block may also pass
+    through stages between: all edges up to a later or earlier stage move by one.
     """
     edges = setting.split.edges
     if edges[stage + 1] - edges[stage] < 2:
@@ -491,7 +491,7 @@ def _with_edges(setting: Setting, edges: list[int]) -> Setting:
 
 
 def _host(setting: Setting, stage: int) -> Iterator[Setting]:
-    """The host's link used more or less."""
+    """Yield settings that use the host's link more or less."""
     for part in _HOST_PARTS:
         if part != setting.host[stage]:
             host = (*setting.host[:stage], part, *setting.host[stage + 1 :])
@@ -499,7 +499,7 @@ def _host(setting: Setting, stage: int) -> Iterator[Setting]:
 
 
 def _early(setting: Setting, stage: int, recomputed: int) -> Iterator[Setting]:
-    """Twice or half as many recomputations ahead."""
+    """Yield settings with twice, half, or all of the recomputations ahead."""
     now = setting.early[stage]
     for number in {max(1, 2 * now), now // 2, recomputed} - {now}:
         if number <= recomputed:

@@ -1,30 +1,30 @@
-"""The joint planner, the default: the fastest plan that fits, with split, devices and what is done with tensors chosen
+"""The joint planner, the default: the fastest plan that fits, with split, devices and memory decisions chosen
 together.
 
-It minimises the simulated seconds of a step, among plans of which the exact ledger says that every device and every
-host has the memory at every instant.
+It minimises the simulated seconds of a step, among plans that fit every device and every host at every
+instant by the exact ledger.
 
-    1. several splits are filled (`planner.filling`): those of the other planners, and even ones in which early stages
-       have fewer blocks because they recompute more (`planner.filling`); with stages spread over the wires to hosts
-       (`planner.improvement`), and in the order of the devices
-    2. the best of them is improved by small changes (`planner.improvement`)
-    3. memory that devices have left is lent, if that is faster (`planner.mapping`)
-    4. what is done with single blocks is polished, and what is not needed is left out (`planner.improvement`)
-    5. the plans of `mpress` and of the time split are candidates too; of long steps, those of all microbatches
+    1. Fill several splits (`planner.filling`): those of other planners, and even ones whose early stages have fewer
+       blocks because they recompute more; with stages spread over the wires to hosts (`planner.improvement`), and in
+       the order of the devices.
+    2. Improve the best of them by small changes (`planner.improvement`).
+    3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
+    4. Polish the choices of single blocks, and leave out techniques that are not needed (`planner.improvement`).
+    5. Compare with the plans of `mpress` and of the time split; of long steps, simulate all microbatches.
 
-So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. A local
-search may end at a worse plan because it may do more. Hence all this is done with every choice of the three techniques,
-recomputation, the host and peers, from none of them to all that are allowed, and each goes on from what was found with
-one less. What a search finds depends on its own techniques and on those searches alone, and it has a budget of its own.
-A choice of which the bound says that none of its plans fits, or is faster than what another with one technique less has
-found, is left out. So a technique that is allowed never makes the plan slower.
+So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
+memory. A local search may end at a worse plan if it has more techniques. So the search runs for every subset
+of the allowed techniques (recomputation, the host, peers), and each search starts from the results with one
+technique less. A result depends only on its own techniques and on those searches, and each search has its own
+budget. A subset is left out if the lower bound says that none of its plans fits, or is faster than a result
+with another technique less. So allowing a technique never makes the plan slower.
 
-It reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
-proven.
+The planner reports the gap to a bound that holds for all plans (`planner.bounds`). It is a heuristic; only
+the gap is proven.
 
-Costs: every part has a budget of actions in the programs that it simulates, all together some ten seconds; longer
-programs get fewer simulations. Candidates of several searches are simulated once. The plan says if a budget has ended a
-search. (After AdaPipe, Mist and Aceso; MPress, HPCA 2023.)
+Cost: every part has a budget of simulated actions, all together some ten seconds; longer programs get fewer
+simulations. Candidates of several searches are simulated once. The plan says if a budget has ended a search.
+(After AdaPipe, Mist and Aceso; MPress, HPCA 2023.)
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ from pipefit.texts import counted
 
 
 class Searched(NamedTuple):
-    """The best plan of a search, with all microbatches simulated, and sentences about what was tried."""
+    """The best plan of a search, with all microbatches simulated, and sentences about the search."""
 
     evaluation: Evaluation
     remarks: tuple[str, ...]
 
 
 class _Answer(NamedTuple):
-    """What the search with some techniques found: the best plan, the best that was filled, and the best plan of each
-    search with fewer techniques.
+    """Result of the search with some techniques.
+
+    `found` is the best plan, `filled` the best filled setting, and `others` the best plans of the searches
+    with fewer techniques.
     """
 
     found: Evaluation
@@ -67,37 +69,39 @@ class _Answer(NamedTuple):
 
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
-_HOST_PARTS = 1.0, 0.5, 0.0  # of what the host's link carries, for which even splits are made
-_STATES: tuple[tuple[States, float], ...] = (  # what of the state is at the host, and which part is updated there
+_HOST_PARTS = 1.0, 0.5, 0.0  # parts of the capacity of the host's link for which even splits are made
+_STATES: tuple[tuple[States, float], ...] = (  # the state at the host, and the part of it that is updated there
     ("all", 1.0),
     ("all", 0.0),
     ("needed", 0.0),
     ("spill", 0.0),
 )
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 160_000, 80_000, 20_000, 40_000  # actions in the programs of each part
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 160_000, 80_000, 20_000, 40_000  # simulated actions of each part
 _SPARING = 20_000
-_LITTLE = 0.5  # of these where nothing may be recomputed
-_NEAR = 1 / 32  # of all budgets: what a plan may lack that small changes are tried on
-_ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
-_OTHER_SPLITS = 1  # that are polished beside the best
-_CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
-_FASTEST = 12  # candidates that may be simulated with all, as long as a few make them faster than the best with all
-_WORTH = 1e-3  # the part of a step that lending has to gain
+_LITTLE = 0.5  # scale of these without recomputation
+_NEAR = 1 / 32  # part of all budgets: missing memory up to which small changes are tried
+_ONE_BY_ONE = 30_000  # layers of ranges computed one by one, for splits that need all peaks: some two seconds
+_OTHER_SPLITS = 1  # number of splits polished in addition to the best
+_CLOSE = 0.02  # part of a step by which a simulation of few microbatches may differ from one of all
+_FASTEST = 12  # candidates that may be simulated with all microbatches while they seem faster than the best
+_WORTH = 1e-3  # part of a step that lending has to gain
 
 
 def joint(question: Question) -> Found:
-    """The fastest plan found, with its bound.
+    """Return the fastest plan found, with its bound.
 
     Raises:
-        UsageError: no split can be carried out, as where layers that cannot run twice are to be recomputed.
+        UsageError: no split can be carried out, for instance if layers that cannot be repeated are to be
+            recomputed.
     """
     search = Search(question)
     return search.told(search.best(question.options.effort))
 
 
 class Search:
-    """The search for the plan of one question, with a device for each stage. A second one with more effort goes on from
-    what the first simulated.
+    """Search for the plan of one question with one device for each stage.
+
+    A second call of `best` with more effort reuses the simulations of the first.
     """
 
     def __init__(self, question: Question, bound: float | None = None) -> None:
@@ -109,11 +113,11 @@ class Search:
 
     @property
     def work(self) -> int:
-        """The work that was done, in the unit of budgets."""
+        """Work done, in the unit of budgets."""
         return self._filler.evaluator.work_of_all
 
     def best(self, effort: float) -> Searched:
-        """The fastest plan that is found with so large a part of the budgets.
+        """Return the fastest plan found with budgets scaled by `effort`.
 
         Raises:
             UsageError: no split can be carried out.
@@ -128,7 +132,7 @@ class Search:
         return Searched(whole, (*_told(whole, found, remarks), *self._ended))
 
     def told(self, searched: Searched) -> Found:
-        """What the search found, as planners say it."""
+        """Return the result of the search as a planner's result."""
         evaluator, found = self._filler.evaluator, searched.evaluation
         return Found(
             found.candidate.split,
@@ -145,26 +149,25 @@ class Search:
 
     @property
     def _ended(self) -> tuple[str, ...]:
-        """A sentence that says so, if a budget of work has ended a search."""
+        """A sentence about the limit of work, if it has ended a search."""
         if not any(filler.evaluator.ended for filler in self._fillers.values()):
             return ()
         count = counted(self._filler.evaluator.count, "simulated candidate")
         return (f"The search ended at its limit of work, after {count}.",)
 
-    # ---------------------------------------------------------------- with some techniques
+    # ---- Subsets of the techniques
 
     def _answer(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
-        """The answer with these techniques, which is no worse than those with fewer; of all that are `known`, each is
-        found once.
-        """
+        """Return the result with these techniques, which is no worse than those with fewer; cached in `known`."""
         if means not in known:
             known[means] = self._found(means, effort, known)
         return known[means]
 
     def _found(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
-        """What goes on from the answers with one technique less, without those that cannot be faster than another.
+        """Extend the best results that use one technique less; skip those whose lower bound is already
+        beaten.
 
-        Where it does not fit, all of them are asked, as one may lack less.
+        If the result does not fit, the skipped ones are searched too, as one of them may lack less memory.
         """
         fewer, left_out = dict[Means, _Answer](), list[Means]()
         for less in reversed(means.fewer) if not self._filler.evaluator.pinned else ():
@@ -178,20 +181,20 @@ class Search:
         return found._replace(found=min((found.found, *others), key=lambda one: one.order))
 
     def _begun(self, means: Means, effort: float) -> Filler:
-        """The filler with these techniques, whose search begins."""
+        """Return the filler with these techniques, and begin its search."""
         if means not in self._fillers:
             self._fillers[means] = self._filler.restricted(means)
         self._fillers[means].evaluator.begin(effort * (_LITTLE if means.recompute == "never" else 1.0))
         return self._fillers[means]
 
     def _bound(self, means: Means) -> float:
-        """What no step of a plan with these techniques is shorter than."""
+        """Return a lower bound of a step's seconds with these techniques."""
         if means not in self._bounds:
             self._bounds[means] = step_bound(replace(self._question, means=means))
         return self._bounds[means]
 
     def _answered(self, filler: Filler, answers: Mapping[Means, _Answer]) -> _Answer:
-        """The answer with the techniques of a filler, which is no worse than those with fewer of them."""
+        """Return the result with a filler's techniques, which is no worse than the results with fewer of them."""
         evaluator, remarks, fewer = filler.evaluator, tuple[str, ...](), [*answers.values()]
         base = next((one for less, one in answers.items() if _is_base(less, filler.question.means)), None)
         if base is not None:
@@ -211,7 +214,7 @@ class Search:
         return _Answer(tried[0], filled, (*kept, *others), _told(tried[0], filled.found, remarks))
 
     def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
-        """The best split, filled and improved."""
+        """Return the best split, filled and improved."""
         known = (filler.fill(one.filled.setting, one.filled.margins) for one in fewer)
         best = min((one for one in known if one is not None), key=lambda one: one.found.order, default=None)
         start = _best_start(filler, best, self._splits)
@@ -220,36 +223,36 @@ class Search:
         return improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=self.bound)
 
     def _is_near(self, found: Evaluation) -> bool:
-        """Whether a plan fits, or lacks so little that small changes may make it fit."""
+        """Return whether a plan fits, or lacks so little memory that small changes may make it fit."""
         return found.over_bytes <= _NEAR * sum(self._question.cluster.budgets)
 
     @cached_property
     def _splits(self) -> tuple[Split, ...]:
-        """The splits of other planners, the best first."""
+        """Splits of other planners, in the order of `_affordable`."""
         return tuple(planner(self._question).split for planner in _affordable(self._question))
 
 
 def _is_base(less: Means, means: Means) -> bool:
-    """Whether these are all techniques but peers, whose memory is lent to the plan that does without it."""
+    """Return whether `less` is all of `means` but peers; peers' memory is then lent to the result of `less`."""
     return means.peers and less == replace(means, peers=False)
 
 
 def _told(best: Evaluation, other: Evaluation, remarks: tuple[str, ...]) -> tuple[str, ...]:
-    """What is said of lending: that of another plan, unless the best one is as fast without."""
+    """Return the remarks about lending, or that lending is declined if the best plan does not lend."""
     if other.lends and not best.lends:
         return ("Lending memory between devices is declined: steps would be no shorter.",)
     return remarks
 
 
 def _compacted(filler: Filler) -> list[Evaluation]:
-    """The time split as it is, if that can be carried out; then the plan of `mpress`."""
+    """Return the evaluation of the time split, if it can be carried out, and of the plan of `mpress`."""
     evaluator = filler.evaluator
     kept = evaluator.evaluate(evaluator.kept(time(filler.question).split))
     return [] if kept is None else [*dict.fromkeys((kept, compacted(filler, MpressOptions())))]
 
 
 def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best, and those of the others that may turn out to be better once all microbatches are simulated."""
+    """Return the best plan, and others that may be better once all microbatches are simulated."""
     return [best] + [
         one
         for one in others
@@ -259,7 +262,7 @@ def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluation:
-    """A plan polished, if there is anything to polish: it does something with tensors."""
+    """Polish a plan, unless it keeps everything."""
     if all(choice.idle for choice in found.candidate.choices):
         return found
     budget = Budget(evaluator, _POLISHING // (1 + _OTHER_SPLITS))
@@ -267,8 +270,9 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 
 
 def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
-    """The best of all splits, each as it is or filled, or what is known already: with stages spread over the wires to
-    hosts, and with stage s on device s.
+    """Return the best of all splits, each kept or filled, and of `best`.
+
+    Orders of the devices: stages spread over the wires to hosts, and stage s on device s.
     """
     question, pinned = filler.question, filler.evaluator.pinned
     natural = question.in_order(()).devices
@@ -283,10 +287,10 @@ def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) ->
 def _best_in_order(
     filler: Filler, best: Filled | None, others: Sequence[Split], balance: Balance, budget: Budget
 ) -> Filled | None:
-    """The best of these splits and even ones with their order of devices, or what is known already.
+    """Return the best of these splits, of even splits with their order of devices, and of `best`.
 
-    Even splits are only of use where something must be recomputed or moved. So is optimizer state on the host, for
-    which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
+    Even splits are only useful if tensors must be recomputed or moved. So is optimizer state on the host, for
+    which a step waits at its end: that of all blocks if that is faster, or of as many blocks as needed.
     """
     means = filler.question.means
     best = _best_of(filler, others, best, budget)
@@ -304,12 +308,12 @@ def _best_in_order(
 
 
 def exact_in_time(question: Question) -> bool:
-    """Whether planners that look at the peaks of all ranges answer in a few seconds."""
+    """Return whether planners that need the peaks of all ranges answer in a few seconds."""
     return question.ranges.layers_one_by_one(question.blocks) <= _ONE_BY_ONE
 
 
 def _affordable(question: Question) -> list[Planner]:
-    """The planners whose splits are filled: without those that would compute too many ranges one by one."""
+    """Return the planners whose splits are filled, without those that would compute too many ranges one by one."""
     if exact_in_time(question):
         return list(_OTHERS)
     return [planner for planner in _OTHERS if planner not in (exact, bisection)]
@@ -324,9 +328,9 @@ def _best_of(
     states: States = "stay",
     updated: float = 0.0,
 ) -> Filled | None:
-    """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out.
+    """Return the best of `best` and these splits, without splits whose lower bound exceeds a plan that fits.
 
-    Where the budget has ended and nothing fits, one split is tried still.
+    If the budget has ended and nothing fits, one more split is tried.
     """
     for number, split in enumerate(dict.fromkeys(splits)):
         for host in (1.0, 0.0) if filler.question.means.host and not filler.evaluator.pinned else (0.0,):
@@ -341,12 +345,12 @@ def _best_of(
 
 
 def _keeps(filled: Filled) -> bool:
-    """Whether nothing is recomputed or moved."""
+    """Return whether nothing is recomputed or moved."""
     return all(choice.idle for choice in filled.found.candidate.choices)
 
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
-    """The plan with memory of peers, if that is faster; and what came of it, in a sentence."""
+    """Return the plan with memory of peers, if that is faster, and a remark about it."""
     if filler.evaluator.pinned or _keeps(best) or not filler.question.means.peers:
         return best, ()
     lending = with_peers(filler, best, budget=Budget(filler.evaluator, _LENDING))

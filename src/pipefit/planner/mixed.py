@@ -1,13 +1,13 @@
-"""The fastest of plans with any degrees, by simulation: those that are estimated to be the fastest are simulated.
+"""The fastest plan with any degrees, by simulation of the plans that are estimated to be the fastest.
 
-They are looked for among whole replicas that keep everything, with plans beside them (`planner.neighbours`), and then
-among all stages that may divide state, or run again in part, so that neither ever makes a plan slower; of many blocks
-on many devices only if nothing fits otherwise. Where plans take much longer than one that is known, of
-another microbatch size, few of them are looked at. What runs again is trimmed (`hybrid.trimming`),
-and the best plan's goes to hosts or peers instead where that is faster (`planner.mixed`).
+First come whole replicas that keep everything, with neighbouring plans (`planner.neighbours`); then all
+stages that may divide state or recompute in part, so that neither technique makes a plan slower. For many
+blocks on many devices the second search runs only if nothing fits otherwise. If plans take much longer than a
+known plan of another microbatch size, only few are examined. Recomputation is trimmed, and the best plan's
+recomputed tensors go to hosts or peers instead if that is faster.
 
-Costs: the search of `planner.hybrid` for each, and a simulation for every number of stages, from the one of the
-fewest estimated seconds on, until estimates are longer than what was simulated, or a budget of work has ended.
+Cost: a search of `planner.hybrid` for each, and a simulation for every number of stages, from the fewest
+estimated seconds on, until estimates exceed the simulated seconds or a budget of work has ended.
 """
 
 from __future__ import annotations
@@ -39,23 +39,18 @@ from pipefit.schema.devices import Member, Place
 from pipefit.schema.plan import Objective
 from pipefit.simulate.assembled import Assembled
 
-# ----------------------------------------------------------------------------------------------------
-# Stages of any degrees that run again in part: their tensors move away instead, where that makes steps
-# shorter.
+# ---- Recomputed tensors moved to hosts or peers
 #
-# Of such a stage (`planner.mixed`) the tensors of its first blocks move to hosts, or to devices that have
-# memory left: the fewest with which it fits, of all that ran again and as many more as it takes, or of half
-# of them, or as many as peers have room for; and the fewest others run again. A stage's tensors move
-# together, beside the next forward or backward, and so do those of all its replicas; what their links carry
-# the simulator says. All devices of a stage borrow from the same lenders in the same shares, so that those of
-# a stage that lends lend alike. Stages are tried from the one on which the most blocks run again, each with
-# what was found for those before.
+# Instead of being recomputed, the tensors of a stage's first blocks move to hosts or to devices with memory
+# left. All tensors of a stage, and of all its replicas, move together during the next forward or backward.
+# All devices of a stage borrow from the same lenders in the same shares, so the devices of a lending stage
+# lend equal amounts.
 #
-# Costs: log2 of a stage's blocks programs of the stage (`hybrid.reading`) and a simulation for each way,
+# Cost: log2 of a stage's blocks programs of the stage (`hybrid.divided_state`) and a simulation for each way,
 # within a limit of work.
 
-_WORK = 60_000  # actions that were read, after which no other stage is tried
-_USED = 0.98  # of what a device has left is lent: shares are rounded
+_WORK = 60_000  # actions read, after which no other stage is tried
+_USED = 0.98  # part of a device's remaining memory that is lent, since shares are rounded
 
 _ROUNDING = 1 - 1e-9
 
@@ -71,14 +66,17 @@ class Swapped(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Of the first blocks of a stage, how many `moved` away, and where those end of which the others run again."""
+    """Split of a stage's first blocks: the first `moved` are offloaded, the others before `last` are recomputed."""
 
     moved: int
     last: int
 
 
 def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
-    """The plan of a split, or a faster one in which hosts or peers have tensors that it computed again."""
+    """Return the plan of a split, or a faster one in which hosts or peers hold tensors that it recomputed.
+
+    Stages are tried from the one with the most recomputed blocks on, each with the results of those before.
+    """
     search, means = _Search(simulations, split), simulations.question.means
     again = dict[int, int]()
     for one in best.decisions:
@@ -96,7 +94,7 @@ def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
 
 
 class _Search:
-    """What may be done on the stages of one split."""
+    """Options of the stages of one split."""
 
     def __init__(self, simulations: Simulations, split: Split) -> None:
         self._simulations, self.question, self.split = simulations, simulations.question, split
@@ -109,15 +107,15 @@ class _Search:
         return peer_rates(self.question.cluster)
 
     def blocks(self, decision: Decision) -> int:
-        """How many blocks there are from a stage's first to the last one that a decision recomputes."""
+        """Return the number of blocks from a stage's first to the last one that a decision recomputes."""
         assert isinstance(decision.subject, Run), "stages run again by runs"
         return self.question.edges.index(decision.subject.stop) - self.split.edges[decision.stage]
 
     def menus(self, number: int) -> tuple[Menu, ...]:
-        """The menus of a stage.
+        """Return the menus of a stage.
 
         Raises:
-            UsageError: a layer of it can have no replicas.
+            UsageError: a layer of the stage can have no replicas.
         """
         degree = Degree.of(self.split.grid(number))
         if degree not in self._menus:
@@ -126,13 +124,13 @@ class _Search:
         return self._menus[degree].of_stage(*self.split.edges[number : number + 2])
 
     def stage(self, number: int, again: int, best: Swapped) -> _Stage:
-        """A stage of which so many blocks run again in a plan."""
+        """Return a stage of the plan `best`, which recomputes its first `again` blocks."""
         arenas = self._simulations.of(self.split, best.decisions).arenas
         devices = range(len(self.question.cluster.devices))
         return _Stage(self, number, again, best.peaks, [lent_bytes(arenas, Member.device(n)) for n in devices])
 
     def simulated(self, decisions: Decisions) -> Swapped | None:
-        """What the simulator says of these decisions; None if they do not fit or cannot be carried out."""
+        """Return the simulation of these decisions; None if they do not fit or cannot be carried out."""
         with suppress(UsageError):
             found = self._simulations.of(self.split, decisions)
             if found.fits:
@@ -141,7 +139,7 @@ class _Search:
 
 
 class _Stage:
-    """The ways of one stage, in a plan with these peaks, of which `lent` bytes are for other devices."""
+    """Ways of one stage in a plan with these peaks; each device lends `lent` bytes."""
 
     def __init__(self, search: _Search, number: int, again: int, peaks: tuple[int, ...], lent: list[int]) -> None:
         self._search, self._number, self._again = search, number, again
@@ -156,12 +154,12 @@ class _Stage:
         self._left = {device: left[device] for device in near if device not in grid.devices}
 
     def to_host(self) -> Iterator[Decisions]:
-        """Decisions with which the stage fits and hosts have all that ran again, or half of it."""
+        """Yield decisions with which the stage fits: hosts hold all recomputed blocks' tensors, or half of them."""
         for blocks in self._ways(HOST):
             yield self._decisions(blocks, HOST)
 
     def to_peers(self) -> Iterator[Decisions]:
-        """The same with other devices, which have as much of it as they have room for."""
+        """Yield the decisions for other devices, which hold as much as they have room for."""
         if not self._left:
             return
         every = shared_out(self._left, range(len(self._rates)))
@@ -170,7 +168,7 @@ class _Stage:
                 yield self._decisions(blocks, self._lenders(self._needs(blocks, every)))
 
     def _ways(self, place: Place) -> Iterator[_Blocks]:
-        """What moves to a place, and what runs again, so that the stage fits."""
+        """Yield the blocks to offload to a place and to recompute so that the stage fits."""
         half = max(1, self._again // 2)
         ways: list[Callable[[int], _Blocks]] = [
             lambda moved: _Blocks(moved, moved),
@@ -181,7 +179,7 @@ class _Stage:
                 yield found
 
     def _within(self, place: Place, blocks: _Blocks) -> _Blocks | None:
-        """The same, or, if lenders have too little room for it, as many blocks as they have room for."""
+        """Return `blocks`, or as many blocks as lenders have room for."""
         room, low, high = sum(self._left.values()), 0, blocks.moved + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -192,8 +190,8 @@ class _Stage:
         return self._fewest(lambda last: _Blocks(low, max(low, last)), place)
 
     def _fewest(self, way: Callable[[int], _Blocks], place: Place) -> _Blocks | None:
-        """The fewest blocks with which the stage fits, by bisection; None if it does with none, or after the work."""
-        low, high = 0, self._count  # blocks that are too few, and that are enough
+        """Return the fewest blocks with which the stage fits, by bisection; None if none fit or the work is spent."""
+        low, high = 0, self._count  # too few blocks, and enough blocks
         if not self._may_move or self._reader.actions > _WORK or not self._fits(way(high), place):
             return None
         while high - low > 1:
@@ -208,13 +206,13 @@ class _Stage:
         return False
 
     def _needs(self, blocks: _Blocks, place: Place) -> float:
-        """The bytes that the stage's devices take of a place."""
+        """Return the bytes that the stage's devices use at a place."""
         with suppress(UsageError):
             return self._reader.borrowed_bytes(self._split, self._number, self._decisions(blocks, place))
         return float("inf")
 
     def _lenders(self, nbytes: float) -> Place:
-        """The devices that have so many bytes the soonest, in shares."""
+        """Return the devices that receive `nbytes` the soonest, in shares."""
         lenders = list(self._left)
         rates = np.zeros((len(lenders) + 1,) * 2)
         rates[0, 1:] = self._rates[lenders]
@@ -222,10 +220,10 @@ class _Stage:
         return shared_out(found.lenders_of(0), [0, *lenders])
 
     def _decisions(self, blocks: _Blocks, place: Place) -> Decisions:
-        """Those of the stage.
+        """Return the decisions of the stage.
 
         Raises:
-            UsageError: a layer of it can have no replicas.
+            UsageError: a layer of the stage can have no replicas.
         """
         moved, last = blocks
         start, edges, kept = self._split.edges[self._number], self._search.question.edges, self._count - moved
@@ -239,24 +237,23 @@ class _Stage:
         return (*again, *decisions_of(self._number, choice, self._search.menus(self._number), HOST))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Recomputation trimmed to the blocks that need it: the fewest first blocks of every stage with which it fits.
+# ---- Trimming
 #
 # The search (`hybrid.search`) knows the peaks of stages that recompute nothing or everything, block by block
-# or as a whole. Between these the peak of a stage that recomputes its first blocks is read of the stage's
-# program. Fewer blocks mostly need more memory, so that bisection finds the fewest; whatever it finds fits.
+# or as a whole. The peak of a stage that recomputes its first blocks is read from the stage's program. Fewer
+# blocks mostly need more memory, so bisection finds the fewest, and its result always fits.
 #
-# Costs: log2 of a stage's blocks programs of the stage.
+# Cost: log2 of a stage's blocks programs of the stage.
 
 
 def trimmed(question: Question, found: Hybrid, reader: Reader) -> tuple[Decision, ...]:
-    """The decisions of a plan: which blocks of its stages run again, for all microbatches."""
+    """Return the decisions of a plan: the fewest first blocks of its stages to recompute, for all microbatches."""
     decisions = list[Decision]()
     for number, one in enumerate(found.stages):
         if one.way.recompute == "never":
             continue
         room = min(question.cluster.budgets[device] for device in found.split.grid(number).devices)
-        low, high = 0, one.stop - one.start  # blocks that are too few, and that are enough
+        low, high = 0, one.stop - one.start  # too few blocks, and enough blocks
         while high - low > 1:
             middle = (low + high) // 2
             (peak,) = reader.peaks(found.split, [number], [*recomputed_blocks(question, number, one, middle)])
@@ -265,36 +262,36 @@ def trimmed(question: Question, found: Hybrid, reader: Reader) -> tuple[Decision
     return tuple(decisions)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Search
 
-_CLOSE = 0.02  # the part of a step by which estimates may be too long
-_FAR = 0.05  # the part of a step by which the first plan may be slower than one that is known
-_MOST = 8  # plans that are simulated
-_WORTH = 0.01  # the part of a step that dividing state, or running again, has to gain
-_CANDIDATES = 2_000_000  # stages that are compared where plans that keep everything fit
-_MIXED_WORK = 60_000  # actions that were read, after which no other plan is simulated
-_LITTLE = 5_000  # the same where plans are far slower than one that is known
-_PASSES = 50_000  # of microbatches through stages, above which a simulation takes several seconds
+_CLOSE = 0.02  # part of a step by which estimates may be too long
+_FAR = 0.05  # part of a step by which the first plan may be slower than a known one
+_MOST = 8  # number of plans that are simulated
+_WORTH = 0.01  # part of a step that dividing state, or recomputing, has to gain
+_CANDIDATES = 2_000_000  # number of compared stages, if plans that keep everything fit
+_MIXED_WORK = 60_000  # actions read, after which no other plan is simulated
+_LITTLE = 5_000  # the same limit if plans are far slower than a known one
+_PASSES = 50_000  # passes of microbatches through stages, above which a simulation takes several seconds
 
 
 class Mixed(NamedTuple):
-    """A plan that fits, with its seconds and its peaks by simulation."""
+    """Plan that fits, with its seconds and its peaks by simulation."""
 
     question: Question
     split: Split
     seconds: float
     peaks: tuple[int, ...]  # of every device, in bytes
     decisions: tuple[Decision, ...] = ()
-    simulation: Assembled | None = None  # where it is the last one that was made
-    estimated: float = float("inf")  # seconds of the plan of its question that is estimated to be the fastest
+    simulation: Assembled | None = None  # if it is the last one made
+    estimated: float = float("inf")  # seconds of the question's plan with the fewest estimated seconds
 
     @property
     def is_whole(self) -> bool:
-        """Whether no replicas divide anything, and everything is kept."""
+        """Whether replicas divide nothing and everything is kept."""
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
 
     def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> Found:
-        """The plan, as planners say it, after so many were simulated."""
+        """Return the plan as a planner's result, after `evaluated` simulations."""
         decisions = self.decisions if self.question.options.recompute == "never" else self.decisions or None
         return Found(
             self.split,
@@ -309,17 +306,17 @@ class Mixed(NamedTuple):
 
 
 def commonly(question: Question, at_most: float) -> Mixed | None:
-    """The fastest common plan (`planner.common_plans`) of less than `at_most` seconds; None if none fits."""
+    """Return the fastest common plan (`planner.common_plans`) below `at_most` seconds; None if none fits."""
     found = common_plan(question, at_most)
     return None if found is None else Mixed(question, *found)
 
 
 def mixed(question: Question, at_most: float = float("inf"), below: float = float("inf")) -> Mixed | None:
-    """The fastest plan in which no state moves; None if none fits. Stages save memory where that is faster, or where
-    nothing else fits.
+    """Return the fastest plan in which no state moves; None if none fits.
 
-    With a plan that fits and takes `at_most` seconds, slower ones are not looked for: there may be None too. So there
-    is where simulations take long, and no plan is estimated to take less than the one that is known was (`below`).
+    Stages save memory if that is faster or nothing else fits. `at_most` are the seconds of a known plan that
+    fits: slower plans are not searched, so the result may be None. It is also None if simulations are long
+    and no plan is estimated below `below` seconds, the estimate of the known plan.
     """
     estimated = fastest(question, _MOST, question.shards[:1], at_most * (1 + _CLOSE))
     least = estimated[0].value if estimated else float("inf")
@@ -330,7 +327,7 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
-    """The fastest of some plans under other schedules, if that keeps everything; where it fits and is faster."""
+    """Yield the fastest plan, if it keeps everything, under other schedules under which it fits and is faster."""
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None or not best.is_whole:
         return
@@ -345,13 +342,13 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
 
 
 def _is_long(question: Question) -> bool:
-    """Whether many microbatches go through many stages, where all devices have one."""
+    """Return whether many microbatches pass through many stages if all devices are used."""
     widest = max(degree.devices for degree in question.degrees)
     return -(-len(question.cluster.devices) // widest) * question.training.microbatches > _PASSES
 
 
 def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> Mixed | None:
-    """The fastest plan of those that are estimated to be fast, and of those beside them."""
+    """Return the fastest of the plans estimated to be fast and of their neighbours."""
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
     simulations = Simulations(question)
@@ -373,7 +370,7 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
 
 
 def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
-    """A plan, or a faster one in which hosts or peers have tensors that it computed again."""
+    """Return the plan, or a faster one in which hosts or peers hold tensors that it recomputed."""
     if best is None or not best.decisions:
         return best
     found = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
@@ -383,8 +380,9 @@ def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
 def _simulated(
     simulations: Simulations, estimated: Sequence[Hybrid], best: Mixed | None, at_most: float = float("inf")
 ) -> Mixed | None:
-    """The fastest of some plans that are estimated to be fast, or the one of before, if they gain too little; of a few
-    of them if they take much longer than `at_most` seconds.
+    """Return the fastest of the estimated plans, or `best` if they gain too little.
+
+    Only a few are simulated if they take much longer than `at_most` seconds.
     """
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
     question, reader = simulations.question, Reader(simulations.question)
@@ -404,5 +402,5 @@ def _simulated(
 
 
 def _is_enough(simulations: Simulations, best: Mixed | None, at_most: float) -> bool:
-    """Whether the best plan that a little work has found is far slower than one that is known."""
+    """Return whether, after a little work, the best plan found is far slower than a known one."""
     return best is not None and best.seconds > at_most * (1 + _FAR) and simulations.work > simulations.share_of(_LITTLE)

@@ -1,14 +1,14 @@
-"""Plans beside those that are estimated to be fast, simulated: estimates leave out what messages take.
+"""Plans near those that are estimated to be fast, compared by simulation, since estimates leave out messages.
 
-They are the plans of `uniform`, `parameters` and `time` with the same degree for all stages, on as many stages as the
-devices are enough for; those of `capture` and `alpa`, if there are few stages to choose from; and what comes of moving
-a cut of the fastest plan by one block, as long as that is faster. So an answer is never slower than what Megatron,
-DeepSpeed, CAPTURE and Alpa do by such splits, as long as the budget lasts. Then replicas sum in more buckets, beside
-the backward, and divide their state, where that is faster. Estimates and the splits of others have them sum behind the
-last backward, where one split may be slower than another that it beats so. Hence those next to the fastest are tried in
-all these ways too, and so are those of one stage, which is what FSDP does with all devices.
+They are the plans of `uniform`, `parameters` and `time` with one degree for all stages, on as many stages as
+the devices allow; those of `capture` and `alpa`, if there are few stages to choose from; and plans with one
+cut of the fastest plan moved by one block, while that is faster. So the result is never slower than the
+splits of Megatron, DeepSpeed, CAPTURE and Alpa, as long as the budget lasts. Then replicas reduce gradients
+in more buckets during the backward, and divide their state, if that is faster. Estimates and other planners'
+splits reduce after the last backward, which may rank two splits in another order. So these ways are also
+tried for the next fastest splits and for splits of one stage, which is what FSDP does with all devices.
 
-Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
+Cost: a simulation for each plan whose slowest stage alone would not take longer than a known plan, within a
 budget of work, and half as much again for splits that are not the fastest.
 """
 
@@ -38,34 +38,34 @@ from pipefit.schema.decisions import Decision
 from pipefit.simulate.assembled import Assembled, Parts
 from pipefit.timing import layer_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# Simulations of the splits of one question, whose stages may have several devices.
-#
-# Plans that are compared differ in a stage or two, so that what their other devices do is known
-# (`simulate.assembled`).
-#
-# Costs: some ten microseconds for each action of a device that is new, and half a microsecond for each of the
-# others. The unit of work is a new action.
+# ---- Simulations of the splits of one question, whose stages may have several devices
 
-_KNOWN = 16  # actions of devices that are known take as long as a new one
+_KNOWN = 16  # number of known actions of devices that take as long as a new one
 
 
 class Simulations:
-    """Simulates splits of a question; `work` is what that has taken."""
+    """Simulator of a question's splits; `work` is the work so far, in new actions.
+
+    Compared plans differ in a stage or two, so the programs of their other devices are shared
+    (`simulate.assembled`).
+
+    Cost: some ten microseconds for each new action of a device, and half a microsecond for each other action.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question, self.work = question, 0
         self._tables: dict[Degree, DegreeTables] = {}
 
     def share_of(self, work: int) -> int:
-        """The part of a budget of work that the question's effort allows."""
+        """Return the part of a budget of work that the question's effort allows."""
         return round(work * self.question.options.effort)
 
     def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
-        """The simulation of a split with these decisions, or those that the question asks for.
+        """Return the simulation of a split with these decisions, or with those that the question requests.
 
         Raises:
-            UsageError: it cannot be carried out, as where what replicas exchange cannot be divided.
+            UsageError: the plan cannot be carried out, for instance if replicas cannot divide what they
+                exchange.
         """
         before = self._parts.actions
         try:
@@ -76,20 +76,20 @@ class Simulations:
         return found
 
     def may_fit(self, split: Split, recompute: Recompute = "never") -> bool:
-        """Whether stages that recompute so, and whose state stays on their devices, fit by lower bounds of their peaks.
+        """Return whether stages with this recomputation may fit, by lower bounds of their peaks.
 
-        Costs nothing beside a simulation.
+        State stays on the devices. The cost is negligible next to a simulation.
         """
         budgets = self.question.cluster.budgets
         needs = enumerate(self._least_bytes(split, recompute))
         return all(need <= min(budgets[device] for device in split.grid(number).devices) for number, need in needs)
 
     def least_bytes(self, split: Split, recompute: Recompute = "never") -> float:
-        """The least that the fullest device of such stages needs."""
+        """Return a lower bound of the peak of the fullest device of such stages."""
         return max(self._least_bytes(split, recompute))
 
     def _least_bytes(self, split: Split, recompute: Recompute) -> Iterator[float]:
-        """Lower bounds of the peaks of stages."""
+        """Yield lower bounds of the peaks of stages."""
         stages = len(split.devices)
         for number, (start, stop) in enumerate(pairwise(split.edges)):
             grid = split.grid(number)
@@ -99,7 +99,7 @@ class Simulations:
             yield self._tables[degree].peak(stages - number, Way(grid.shard, recompute), start, stop)
 
     def least(self, split: Split) -> float:
-        """What the passes of the slowest stage of a split take, on the fastest kind of device."""
+        """Return the seconds of the slowest stage's passes on the fastest kind of device."""
         found = []
         for number, blocks in enumerate(pairwise(split.edges)):
             start, stop = self.question.layers(*blocks)
@@ -109,7 +109,7 @@ class Simulations:
 
     @cached_property
     def _before(self) -> Callable[[Degree], Sequence[float]]:
-        """Seconds of the passes through all layers before each, on the fastest kind of device; by degree."""
+        """Function from a degree to the seconds of the passes through all layers before each, on the fastest device."""
         question = self.question
         kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
 
@@ -128,18 +128,18 @@ class Simulations:
         return Parts(Costs(question.measurement, question.training, question.profile.measurements))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Search
 
-_WORK = 60_000  # after which no other plan is simulated
+_WORK = 60_000  # budget of work for simulations
 _BUCKETS = 1, 4, 16, 64
-_OTHERS = 4  # splits next to the fastest
+_OTHERS = 4  # number of splits next to the fastest
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 _ON_GRIDS: tuple[Planner, ...] = (capture, partial(capture, options=CaptureOptions(early_release=True)), alpa)
-_CANDIDATES = 20_000  # stages that are compared, up to which a question is small
+_CANDIDATES = 20_000  # number of compared stages up to which a question is small
 
 
 class Timed(NamedTuple):
-    """A split that fits and keeps everything, with its seconds by simulation."""
+    """Split that fits and keeps everything, with its seconds by simulation."""
 
     split: Split
     seconds: float
@@ -147,8 +147,9 @@ class Timed(NamedTuple):
 
 
 def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Timed | None:
-    """The fastest of a plan and of those beside it that fit; None if none does. Those that are certain to take
-    `at_most` seconds or more are left out.
+    """Return the fastest of `best` and of neighbouring plans that fit; None if none fits.
+
+    Plans that are certain to take `at_most` seconds or more are left out.
     """
     question, search = simulations.question, _Search(simulations, at_most)
     best = search.first(chain(alike(question), on_grids(question)), best, following=True)
@@ -163,7 +164,7 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
 
 
 def alike(question: Question) -> Iterator[Split]:
-    """The splits of simple planners whose stages all have one degree, for every degree; the most devices first."""
+    """Yield the simple planners' splits with one degree for all stages, for every degree, the most devices first."""
     devices = len(question.cluster.devices)
     for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
         stages = question.options.stages or min(question.blocks, devices // degree.devices)
@@ -173,7 +174,7 @@ def alike(question: Question) -> Iterator[Split]:
 
 
 def on_grids(question: Question) -> Iterator[Split]:
-    """The splits of planners that choose the degree of every stage, where there are few stages to choose from."""
+    """Yield the splits of planners that choose the degree of every stage, if the question is small."""
     if is_small(question):
         for planner in _ON_GRIDS:
             with suppress(UsageError):
@@ -181,12 +182,12 @@ def on_grids(question: Question) -> Iterator[Split]:
 
 
 def is_small(question: Question) -> bool:
-    """Whether there are few stages to choose from."""
+    """Return whether there are few stages to choose from."""
     return candidates(question, question.shards[:1]) <= _CANDIDATES
 
 
 def beside(split: Split) -> Iterator[Split]:
-    """The splits with one cut moved by a block."""
+    """Yield the splits with one cut moved by a block."""
     edges = split.edges
     for number in range(1, len(edges) - 1):
         for cut in (edges[number] - 1, edges[number] + 1):
@@ -195,7 +196,7 @@ def beside(split: Split) -> Iterator[Split]:
 
 
 def _together(question: Question, split: Split) -> Iterator[Split]:
-    """The splits whose replicas sum in more buckets, or divide their state too."""
+    """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state."""
     for shard in question.shards:
         for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
             grids = [replace(one, shard=shard, buckets=buckets) if one.data > 1 else one for one in split.grids]
@@ -212,7 +213,7 @@ class _Search:
         self._tried = dict[Split, float]()  # seconds
 
     def next_to(self, best: Timed | None) -> Iterator[Split]:
-        """The best split, and those with replicas that were tried before and were nearly as fast, or are one stage."""
+        """Yield the best split, then tried splits with replicas that were nearly as fast, or have one stage."""
         tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
         others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
         alone = sum(len(split.grids) == 1 for split in others)
@@ -222,7 +223,7 @@ class _Search:
         yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
-        """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
+        """Return the first split that fits and is faster than the best; with `following`, the fastest of all splits."""
         for split in splits:
             found = self._timed(split, best)
             if found is not None and not following:
@@ -231,7 +232,7 @@ class _Search:
         return best
 
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:
-        """A split that fits and is faster than the best."""
+        """Return a split's plan if it fits and is faster than the best, else None."""
         known = self._at_most if best is None else min(self._at_most, best.seconds)
         least = self._simulations.least(split)
         if self._simulations.work > self._until or least >= known:
@@ -245,5 +246,5 @@ class _Search:
             if best is not None and seconds >= best.seconds:
                 return None
             return Timed(split, seconds, simulation) if simulation.fits else None
-        except UsageError:  # what they exchange cannot be divided, or not be held by replicas
+        except UsageError:  # replicas cannot divide what they exchange, or a layer can have no replicas
             return None

@@ -217,8 +217,7 @@ class Split(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Result of a planner: a split, the value of the objective, and the number of splits, stages or plans
-    evaluated.
+    """Result of a planner: a split, its value, and the number of splits, stages or plans evaluated.
 
     `work` is the work of a search by simulation, in the unit of its budgets. `proven` says that no other
     split has a lower value; `bound` is a lower bound of every plan's value, if one below `value` is known.
@@ -307,9 +306,7 @@ class Question:
 
     @property
     def changed_by_replicas(self) -> str:
-        """The reason why replicas would change the numbers of training; empty if they do not or are
-        requested.
-        """
+        """The reason why replicas would change the numbers of training; empty if not, or if requested."""
         return changed_by_replicas(self.profile, self.options, opens_sizes=self.opens_sizes)
 
     @property
@@ -374,9 +371,7 @@ class Question:
 
     @property
     def equal_budgets(self) -> bool:
-        """Whether all devices have the same budget; peaks are then compared in bytes, otherwise as shares of
-        budgets.
-        """
+        """Whether all devices have the same budget; peaks are then compared in bytes, else as shares."""
         return len(set(self.cluster.budgets)) == 1
 
     @property
@@ -396,8 +391,7 @@ class Question:
 
 
 def changed_by_replicas(profile: ModelProfile, options: Options, *, opens_sizes: bool) -> str:
-    """Return the reason why replicas would change the numbers of whole microbatches; empty if they do not or
-    are requested.
+    """Return why replicas would change the numbers of whole microbatches; empty if not, or if requested.
 
     If microbatches may have any size (`opens_sizes`), the random draws of replicas are as good as those of
     smaller microbatches.
