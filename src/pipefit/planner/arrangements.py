@@ -1,20 +1,21 @@
-"""Chooses what a question leaves open: the schedule, the number of stages, and how large microbatches are.
+"""Choice of the schedule, the number of stages and the microbatch size, if a question leaves them open.
 
-Every combination, an *arrangement*, is a question of its own, and the joint planner answers each. Bounds come first: an
-arrangement of which no plan can be faster than one that is known is not searched. Sizes are tried from the one that
-makes four microbatches for each stage, to smaller ones and to larger ones, as long as a size may be of use; a size that
-cannot be profiled is left out. Arrangements that remain get a short search, and the best of them a whole one. Others
-follow, the best first, as long as a budget of work lasts.
+Every combination, an *arrangement*, is a separate question, which the joint planner solves. Lower bounds come
+first: an arrangement that cannot beat a known plan is not searched. Sizes are tried from the one with four
+microbatches for each stage, to smaller ones and to larger ones, while a size may be useful; a size that
+cannot be profiled is left out. The remaining arrangements get a short search, and the best of them a whole
+one; then others follow, the best first, while a budget of work lasts.
 
-Stages may have several replicas. Where all have as many, one replica of the whole pipeline is an arrangement like any
-other (`planner.replicas`). Where they differ, `planner.hybrid` names the fastest plans that fit, whose stages may
-divide state and run again in part, and those that it estimates to be the fastest are simulated (`planner.mixed`).
+Stages may have several replicas. If all stages have the same number, one replica of the whole pipeline is an
+arrangement like any other (`planner.replicas`). If the numbers differ, `planner.hybrid` estimates the fastest
+plans that fit, whose stages may divide state and recompute in part, and these are simulated
+(`planner.mixed`).
 
-So the answer is never slower than that of any arrangement whose search was within the budget, as in all small
-questions. GPipe is not among the choices, because 1F1B needs no more seconds and less memory, and schedules that change
-the numbers, as asynchronous ones do, are only taken if they are asked for.
+So the result is never slower than that of any arrangement whose search was within the budget; in small
+questions, that is every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and less
+memory. Schedules that change the numbers, such as asynchronous ones, are used only if requested.
 
-Costs: a bound for each arrangement, some milliseconds, and short searches of a tenth of `joint`'s budget.
+Cost: a bound for each arrangement, some milliseconds, and short searches of a tenth of `joint`'s budget.
 """
 
 from __future__ import annotations
@@ -43,42 +44,43 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulate.assembled import Assembled, assembled
 
-_SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
-_TRYING, _SEARCHING = 150_000, 500_000  # new actions, of all short searches, and of all searches
-_GAIN = 1e-3  # the part of a step that an arrangement has to gain
-_ROOM = 0.01  # the part of a step that a plan has to gain that leaves a GPU hardly any room
+_SHORT = 0.1  # part of its budget with which joint tries an arrangement
+_TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches
+_GAIN = 1e-3  # part of a step that an arrangement has to gain
+_ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
 _EACH = 10  # actions for each microbatch of a stage
-_COSTLY = 20_000_000  # ranges of blocks as stages, of which no bound is computed
-_BOUND = 0.15  # new actions that take as long as a bound does for a range of blocks as one stage
+_COSTLY = 20_000_000  # ranges of blocks as stages, above which no memory bound is computed
+_BOUND = 0.15  # new actions that take as long as the bound for a range of blocks as one stage
 
 
 class Trials:
-    """The arrangements of a space that were looked at."""
+    """Examined arrangements of a space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self._known: dict[Arrangement, Trial] = {}
         question = space.question
         self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
-        self._bounds: list[float] = []  # of all that were looked at
-        self._least: dict[int, Least] = {}  # what plans of any degrees take, of every size that was looked at
+        self._bounds: list[float] = []  # of all examined arrangements
+        self._least: dict[int, Least] = {}  # lower bounds for plans of any degrees, by microbatch size
         self._replicas: dict[tuple[int, Degree], Question] = {}  # of one replica, of any schedule and number of stages
-        self.mixed: list[Mixed] = []  # that fit
-        self._spent = 0.0  # new actions, or what takes as long
-        self._unseen: list[int] = []  # sizes for which it was too small
+        self.mixed: list[Mixed] = []  # plans that fit
+        self._spent = 0.0  # new actions, or equivalent work
+        self._unseen: list[int] = []  # sizes for which the budget was too small
         self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The microbatch sizes that were looked at, and can be had."""
+        """Examined microbatch sizes that could be profiled."""
         return tuple(sorted(size for size, made in self._profiles.items() if isinstance(made, ModelProfile)))
 
     def best(self) -> Trial | None:
-        """The fastest plan of all arrangements; where none fits, the one that is the closest to it. None where the
-        question is too large for a search, and plans of any degrees are known.
+        """Return the fastest plan of all arrangements; if none fits, the one that lacks the least memory.
+
+        None if the question is too large for a search and plans of any degrees are known.
 
         Raises:
-            UsageError: no arrangement can be carried out; as one of them says.
+            UsageError: no arrangement can be carried out; the error of one of them.
         """
         if self.space.count > 1 or self.space.grids:
             for size in self._visited(slices=True) if self.space.grids else ():
@@ -97,8 +99,9 @@ class Trials:
         return self._roomier(self._longest(sorted(self._known.values(), key=lambda trial: trial.order)))
 
     def told(self, trial: Trial | None) -> tuple[Question, Found]:
-        """The best plan of all, which is that of the best trial unless stages of different degrees are faster; with
-        the bound of all arrangements, and sentences about them.
+        """Return the best plan of all, with the bound of all arrangements and remarks about the choice.
+
+        It is the plan of the best trial, unless a plan with stages of different degrees is faster.
         """
         question, found = self._told(trial, self._best_mixed)
         bounds = [*self._bounds, *map(self._least_of, self._least)]
@@ -107,7 +110,7 @@ class Trials:
         return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
 
     def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
-        """That of the best trial, or the best of any degrees."""
+        """Return the plan of the best trial, or the best plan of any degrees."""
         if trial is None:
             assert other is not None, "a question is given up for what is known"
             return other.question, other.found(len(self.mixed))
@@ -119,11 +122,11 @@ class Trials:
         return question, found
 
     def _is_beaten(self, trial: Trial, seconds: float, other: Mixed | None) -> bool:
-        """Whether another plan is preferred to that of a trial, which takes so many seconds."""
+        """Return whether `other` is preferred to a trial's plan of this many seconds."""
         return other is not None and (not trial.fits or other.seconds < seconds * self._allowed(trial, other))
 
     def _together(self, trial: Trial, found: Found) -> tuple[Question, Found]:
-        """What a trial found, of replicas for all of them, simulated together."""
+        """Return the result of a trial, expanded to all replicas and simulated with them."""
         if trial.arrangement.degree == SINGLE:
             return trial.question, found
         question = self.whole_question(trial.arrangement)
@@ -144,8 +147,10 @@ class Trials:
             self.mixed += filter(None, [mixed(question, at_most, below) if looks else None])
 
     def _mix_commonly(self, size: int) -> None:
-        """Find the fastest common plan of a size, unless a plan is known that takes about as few seconds as any of this
-        size, or that keeps everything, of a large question.
+        """Find the fastest common plan of a size.
+
+        Skipped if a known plan is about as fast as the size's lower bound, or if the question is large and a
+        known plan keeps everything.
         """
         if self._least_of(size) * (1 + _ROOM) < self._fastest:
             question = self.space.question_of(size, self._profile(size))
@@ -153,10 +158,10 @@ class Trials:
             self.mixed += filter(None, [commonly(question, self._fastest) if looks else None])
 
     def question(self, arrangement: Arrangement) -> Question:
-        """The question of an arrangement.
+        """Return the question of an arrangement.
 
         Raises:
-            UsageError: its size cannot be profiled, or it does not go with what was asked for.
+            UsageError: its size cannot be profiled, or it contradicts the request.
         """
         asked, degree = self.space.question, arrangement.degree
         shard = asked.options.shard if degree.data > 1 else None
@@ -171,7 +176,7 @@ class Trials:
         return replace(one, training=how, options=replace(one.options, stages=arrangement.stages))
 
     def tried(self, arrangement: Arrangement) -> Trial | None:
-        """What is known of an arrangement, or a short search finds; None if it cannot be carried out."""
+        """Return the known trial of an arrangement, or a short one; None if it cannot be carried out."""
         if arrangement not in self._known:
             try:
                 self._try(arrangement)
@@ -180,10 +185,10 @@ class Trials:
         return self._known[arrangement]
 
     def _try(self, arrangement: Arrangement, bound: float | None = None) -> None:
-        """Search an arrangement shortly.
+        """Search an arrangement with a short budget.
 
         Raises:
-            UsageError: it cannot be carried out.
+            UsageError: the arrangement cannot be carried out.
         """
         question = self.question(arrangement)
         if bound is None and _is_costly(question):
@@ -195,23 +200,23 @@ class Trials:
         self._spent += search.work
 
     def _apart(self, arrangement: Arrangement, searched: Searched) -> float:
-        """Seconds in which replicas do what one of them alone would not."""
+        """Return the seconds of collectives, which one replica alone does not have."""
         if arrangement.degree == SINGLE:
             return 0.0
         whole = self.whole_question(arrangement)
         return seconds_together(whole, searched.evaluation.candidate.split, arrangement.degree)
 
     def whole_question(self, arrangement: Arrangement) -> Question:
-        """The question of all replicas of an arrangement."""
+        """Return the question of all replicas of an arrangement."""
         size = arrangement.microbatch_size
         found = self.space.question_of(size, self._profile(size))
         return replace(found, training=replace(found.training, schedule=arrangement.schedule))
 
     def _profile(self, size: int) -> ModelProfile:
-        """The profile for a microbatch size.
+        """Return the profile for a microbatch size.
 
         Raises:
-            UsageError: it cannot be made, for the reason that is told.
+            UsageError: the profile cannot be made, for the reason in the message.
         """
         if size not in self._profiles:
             try:
@@ -223,15 +228,16 @@ class Trials:
             raise made
         return made
 
-    # ---------------------------------------------------------------- what is looked at
+    # ---- Order of the search
 
     def _visited(self, *, slices: bool = False) -> Iterator[int]:
-        """The sizes in the order in which they are looked at, of each direction until one is of no use.
+        """Yield the sizes in the order of the search, in each direction until one is not useful.
 
-        Where nothing fits, larger ones are of use if `slices` of them need no more memory, on as many devices.
+        If nothing fits, larger sizes with local batches (`slices`) are still tried, as long as these may need
+        no more memory on the cluster's devices.
         """
         order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
-        if slices and self.space.profiled:  # few microbatches are simulated the soonest
+        if slices and self.space.profiled:  # few microbatches are simulated the fastest
             order = sorted(order, reverse=True)
         given_up = {True: False, False: False}  # smaller sizes, and larger ones
         for size in order:
@@ -248,11 +254,11 @@ class Trials:
             given_up[smaller] = not useful and size != order[0] and (self._fastest < math.inf or not may_fit)
 
     def _widest(self, size: int) -> Arrangement:
-        """The arrangement of a size with the most stages."""
+        """Return the arrangement of a size with the most stages."""
         return Arrangement(self.space.schedules[0], max(self.space.stages), size, self.space.least)
 
     def _others(self) -> Iterator[Arrangement]:
-        """The other arrangements of the sizes that were looked at, the best sizes first."""
+        """Yield the other arrangements of the examined sizes, the best sizes first."""
         known = {size: self._known.get(self._widest(size)) for size in self.sizes}
         ranks = {size: (math.inf, math.inf, 0) if trial is None else trial.order for size, trial in known.items()}
         for size in sorted(ranks, key=ranks.__getitem__):
@@ -264,21 +270,21 @@ class Trials:
                             yield arrangement
 
     def degrees(self, size: int) -> tuple[Degree, ...]:
-        """The degrees that all stages of an arrangement of this size may have."""
+        """Return the degrees that all stages of an arrangement of this size may have."""
         return self.space.question_of(size, self._profile(size)).degrees if self.space.grids else (SINGLE,)
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
-        """Whether there are devices for an arrangement, and enough of them for all work to be the fastest."""
+        """Return whether the devices suffice for an arrangement, and it may be the fastest on them."""
         used, least = arrangement.stages * arrangement.degree.devices, self._least.get(arrangement.microbatch_size)
         there = used <= len(self.space.question.cluster.devices)
         return there and (least is None or self._may_win(least.seconds(used)))
 
     def _least_of(self, size: int) -> float:
-        """What no plan of a size takes less than."""
+        """Return the lower bound of all plans of a size, in seconds."""
         return self._least[size].seconds(len(self.space.question.cluster.devices))
 
     def _look_at(self, arrangement: Arrangement) -> None:
-        """Search an arrangement shortly, if it may be the fastest and can be carried out."""
+        """Search an arrangement briefly, if it may be the fastest and can be carried out."""
         with suppress(UsageError):
             bound = self._bound(arrangement)
             self._bounds.append(bound)
@@ -288,10 +294,11 @@ class Trials:
                 self._try(arrangement, bound)
 
     def _bound(self, arrangement: Arrangement) -> float:
-        """What no step of an arrangement is shorter than: all work in the best of parts, where that tells enough.
+        """Return a lower bound of an arrangement's step: the simple one if it decides or the other costs too
+        much.
 
         Raises:
-            UsageError: it cannot be asked for.
+            UsageError: the arrangement is impossible.
         """
         question = self.question(arrangement)
         simple = simple_bound(question)
@@ -304,27 +311,27 @@ class Trials:
         return step_bound(question)
 
     def _is_long(self, arrangement: Arrangement) -> bool:
-        """Whether two simulations take the whole budget, and a plan is known that keeps all."""
+        """Return whether two simulations take the whole budget, and a plan is known that keeps everything."""
         of_stage = min(self.question(arrangement).training.microbatches, 2 * arrangement.stages + 2)
         return self._keeps and 2 * _EACH * arrangement.stages * of_stage > self._budget
 
     @property
     def _spent_on_trying(self) -> bool:
-        """Whether the budget of short searches has ended."""
+        """Whether the budget of short searches is spent."""
         return self._spent > self._budget
 
     @property
     def _budget(self) -> float:
-        """What all short searches may take. Where all can be kept, they hardly find anything faster."""
+        """Budget of all short searches; small if everything can be kept, as they then hardly find a faster plan."""
         return (_TRYING / 4 if self._keeps else _TRYING) * self.space.question.options.effort
 
     @property
     def _keeps(self) -> bool:
-        """Whether a plan is known that keeps all on its devices, and divides nothing."""
+        """Whether a plan is known that keeps everything on its devices and divides nothing."""
         return any(one.is_whole for one in self.mixed)
 
     def _may_win(self, bound: float) -> bool:
-        """Whether a plan with this bound may be visibly faster than those that are known."""
+        """Return whether a plan with this bound may be visibly faster than the known ones."""
         return bound < math.inf and bound < self._fastest * (1 - _GAIN)
 
     @property
@@ -333,10 +340,10 @@ class Trials:
         known = [trial.seconds for trial in self._known.values() if trial.fits]
         return min([*known, *(one.seconds for one in self.mixed)], default=math.inf)
 
-    # ---------------------------------------------------------------- room on GPUs
+    # ---- Room on GPUs
 
     def _roomier(self, best: Trial) -> Trial:
-        """The best trial, or one that is hardly slower and leaves every GPU room, where the best does not."""
+        """Return the best trial, or a hardly slower one that leaves every GPU room if the best does not."""
         if not (best.fits and best.tight):
             return best
         others = (one for one in self._known.values() if one.fits and one.seconds <= best.seconds * (1 + _ROOM))
@@ -344,7 +351,7 @@ class Trials:
 
     @property
     def _best_mixed(self) -> Mixed | None:
-        """The fastest plan of any degrees, or one that is hardly slower and leaves every GPU room."""
+        """The fastest plan of any degrees, or a hardly slower one that leaves every GPU room."""
         fastest = min(self.mixed, key=lambda one: one.seconds, default=None)
         if fastest is None or not leaves_no_room(fastest.question, fastest.peaks):
             return fastest
@@ -353,26 +360,26 @@ class Trials:
         return min(roomy, key=lambda one: one.seconds, default=fastest)
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:
-        """The part of a trial's seconds in which another plan is preferred."""
+        """Return the part of a trial's seconds below which another plan is preferred."""
         tight = leaves_no_room(other.question, other.peaks)
         return 1 - _GAIN if tight == trial.tight else 1 - _ROOM if tight else 1 + _ROOM
 
     @property
     def _like_mixed(self) -> Iterator[Arrangement]:
-        """The arrangements that are the most like the fastest plan of mixed degrees."""
+        """Arrangements that are most similar to the fastest plans of any degrees."""
         for one in sorted(self.mixed, key=lambda one: one.seconds):
             grid, how, stages = one.split.grids[0], one.question.training, len(one.split.devices)
             yield Arrangement(how.schedule, stages, how.microbatch_size, Degree.of(grid))
 
     @property
     def _roomiest(self) -> Arrangement:
-        """The arrangement that is the most likely to fit where hardly anything does."""
+        """The arrangement that is most likely to fit if hardly any does."""
         return self._widest((self.sizes or self.space.sizes)[0])
 
-    # ---------------------------------------------------------------- whole searches
+    # ---- Whole searches
 
     def _longest(self, trials: Sequence[Trial]) -> Trial:
-        """The best of trials, those that may still become it searched as long as the question asks for."""
+        """Return the best trial, after whole searches of those that may still become the best."""
         best: Trial | None = None
         for trial in trials:
             if best is not None and not self._may_win(trial.search.bound):
@@ -392,7 +399,7 @@ class Trials:
 
     @property
     def _remarks(self) -> Iterator[str]:
-        """What was chosen from, and for what there was no time."""
+        """Sentences about the space of the choice, and about parts that were not searched."""
         if self.space.count > 1:
             degrees = [degree for size in self.sizes for degree in self.degrees(size)]
             yield chosen_from(self.space, self.sizes, degrees, len(self._known))
@@ -400,24 +407,22 @@ class Trials:
 
 
 def _is_costly(question: Question) -> bool:
-    """Whether a bound that knows of memory takes many seconds."""
+    """Return whether a bound with memory takes many seconds."""
     return question.stages * question.blocks**2 > _COSTLY
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prices what one may want instead of the fastest plan: the fewest devices, and the leanest plan.
+# ---- Alternatives to the fastest plan
 #
-# The fewest devices are found by bisection, at the plan's own schedule and microbatch size: over the leanest
-# plans that keep everything, which closed forms tell, and, where these do not fit, over short searches. The
-# leanest plan is the exact planner's, of all microbatch sizes that were looked at, as it is or with all
-# stages recomputed.
+# The fewest devices are found by bisection at the plan's own schedule and microbatch size, over the leanest
+# plans that keep everything (closed forms) and, if these do not fit, over short searches. The leanest plan is
+# the exact planner's, over all examined microbatch sizes, with and without recomputation.
 
-_CANDIDATES = 2_000_000  # stages that are compared with all that replicas may divide
-_LEANER = 0.99  # of the best plan's peak, the most that a leaner plan has
+_CANDIDATES = 2_000_000  # stages up to which all divisions of state are compared
+_LEANER = 0.99  # highest peak of a leaner plan, as a part of the best plan's
 
 
 def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
-    """The alternatives to the best plan of some trials, if that fits. One is looked for beside the other."""
+    """Return the alternatives to the best plan, if it fits; both are searched in parallel."""
     if not best.fits:
         return ()
     (leanest,) = beside(lambda: tuple(_leanest(trials, best)))
@@ -425,7 +430,7 @@ def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
 
 
 def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
-    """The plan on the fewest devices, if there are fewer than the best plan has."""
+    """Yield the plan on the fewest devices, if these are fewer than the best plan's."""
     pinned, one = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
     most = min(
         best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices, max(trials.space.stages)
@@ -449,7 +454,7 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
 
 
 def _fits(trials: Trials, arrangement: Arrangement) -> bool:
-    """Whether the leanest plan of an arrangement that keeps everything fits, or else the plan of a short search."""
+    """Return whether an arrangement's leanest plan that keeps everything fits, or else its short search."""
     with suppress(UsageError):
         question = trials.question(arrangement)
         if exact_in_time(question) and exact(question).value <= budget_level(question):
@@ -459,8 +464,9 @@ def _fits(trials: Trials, arrangement: Arrangement) -> bool:
 
 
 def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
-    """The arrangement in which a device computes as many samples at once, with one device a stage unless more were
-    asked for.
+    """Return the arrangement with one device for each stage that computes the same samples per device.
+
+    If a data degree was requested, the degree is the least requested one, with the same microbatch size.
     """
     least, asked = trials.space.least, trials.space.question.options
     if best.degree == least or asked.data is not None:
@@ -470,7 +476,7 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
 
 
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
-    """The leanest plan, if it is so much leaner than the best that it is worth knowing."""
+    """Yield the leanest plan, if it is at least 1 % leaner than the best."""
     asked = trials.space.question.options
     ways: tuple[Recompute, ...] = RECOMPUTE[:3] if asked.recompute == "never" else (asked.recompute,)
     lean = _lean(trials, ways)
@@ -484,7 +490,7 @@ def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
 
 
 def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Assembled] | None:
-    """The leanest plan of all these ways to recompute; where layers cannot run twice, of the first of them."""
+    """Return the leanest plan of these ways to recompute; only of the first if layers cannot be recomputed."""
     for asked in (tuple(ways), tuple(ways)[:1]):
         with suppress(UsageError):
             question, found = leanest_of(_questions(trials, asked))
@@ -495,7 +501,7 @@ def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Assemble
 
 
 def _questions(trials: Trials, ways: Iterable[Recompute]) -> Iterator[Question]:
-    """Those of every microbatch size that was looked at; where there are many stages to compare, of whole replicas."""
+    """Yield the question of every examined microbatch size; with whole replicas if it has too many stages."""
     for size in trials.sizes:
         first = trials.whole_question(Arrangement(trials.space.schedules[0], max(trials.space.stages), size))
         for recompute in ways:
@@ -507,7 +513,7 @@ def _questions(trials: Trials, ways: Iterable[Recompute]) -> Iterator[Question]:
 
 
 def _pins(space: Space, training: Training, stages: int | None = None) -> str:
-    """The options that ask for this training and so many stages, as far as they were to be chosen."""
+    """Return the options that request this training and number of stages, as far as they were open."""
     found = []
     if stages is not None:
         found.append(f"--stages {stages}")
@@ -527,7 +533,7 @@ def _alternative(
     each: int = 1,
     more_seconds: float = 0.0,
 ) -> Alternative:
-    """An alternative by the simulation of its plan, or of one of `each` replicas, which add `more_seconds`."""
+    """Return an alternative from the simulation of its plan, or of one of `each` replicas, plus `more_seconds`."""
     return Alternative(
         what=what,
         schedule=question.training.schedule,

@@ -1,20 +1,20 @@
-"""Common plans: what people run on servers and clusters, simulated.
+"""Common plans: parallelism that people use on servers and clusters, simulated.
 
-All stages of such a plan have one degree, of several replicas, and are cut so that they take as long (`time`): as many
-stages as there are devices for, or one. Replicas divide optimizer state, gradients or parameters, in a bucket for each
-block, as fully sharded data parallelism does (ZeRO-1 to 3, FSDP). State is on the devices; or the host updates all of
-it, bucket by bucket or block by block; or the host keeps the optimizer state, and the parameters between passes too
-(ZeRO-Offload, ZeRO-Infinity). Everything is kept for the backward, or every block but a stage's last is recomputed by
-itself.
+All stages of such a plan have one degree with several replicas, and are cut to take equally long (`time`): as
+many stages as the devices allow, or one. Replicas divide optimizer state, gradients or parameters, in a
+bucket for each block, as fully sharded data parallelism does (ZeRO-1 to 3, FSDP). State is on the devices; or
+the host updates all of it, bucket by bucket or block by block; or the host keeps the optimizer state, and the
+parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Activations are kept, or every block but a
+stage's last is recomputed separately.
 
-They are looked for where no plan is known that comes within 1 % of the bound, nor of what a plan would take if nothing
-moved and updates took no time; of large questions only where no plan keeps everything. So an answer is never slower by
-more than that than the plans by hand of `benchmarks/bench_zero.py`, as long as the budget lasts. Where nothing is known
-to fit, plans are looked at until one does.
+Common plans are searched if no plan is known within 1 % of the lower bound and of the seconds with nothing
+moved and instant updates; for large questions, only if no plan keeps everything. So a result is not slower
+than such plans by more than that, as long as the budget lasts. If no plan is known to fit, the search
+continues until one does.
 
-Costs: up to 36 simulations for each number of replicas, those that recompute nothing first; of plans whose state stays
-on the devices only those whose bound of memory fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857;
-FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
+Cost: up to 36 simulations for each number of replicas, those without recomputation first; plans whose state
+stays on the devices only if their memory bound fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
+2104.07857; FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from pipefit.schema.grids import SHARDINGS, Sharding
 from pipefit.schema.layer_costs import LayerCost, Work
 from pipefit.schema.plan import Plan
 
-_WORK = 60_000  # after which no other plan is simulated
-_WORK_TO_FIT = 2_000_000  # the same where no plan is known that fits
-_WORTH = 0.01  # the part of a step that hosts have to gain
+_WORK = 60_000  # budget of work for simulations
+_WORK_TO_FIT = 2_000_000  # the same budget if no plan is known to fit
+_WORTH = 0.01  # part of a step that hosts have to gain
 
 Moves = tuple[tuple[What, StateKind], ...]
-Layers = tuple[int, int]  # the first, and the one behind the last
+Layers = tuple[int, int]  # the first layer, and the one after the last
 
 UPDATED: Moves = ((What.UPDATE, "optimizer"),)
 AWAY: Moves = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
@@ -62,7 +62,7 @@ _WAYS: tuple[tuple[Sharding, Moves], ...] = (
 
 
 class CommonPlan(NamedTuple):
-    """A common plan that fits, with its seconds and its peaks by simulation."""
+    """Common plan that fits, with its seconds and its peaks by simulation."""
 
     split: Split
     seconds: float
@@ -71,7 +71,7 @@ class CommonPlan(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A split, and what is done about memory on all its stages."""
+    """Split with the memory decisions of all its stages."""
 
     split: Split
     recompute: Recompute
@@ -80,7 +80,7 @@ class Candidate(NamedTuple):
 
     @property
     def way(self) -> str:
-        """What its replicas divide, and what hosts do, in words."""
+        """Name of the state division and of the hosts' part, in words."""
         shard = self.split.grid(0).shard
         zero = "data parallel" if shard == "none" else f"ZeRO-{SHARDINGS.index(shard)}"
         at_hosts = {UPDATED: ", updated by hosts", AWAY: ", state at hosts"}.get(self.moves, "")
@@ -88,7 +88,7 @@ class Candidate(NamedTuple):
 
 
 def common_plan(question: Question, at_most: float) -> CommonPlan | None:
-    """The fastest common plan that fits in less than `at_most` seconds; None if none does."""
+    """Return the fastest common plan that fits in less than `at_most` seconds; None if none does."""
     if question.options.recompute not in ("never", "always"):
         return None
     best, simulations, bounds = None, Simulations(question), Simulations(_without_updates(question))
@@ -97,7 +97,7 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
         known = at_most < float("inf")
         if simulations.work + bounds.work > (simulations.share_of(_WORK) if known else _WORK_TO_FIT):
             break
-        with suppress(UsageError):  # what cannot be divided or carried out, and hosts that cannot update
+        with suppress(UsageError):  # state that cannot be divided or moved, or hosts that cannot update
             if not moves and not simulations.may_fit(split, recompute):
                 continue
             if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
@@ -110,7 +110,7 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
 
 
 def _without_updates(question: Question) -> Question:
-    """The question with updates that take no time, as if hosts did them beside everything else."""
+    """Return the question with updates that take no time, as if hosts did them in parallel."""
 
     def quick(cost: LayerCost) -> LayerCost:
         return replace(cost, update=Work(flops=0, moved_bytes=0))
@@ -120,7 +120,7 @@ def _without_updates(question: Question) -> Question:
 
 
 def common_plans(question: Question) -> Iterator[Candidate]:
-    """All of them, those of the most replicas and of what is kept first."""
+    """Yield all common plans, those without recomputation and with the most replicas first."""
     means, asked = question.means, question.options.recompute
     settings: tuple[Recompute, ...] = ("never", "always") if asked == "never" else (asked,)
     degrees = sorted((one for one in question.degrees if one.data > 1), key=lambda one: (-one.data, *one[1:]))
@@ -137,12 +137,12 @@ def common_plans(question: Question) -> Iterator[Candidate]:
 
 
 def _is_allowed(means: Means, moves: Moves) -> bool:
-    """Whether a plan may move state so."""
+    """Return whether the means allow these moves of state."""
     return not moves or (means.host and means.state and (means.spill or moves is UPDATED))
 
 
 def _splits(question: Question, degree: Degree) -> Iterator[Split]:
-    """Those into as many stages of a degree as there are devices for, and one."""
+    """Yield the splits into the most stages of a degree that the devices allow, and into one."""
     most, asked = min(question.blocks, len(question.cluster.devices) // degree.devices), question.options.stages
     for stages in dict.fromkeys((most, 1)) if asked is None else (asked,):
         options = replace(question.options, stages=stages, **degree.pins)
@@ -153,8 +153,10 @@ def _splits(question: Question, degree: Degree) -> Iterator[Split]:
 def _decided(
     question: Question, plan: Plan, moves: Moves, *, in_buckets: bool, recompute: Recompute
 ) -> tuple[Decision, ...]:
-    """What moves the state of a plan, or updates it elsewhere, and what is recomputed: all blocks if that is asked for,
-    or all but the last one of every stage, whose backward follows at once.
+    """Return the decisions that move or update state elsewhere, and that recompute.
+
+    Recomputed are all blocks if the options request that, or else all but the last of every stage, whose
+    backward follows at once.
     """
     decisions = list[Decision]()
     for number in range(len(plan.stages)):
@@ -165,19 +167,19 @@ def _decided(
 
 
 def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) -> list[Layers]:
-    """The runs of layers of a stage that move together: those of a bucket, or of a block."""
+    """Return the runs of a stage's layers that move together: those of a bucket, or of a block."""
     stage, edges = plan.stages[number], bucket_edges(plan, number) if in_buckets else question.edges
     return [*pairwise(cuts(edges, stage.start, stage.stop, question.measurement.shared))]
 
 
 def moved(number: int, runs: Iterable[Layers], moves: Moves, *, ahead: int) -> Iterator[Decision]:
-    """What moves the state of runs of a stage's layers to its hosts, or updates it there."""
+    """Yield the decisions that move the state of a stage's runs to its hosts, or update it there."""
     for (what, kind), (start, stop) in product(moves, runs):
         state = State(start=start, stop=stop, kind=kind)
         yield Decision(stage=number, subject=state, what=what, place=HOST, ahead=ahead)
 
 
 def ran_again(number: int, runs: Iterable[Layers]) -> Iterator[Decision]:
-    """What computes runs of a stage's layers again."""
+    """Yield the decisions that recompute a stage's runs."""
     for start, stop in runs:
         yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)

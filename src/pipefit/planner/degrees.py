@@ -1,9 +1,9 @@
-"""Degrees: how many devices share a stage, and in which way; and those that stages of a question may have.
+"""Degrees of stages: the devices that share a stage and the way they share it.
 
-A stage of degree (data d, tensor t) is on d t devices: d replicas, each of which computes a slice of every microbatch,
-of t shards, each of which holds a part of the layers, and by `sequences` computes some positions of what is between.
-What a device of such a stage holds and computes is what the profile says of a microbatch as large as the slice. So a
-degree is only possible where the profile has that size.
+A stage of degree (data d, tensor t) is on d t devices: d replicas, each of which computes a local batch of
+every microbatch, of t tensor-parallel ranks, each of which holds a part of the layers and, with `sequences`,
+computes some positions between them. The memory and work of a device are those of the profile at the local
+batch's size, so a degree is possible only if the profile has that size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.texts import counted
 
 
 class Pins(TypedDict):
-    """A degree as options of a planner, and as fields of a grid, are named."""
+    """A degree under the names of planner options and grid fields."""
 
     data: int
     tensor: int
@@ -27,7 +27,7 @@ class Pins(TypedDict):
 
 
 class Degree(NamedTuple):
-    """So many replicas of so many shards each, which by `sequences` divide positions too."""
+    """Number of replicas and of tensor-parallel ranks of each, which with `sequences` divide positions too."""
 
     data: int
     tensor: int
@@ -35,7 +35,7 @@ class Degree(NamedTuple):
 
     @staticmethod
     def of(grid: Grid) -> Degree:
-        """That of a grid."""
+        """Return the degree of a grid."""
         return Degree(grid.data, grid.tensor, grid.sequences)
 
     def __str__(self) -> str:
@@ -44,16 +44,16 @@ class Degree(NamedTuple):
 
     @property
     def pins(self) -> Pins:
-        """Its fields by name."""
+        """The fields by name."""
         return {"data": self.data, "tensor": self.tensor, "sequences": self.sequences}
 
     @property
     def devices(self) -> int:
-        """Devices of a stage of this degree."""
+        """Number of devices of a stage of this degree."""
         return self.data * self.tensor
 
     def groups(self, devices: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Of the first devices, the shards of a replica, and the replicas of a shard."""
+        """Return the tensor-parallel ranks of the first replica, and the replicas of the first rank."""
         return devices[: self.tensor], devices[: self.devices : self.tensor]
 
 
@@ -62,7 +62,7 @@ _DIVIDED = {"optimizer": "optimizer state", "gradients": "gradients", "parameter
 
 
 def divisors(size: int, most: int) -> tuple[int, ...]:
-    """Numbers of replicas, up to `most`, that divide so many samples, each at least twice the one before."""
+    """Return numbers of replicas up to `most` that divide `size` samples, each at least twice the one before."""
     found = [1]
     for number in range(2, min(size, most) + 1):
         if size % number == 0 and number >= 2 * found[-1]:
@@ -71,8 +71,10 @@ def divisors(size: int, most: int) -> tuple[int, ...]:
 
 
 def divisible(training: Training) -> tuple[Sharding, ...]:
-    """What replicas of a stage may divide, the least first; under a schedule without end no parameters, and nothing of
-    which every version of the weights has room for all.
+    """Return the kinds of state that replicas of a stage may divide, the smallest first.
+
+    Under an asynchronous schedule, parameters cannot be divided, and nothing can if every version of the
+    weights keeps everything.
     """
     if not training.endless:
         return SHARDINGS
@@ -80,7 +82,7 @@ def divisible(training: Training) -> tuple[Sharding, ...]:
 
 
 def check_divided(training: Training, shard: Sharding | None) -> None:
-    """Check that replicas may divide what they are asked to, under this schedule.
+    """Check that replicas may divide the requested state under this schedule.
 
     Raises:
         UsageError: they may not.
@@ -104,13 +106,13 @@ def degrees_of(
     shard: Sharding | None = None,
     unreplicated: bool = False,
 ) -> tuple[Degree, ...]:
-    """The degrees that stages may have on so many devices, rising; all of `data` replicas and `tensor` shards if given,
-    all shards with `sequences` or without.
+    """Return the degrees that stages may have on this number of devices, rising.
 
-    Some have several replicas if these are to divide anything (`shard`). None has where stages are `unreplicated`.
+    `data`, `tensor` and `sequences` restrict them. Requested sharding (`shard`) needs several replicas in
+    some degree. With `unreplicated` no degree has replicas.
 
     Raises:
-        UsageError: those that are asked for are not possible; says what would be.
+        UsageError: the requested degrees are impossible; the message says which are possible.
     """
     size = training.microbatch_size
     check_pins(profile, size, devices, data=data, tensor=tensor, sequences=sequences, shard=shard)
@@ -145,10 +147,10 @@ def check_pins(
     shard: Sharding | None = None,
     batch: int | None = None,
 ) -> None:
-    """Check that stages can have the degrees that were asked for with microbatches of so many samples, replicas if
-    these are to divide anything, and shards that divide positions if some are to (`sequences`).
+    """Check that stages can have the requested degrees with microbatches of `size` samples.
 
-    `batch` is the number of samples in a step, if it was asked for.
+    Sharding (`shard`) needs replicas, and `sequences` needs tensor-parallel ranks. `batch` is the number of
+    samples of a step, if it was requested.
 
     Raises:
         UsageError: they cannot.
@@ -178,7 +180,7 @@ def check_degrees(
     shard: Sharding | None = None,
     batch: int | None = None,
 ) -> None:
-    """Check what `check_pins` checks, as far as no profile is needed to know it.
+    """Check the parts of `check_pins` that need no profile.
 
     Raises:
         UsageError: stages cannot have these degrees, whatever the model.
@@ -208,12 +210,12 @@ def check_degrees(
 
 
 def _most_replicas(size: int, devices: int, data: int | None, tensor: int | None) -> int:
-    """How many replicas of so many shards a stage can have at most, if their number is not said."""
+    """Return the requested number of replicas, or the most that a stage can have."""
     return min(size, devices // (tensor or 1)) if data is None else data
 
 
 def _two_replicas(data: int | None, tensor: int | None, devices: int) -> str:
-    """What would let a stage have two replicas."""
+    """Return the advice that would let a stage have two replicas."""
     if data is not None:
         return "ask for 2 replicas or more"
     if devices < 2 * (tensor or 1):

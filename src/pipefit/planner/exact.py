@@ -1,16 +1,16 @@
-"""The exact planner, that of the objective `peak`: the plan with the lowest peak, proven, in milliseconds.
+"""The exact planner, default for the objective `peak`: the plan with the proven lowest peak, in milliseconds.
 
-Of stages with one device each, the highest peak of all devices is as low as possible; among splits with that highest
-peak the second highest is, and so on. The cost of a stage is its peak at its place in the schedule, the same to the
-byte as the simulator's, so that the plan needs no correction afterwards. 30 blocks on 4 devices take a few
-milliseconds, 1,000 on 64 less than a second. The search is `planner.exact`.
+For stages with one device each, the highest peak of all devices is as low as possible; among splits with that
+highest peak the second highest is, and so on. The cost of a stage is its peak at its place in the schedule,
+equal to the simulator's to the byte, so the plan needs no correction. 30 blocks on 4 devices take a few
+milliseconds, 1,000 on 64 less than a second.
 
-Where the profile has the sizes of slices, stages may have several devices, which share their work; then every number of
-stages and every degree of every stage is searched too (`planner.hybrid`), and grids are taken where they lower the
-highest peak.
+If the profile has the sizes of local batches, stages may have several devices, which share their work. Then
+every number of stages and every degree of every stage is searched too (`planner.hybrid`), and grids are used
+if they lower the highest peak.
 
-It does not consider time: where balanced memory means unbalanced work, the step is slow. (It takes the place of the
-searches of mCAP, section 3.4, and CAPTURE.)
+Time is not considered: if balanced memory means unbalanced work, the step is slow. (Replaces the searches of
+mCAP, section 3.4, and CAPTURE.)
 """
 
 from __future__ import annotations
@@ -32,25 +32,23 @@ from pipefit.planner.hybrid.search import Sizes, few_classes
 from pipefit.planner.problem import Found, Question, Split
 from pipefit.schema.actions import Kind
 
-# ----------------------------------------------------------------------------------------------------
-# Which blocks a stage can start at, and how many it can hold, if no stage may need more than a given level of
-# bytes.
+# ---- Lower bounds
 #
-# These are lower bounds, found in microseconds. When a range of blocks grows, its parameters, gradients and
-# optimizer state only grow, and so do the activations that are made and saved inside it (`Ranges.floor`). A
-# stage that holds n microbatches at once needs for blocks i to j - 1 at least
+# When a range of blocks grows, its parameters, gradients and optimizer state only grow, and so do the
+# activations that are made and saved inside it (`Ranges.floor`). A stage that holds n microbatches at once
+# needs for blocks i to j - 1 at least
 #
 #     owned(j) - owned(i) + n * (saved(j) - born(i))
 #
-# bytes; and if it holds m microbatches while its gradients exist, the same with m instead of n and gradients
-# added to what is owned. Both are a rising reach(j) minus a rising base(i), so that the last possible stop
-# and the first possible start are found by binary search.
+# bytes. If it holds m microbatches while its gradients exist, the bound with m in place of n and gradients
+# added to `owned` holds too. Both are a rising reach(j) minus a rising base(i), so binary search finds the
+# last possible stop and the first possible start.
 
 Floats = NDArray[np.float64]
 
 
 class Window(NamedTuple):
-    """The blocks at which a stage can start, `first` to `last`, and its possible widths, `narrowest` to `widest`."""
+    """Possible starts of a stage, blocks `first` to `last`, and possible widths, `narrowest` to `widest`."""
 
     first: int
     last: int
@@ -66,7 +64,7 @@ class _Line(NamedTuple):
 
 
 class Bounds:
-    """The lower bounds of all stages of a question."""
+    """Lower bounds of all stages of a question."""
 
     def __init__(self, question: Question) -> None:
         self.stages, self.blocks = question.stages, question.blocks
@@ -85,7 +83,7 @@ class Bounds:
             self.lines.append([_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)])
 
     def windows(self, level: float) -> list[Window] | None:
-        """The window of every stage if none may need more than `level` bytes; None if there is no such split."""
+        """Return the window of every stage if none may need more than `level` bytes; None without such a split."""
         last = self._latest_starts(level)
         first = self._earliest_starts(level)
         if last[-1] < self.blocks or any(a > b for a, b in zip(first, last, strict=True)):
@@ -93,7 +91,7 @@ class Bounds:
         return [self._window(stage, first, last, level) for stage in range(self.stages)]
 
     def greedy(self, level: float) -> tuple[int, ...] | None:
-        """A split whose stages nearly keep to `level` by their bounds, early ones filled first; None if none do."""
+        """Return a split whose stages nearly keep to `level` by their bounds, early ones filled first, or None."""
         last = self._latest_starts(level)
         if last[-1] < self.blocks or any(start < stage for stage, start in enumerate(last)):
             return None
@@ -103,7 +101,7 @@ class Bounds:
         return tuple(reversed(edges))
 
     def lowest_split(self) -> tuple[int, ...]:
-        """A split whose highest lower bound is about as low as possible, by bisection on the level."""
+        """Return a split whose highest lower bound is about as low as possible, by bisection on the level."""
         high = float(max(line.reach[-1] for lines in self.lines for line in lines)) + 1.0
         low, best = 0.0, self.greedy(high)
         assert best is not None
@@ -114,10 +112,10 @@ class Bounds:
         return best
 
     def _latest_starts(self, level: float) -> list[int]:
-        """For every stage, the last block at which it can start; then the number of blocks that all stages can hold.
+        """Return the last possible start of every stage, then the number of blocks that all stages can hold.
 
-        A later stage may have to start earlier than the one before: a block that is too large for one stage may fit a
-        later one, which holds fewer microbatches.
+        A later stage may have to start earlier than the one before: a block that is too large for one stage
+        may fit a later one, which holds fewer microbatches.
         """
         starts = [0]
         for stage in range(self.stages):
@@ -126,14 +124,14 @@ class Bounds:
         return starts
 
     def _stops(self, stage: int, starts: NDArray[np.intp], level: float) -> NDArray[np.intp]:
-        """The last possible stop for each start."""
+        """Return the last possible stop for each start."""
         lines = self.lines[stage]
         stops = [np.searchsorted(line.reach, level + line.base[starts], side="right") for line in lines]
         furthest: NDArray[np.intp] = np.minimum.reduce(stops) - 1
         return furthest
 
     def _earliest_starts(self, level: float) -> list[int]:
-        """For every stage, the first block at which it can start such that it and the later ones hold the rest."""
+        """Return the first start of every stage from which it and the later ones can hold the rest."""
         starts = [self.blocks]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]
@@ -147,39 +145,35 @@ class Bounds:
         return Window(first[stage], last[stage], max(1, first[stage + 1] - last[stage]), max(1, widest))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The exact search: the split, and the order of devices, with the lexicographically lowest list of costs.
+# ---- Exact search
 #
-# The list has the cost of every stage, highest first. So the highest cost is as low as possible; of the
-# splits with that highest cost, the second highest is as low as possible; and so on. A stage's cost is its
-# peak, in bytes or as a share of its device's budget.
+# It minimises the list of all stages' costs (bytes or shares of budgets), the highest first, in lexicographic
+# order. A stage's cost depends on its blocks, position and device, not on other stages. If one placement of
+# the first blocks has a lower list than another, its list stays lower after both get the same further stage.
+# So dynamic programming is exact, over states (devices used of each class, blocks placed). A peak may fall
+# when a block is added, because the cut then falls on a smaller tensor, so every width within the lower
+# bounds is tried. Two passes:
 #
-# A stage's cost depends on its blocks, its position and its device, but not on the other stages. If one
-# placement of the first blocks has a lower list than another, it still has after both get the same further
-# stage, because adding one cost to two lists does not change which is lower. So dynamic programming is exact,
-# with the states
+#     1. from the last stage to the first: the lowest possible highest cost (the level), one number for each
+#     state
+#     2. from the first stage to the last: whole lists of costs, only for states that can stay within the
+#     level
 #
-#     (number of devices of each class that are used, number of blocks that are placed)
-#
-# A peak may fall when a block is added, because the cut then falls on a smaller tensor. So every width within
-# the bounds of `planner.exact` is tried. There are two passes:
-#
-#     1. from the last stage to the first: the lowest possible highest cost (the level), as one number for each state
-#     2. from the first stage to the last: whole lists of costs, but only for states that can stay within the level
-#
-# Between splits with equal lists, the stages are compared from the last to the first: the one with the
-# smaller first block wins, then the one with the earlier class of device.
+# Of splits with equal lists, the stages are compared from the last to the first: the smaller first block
+# wins, then the earlier class of device.
 
 Used = tuple[int, ...]  # number of devices of each class that hold a stage
 Indices = NDArray[np.intp]
 
-_FEW, _MANY = 4_000, 20_000  # numbers of devices of each class that are listed: with little loss, and in any case
-_ROUNDING = 1 + 1e-9  # for bounds in bytes that are compared with shares of a budget
+_FEW, _MANY = 4_000, 20_000  # tuples of used devices: up to this number without merging similar classes, and at most
+_ROUNDING = 1 + 1e-9  # margin of bounds in bytes that are compared with shares of a budget
 
 
 class Solution(NamedTuple):
-    """The best split, its highest cost, how many candidate stages were evaluated, and the part of budgets that was kept
-    (`FewClasses`): if it is 1, no split has a lower highest cost.
+    """The best split, its highest cost, the number of evaluated candidate stages, and the kept part of
+    budgets.
+
+    If the kept part (`FewClasses`) is 1, no split has a lower highest cost.
     """
 
     split: Split
@@ -189,29 +183,29 @@ class Solution(NamedTuple):
 
 
 def solve(question: Question) -> Solution:
-    """The best split of the question."""
+    """Return the best split of the question."""
     search = _Search(question)
     return search.best()
 
 
 def _places(sizes: Sizes) -> int:
-    """How many numbers of devices of each class there are."""
+    """Return the number of tuples of used devices of each class."""
     return prod(size + 1 for size in sizes)
 
 
 def is_possible(question: Question, level: float) -> bool:
-    """Whether bounds allow for a split whose highest cost is no more than this."""
+    """Return whether the lower bounds allow a split whose highest cost is at most `level`."""
     units = [1 if question.equal_budgets else one.memory_bytes for one in question.classes]
     return Bounds(question).windows(level * max(units) * _ROUNDING) is not None
 
 
 class _Nodes(NamedTuple):
-    """The states after some stages: for each pair of `used` and `stop`, the costs of the best placement."""
+    """States after some stages: for each pair of `used` and `stop`, the costs of the best placement."""
 
     used: list[Used]
-    place: Indices  # which of `used`
+    place: Indices  # index into `used`
     stop: Indices
-    costs: Floats  # shape (stages, nodes); of every node the highest first
+    costs: Floats  # shape (stages, nodes); for every node the highest first
 
 
 class _Candidates(NamedTuple):
@@ -241,7 +235,7 @@ class _Search:
         self.band: Band
 
     def best(self) -> Solution:
-        """The best split, by the two passes."""
+        """Return the best split, by the two passes."""
         self._limit(self._achievable())
         self.band = self.question.ranges.band(max(window.widest for window in self.windows))
         rest = self._rest()
@@ -259,7 +253,7 @@ class _Search:
         self.windows = windows
 
     def _achievable(self) -> float:
-        """The highest cost of a split that is good by its lower bounds, with its stages on the largest devices."""
+        """Return the highest cost of a split that is good by its bounds, with its stages on the largest devices."""
         edges = self.bounds.lowest_split()
         units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
         self.band = self.question.ranges.band(max(stop - start for start, stop in pairwise(edges)))
@@ -267,14 +261,14 @@ class _Search:
         return max(self._peak(s, *stage) / units[s] for s, stage in ends)
 
     def _peak(self, stage: int, start: int, stop: int) -> float:
-        """The peak of blocks `start` to `stop - 1` as this stage."""
+        """Return the peak of blocks `start` to `stop - 1` as this stage."""
         within = slice(stop - start - 1, stop - start), slice(start, start + 1)
         return float(stage_peak(self.band, self.question.surroundings(stage), within).item())
 
-    # ---------------------------------------------------------------- costs
+    # ---- Costs
 
     def _costs(self, stage: int) -> Floats:
-        """Peaks of every range in the stage's window: row r is the ranges of `narrowest + r` blocks."""
+        """Return the peaks of every range in the stage's window: row r has the ranges of `narrowest + r` blocks."""
         first, last, narrowest, widest = self.windows[stage]
         window = (slice(narrowest - 1, widest), slice(first, last + 1))
         peaks = stage_peak(self.band, self.question.surroundings(stage), window)
@@ -282,20 +276,20 @@ class _Search:
         return peaks.astype(float)
 
     def _places(self, stage: int) -> list[Used]:
-        """Every way to choose `stage` devices, as numbers of each class, in rising order."""
+        """Return every choice of `stage` devices, as numbers of each class, in rising order."""
         ways = product(*(range(size + 1) for size in self.sizes))
         return [used for used in ways if sum(used) == stage]
 
     def _next(self, used: Used) -> Iterator[tuple[int, Used]]:
-        """The classes of which a device is left, each with `used` after taking one."""
+        """Yield the classes with an unused device, each with `used` after taking one."""
         for kind, size in enumerate(self.sizes):
             if used[kind] < size:
                 yield kind, (*used[:kind], used[kind] + 1, *used[kind + 1 :])
 
-    # ---------------------------------------------------------------- pass 1: the level
+    # ---- Pass 1: the level
 
     def _rest(self) -> dict[Used, Floats]:
-        """For the devices used and the first block not placed: the lowest possible level of the stages to come."""
+        """Return, for the used devices and the first unplaced block, the lowest level of the remaining stages."""
         empty = np.full(self.blocks + self.band.valid.shape[0] + 2, np.inf)
         rest = {used: empty.copy() for used in self._places(self.stages)}
         for level in rest.values():
@@ -311,10 +305,10 @@ class _Search:
                     np.minimum(here, np.maximum(by_kind[kind], following).min(axis=0), out=here)
         return rest
 
-    # ---------------------------------------------------------------- pass 2: lists of costs
+    # ---- Pass 2: lists of costs
 
     def _forward(self, rest: dict[Used, Floats], level: float) -> Split:
-        """The best split within the level, from the first stage to the last."""
+        """Return the best split within the level, from the first stage to the last."""
         zero = np.zeros(1, np.intp)
         nodes = _Nodes([self._nothing], zero, zero, np.zeros((0, 1)))
         trail = []
@@ -325,7 +319,7 @@ class _Search:
         return self._split(min(ends)[-1])
 
     def _step(self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float) -> tuple[_Candidates, _Nodes]:
-        """The best candidate stage for every node after this stage, and those nodes."""
+        """Return the best candidate stage for every node after this stage, and those nodes."""
         places = self._places(stage + 1)
         found = list(self._within(stage, nodes, rest, level, places))
         candidates = _Candidates._make(map(np.concatenate, zip(*found, strict=True)))
@@ -337,7 +331,7 @@ class _Search:
     def _within(
         self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float, places: list[Used]
     ) -> Iterator[_Candidates]:
-        """The candidate stages after which all stages can stay within the level."""
+        """Yield the candidate stages after which all stages can stay within the level."""
         costs, window = self._costs(stage), self.windows[stage]
         by_kind = [costs / unit for unit in self.units]
         for place, used in enumerate(nodes.used):
@@ -351,14 +345,14 @@ class _Search:
                 yield _Candidates(members[column], start, np.full_like(start, kind), target, cost[row, column])
 
     def _split(self, path: tuple[tuple[int, int], ...]) -> Split:
-        """The split of a path from the last stage to the first."""
+        """Return the split of a path from the last stage to the first."""
         free = [iter(c.devices) for c in self.classes]
         starts = [start for start, _ in reversed(path)]
         return Split((*starts, self.blocks), tuple(next(free[kind]) for _, kind in reversed(path)))
 
 
 def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
-    """First block and class of device of the stages that lead to a final node, from the last stage to the first."""
+    """Return the first block and device class of the stages on a node's path, from the last stage to the first."""
     path = []
     for chosen in reversed(trail):
         path.append((int(chosen.start[node]), int(chosen.kind[node])))
@@ -367,16 +361,16 @@ def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
 
 
 def _following(level: Floats, window: Window) -> Floats:
-    """The element of `level` for the block after every range of the window."""
+    """Return the element of `level` for the block after every range of the window."""
     first, last, narrowest, widest = window
     return sliding_window_view(level[first + narrowest : last + widest + 1], last - first + 1)
 
 
 def _lowest(candidates: _Candidates, costs: Floats) -> _Candidates:
-    """For every target the candidate with the lowest list of costs, the first one of equals.
+    """Return for every target the candidate with the lowest list of costs, the first one of equals.
 
-    Candidates must be sorted by target. With a cost c, a list a0 >= a1 >= ... becomes the list
-    max(a0, c), max(a1, min(a0, c)), max(a2, min(a1, c)), ...
+    Candidates must be sorted by target. With a cost c, a list a0 >= a1 >= ... becomes the list max(a0, c),
+    max(a1, min(a0, c)), max(a2, min(a1, c)), ...
     """
     high = np.full(len(candidates.cost), np.inf)
     for column in (*costs, np.zeros(costs.shape[1])):
@@ -392,12 +386,12 @@ def _lowest(candidates: _Candidates, costs: Floats) -> _Candidates:
 
 
 def _begins(target: Indices) -> Indices:
-    """Where each run of equal numbers begins."""
+    """Return the first index of each run of equal numbers."""
     return np.flatnonzero(np.concatenate(([True], target[1:] != target[:-1])))
 
 
 def _merged(costs: Floats, chosen: _Candidates) -> Floats:
-    """The lists of costs of the chosen candidates, highest first."""
+    """Return the lists of costs of the chosen candidates, highest first."""
     lists = costs[:, chosen.source]
     lists = np.vstack([lists, np.zeros((1, lists.shape[1]))])
     above = np.vstack([np.full((1, lists.shape[1]), np.inf), lists[:-1]])
@@ -405,16 +399,16 @@ def _merged(costs: Floats, chosen: _Candidates) -> Floats:
     return merged
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Planner
 
 
 def exact(question: Question) -> Found:
-    """The plan with the lowest highest peak; without grids, then with the lowest second highest, and so on."""
+    """Return the plan with the lowest highest peak; without grids, then the lowest second highest, and so on."""
     return _exact(question, ())
 
 
 def _exact(question: Question, every: Sequence[Search]) -> Found:
-    """The same by these searches, if there are any."""
+    """Return the exact plan, found with the prepared searches `every` if there are any."""
     if question.degrees == (SINGLE,) and question.options.recompute != "always":
         return _alone(question)
     found = leanest(question, every)
@@ -425,13 +419,13 @@ def _exact(question: Question, every: Sequence[Search]) -> Found:
 
 
 def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
-    """The question whose answer has the lowest peak, and that answer; its bound holds for all of them.
+    """Return the question whose plan has the lowest peak, and that plan; its bound holds for all questions.
 
-    Those of which a bound says that they have no lower one are not answered. Those that recompute come first, because
-    they mostly have the lowest, and what is above it need not be told apart.
+    Questions whose lower bound is not below a known peak are skipped. Questions with recomputation come
+    first, because they mostly have the lowest peak.
 
     Raises:
-        UsageError: there is no plan; as the last of them says.
+        UsageError: no question has a plan; the error of the last one.
     """
     levels, refusal, best, known = list[tuple[float, int, Question]](), None, None, float("inf")
     kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, of which much is known
@@ -446,7 +440,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         level = reached * min((one.kept for one in every), default=1.0)
         levels.append((level, number, question))
         kept = min(kept, (level, number, every), key=lambda one: one[:2])
-        if reached and question.shards == ("none",):  # there is a plan with this peak
+        if reached and question.shards == ("none",):  # a plan with this peak exists
             known = min(known, reached)
     bound = float("inf")
     for level, number, question in sorted(levels, key=lambda one: one[:2]):
@@ -464,7 +458,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
 
 
 def _alone(question: Question) -> Found:
-    """The best split for one device a stage."""
+    """Return the best split with one device for each stage."""
     split, value, evaluated, kept = solve(question)
     value = int(value) if question.equal_budgets else value
     return Found(

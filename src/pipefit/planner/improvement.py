@@ -42,8 +42,9 @@ _ROUNDING = 1e-9
 
 
 def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
-    """Return the best plan that single changes make of `start`, until the budget ends; none is below
-    `at_least` seconds.
+    """Return the best plan that single changes make of `start`, until the budget ends.
+
+    No plan takes less than `at_least` seconds, so the search ends at a plan that is as fast.
     """
     best = start
     found: Evaluation | None = start
@@ -417,8 +418,8 @@ def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_l
 
 
 class _Faster:
-    """Test whether a setting may be faster than a plan, by timing all neighbours of a plan that keeps
-    everything at once.
+    """Filter of settings that may be faster than a plan; times all neighbours of a plan that keeps
+    everything.
 
     The times are used only if the timer agrees with the simulator about the first step of the plan itself.
     """

@@ -1,20 +1,21 @@
-"""The lean planner: the lowest peak of all that it simulates, with state at hosts where that lowers it.
+"""The lean planner: the lowest peak of all plans that it reads, with state at hosts if that lowers it.
 
-`exact` keeps everything on the devices, and its plan is one of those that are compared. The others have stages of one
-degree, for every degree and number of stages, cut as `exact` or `time` cut them; a stage's state is at its hosts:
+The plan of `exact`, which keeps everything on the devices, is one of the compared plans. The others have
+stages of one degree, for every degree and number of stages, cut as by `exact` or `time`; a stage's state is
+at its hosts:
 
     one device             the host updates every block; or gradients, parameters and optimizer state are there between
                            passes, block by block
-    replicas (ZeRO-2, 3)   the same of what they divide, in a bucket for each block, and of blocks or whole buckets;
-                           gradients stay (ZeRO-Offload, ZeRO-Infinity)
+    replicas (ZeRO-2, 3)   the same for the state that they divide, in a bucket for each block, by blocks or by whole
+                           buckets; gradients stay (ZeRO-Offload, ZeRO-Infinity)
 
-Nothing comes back before it is needed. From the leanest of them on, cuts move by a block as long as that lowers the
-peak. So it is proven that no plan of these has a lower one, and of others nothing is told. Peaks are read of programs,
-to the byte; time is not considered, and steps are often several times as long.
+Nothing returns before it is needed. From the leanest plan on, cuts move by a block while that lowers the
+peak. So the result is the lowest of the read plans only. Peaks are read from programs, to the byte; time is
+not considered, and steps are often several times as long.
 
-Costs: a program of every stage of a few dozen plans (`hybrid.reading`), within a limit of work; those of the most
-devices a stage come first, then those of the fewest. The plan says if the limit has ended the search. (ZeRO-Offload,
-arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857.)
+Cost: a program of every stage of a few dozen plans (`hybrid.divided_state`), within a limit of work; those
+with the most devices for each stage come first, then those with the fewest. The plan says if the limit has
+ended the search. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pipefit.simulate import Simulation
 from pipefit.simulate.assembled import assembled
 from pipefit.texts import counted
 
-_WORK = 250_000  # actions that were read, after which no other plan is
+_WORK = 250_000  # limit of actions read
 
 ALL_AWAY: Moves = (*AWAY, (What.OFFLOAD, "gradients"))
 _OF_ONE: tuple[tuple[Sharding, Moves], ...] = (("none", UPDATED), ("none", ALL_AWAY))
@@ -58,15 +59,15 @@ _OF_SEVERAL: tuple[tuple[Sharding, Moves], ...] = (
 
 
 class Candidate(NamedTuple):
-    """A split, and what is done with the state of its stages."""
+    """Split with the treatment of its stages' state."""
 
     split: Split
     moves: Moves
-    in_buckets: bool = False  # else block by block
+    in_buckets: bool = False  # instead of block by block
 
 
 def lean(question: Question) -> Found:
-    """The plan with the lowest peak: that of `exact`, or one whose state is at hosts."""
+    """Return the plan with the lowest peak: that of `exact`, or one whose state is at hosts."""
     kept, search = exact(question), _Search(question)
     found = search.best(kept.value)
     told = counted(search.count, "plan")
@@ -85,10 +86,10 @@ def lean(question: Question) -> Found:
 
 
 def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
-    """The question whose answer has the lowest peak, and that answer.
+    """Return the question whose plan has the lowest peak, and that plan.
 
     Raises:
-        UsageError: there is no plan; as the last of them says.
+        UsageError: no question has a plan; the error of the last one.
     """
     refusal, found = UsageError("no question was asked"), list[tuple[Question, Found]]()
     for question in questions:
@@ -102,14 +103,14 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
 
 
 def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
-    """The plan whose hosts update this part of every stage's blocks, or have more of their state by other `moves`, and
-    whose blocks are all recomputed, with one device a stage.
+    """Return the plan that recomputes all blocks and has state at hosts, with one device for each stage.
 
-    It is cut where stages without that optimizer state have the lowest peak. Hardly any plan fits where none of these
-    does, and it costs one simulation; steps are as long as they get.
+    Hosts update the part `part` of every stage's blocks, or hold more of their state by other `moves`. The
+    split has the lowest peak of stages without that optimizer state. If this plan does not fit, hardly any
+    does, and it costs one simulation; its steps are the longest.
 
     Raises:
-        UsageError: it cannot be carried out, or is not allowed.
+        UsageError: the plan cannot be carried out, or is not allowed.
     """
     means = question.means
     if not (means.host and means.state) or means.recompute == "never":
@@ -130,7 +131,7 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
 
 
 def _without_state(question: Question, part: float) -> Question:
-    """The question of a model whose optimizer keeps so much less, and of which all stages run again."""
+    """Return the question with the part `part` of optimizer state removed and all stages recomputed."""
 
     def less(cost: LayerCost) -> LayerCost:
         state, early = (round((1 - part) * nbytes) for nbytes in (cost.state_bytes, cost.early_state_bytes))
@@ -142,7 +143,7 @@ def _without_state(question: Question, part: float) -> Question:
 
 
 class _Search:
-    """Reads the peaks of candidates."""
+    """Reader of the peaks of candidates, within a limit of work."""
 
     def __init__(self, question: Question) -> None:
         self._question, self._reader = question, Reader(question)
@@ -151,11 +152,11 @@ class _Search:
 
     @property
     def count(self) -> int:
-        """How many plans were read."""
+        """Number of plans read."""
         return len(self._known)
 
     def best(self, below: float) -> tuple[Candidate, float] | None:
-        """The candidate of the lowest peak, and that, if it is `below` a value."""
+        """Return the candidate with the lowest peak, and its value, if it is `below` a value."""
         for candidate in _candidates(self._question):
             if self._ends():
                 break
@@ -168,7 +169,7 @@ class _Search:
         return None
 
     def _moved(self, best: Candidate) -> tuple[Candidate, float]:
-        """The best of a candidate and those that come of moving cuts, by a block at a time."""
+        """Return the best of a candidate and of those with cuts moved by one block at a time."""
         while not self._ends():
             others = [best._replace(split=split) for split in beside(best.split)]
             found = min(others, key=self._value, default=best)
@@ -178,12 +179,12 @@ class _Search:
         return best, self._value(best)
 
     def _ends(self) -> bool:
-        """Whether nothing of the work is left."""
+        """Return whether the work is spent."""
         self.ended = self.ended or self._reader.actions > _WORK
         return self.ended
 
     def _value(self, candidate: Candidate) -> float:
-        """The highest peak, in bytes or as a share of budgets that differ; infinity if it cannot be carried out."""
+        """Return the highest peak, in bytes or as a share of unequal budgets; infinity if it cannot be carried out."""
         if candidate not in self._known:
             question, split = self._question, candidate.split
             try:
@@ -199,12 +200,12 @@ class _Search:
         return self._known[candidate]
 
     def _has_room(self, candidate: Candidate) -> bool:
-        """Whether hosts have room for what is moved there."""
+        """Return whether hosts have memory for the moved state."""
         plan = plan_of(self._question, candidate.split, decisions=self.decisions(candidate))
         return not any(missing_bytes(plan, Simulation(plan).arenas).values())
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
-        """What is done with the state of every stage, run by run, and with its passes."""
+        """Return the decisions about the state of every stage, run by run, and about recomputation."""
         question, found = self._question, list[Decision]()
         plan = plan_of(question, candidate.split)
         for number in range(len(plan.stages)):
@@ -215,7 +216,7 @@ class _Search:
 
 
 def _candidates(question: Question) -> Iterator[Candidate]:
-    """The splits of every degree and number of stages, with every way to have state at hosts."""
+    """Yield the splits of every degree and number of stages, with every way to have state at hosts."""
     if not (question.means.host and question.means.state):
         return
     *others, widest = sorted(question.degrees, key=lambda degree: degree.devices)
@@ -236,7 +237,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 
 def _divided(question: Question, split: Split, shard: Sharding) -> Split:
-    """A split whose replicas divide so much, in a bucket for each block."""
+    """Return the split with replicas that divide `shard`, in a bucket for each block."""
     grids = tuple(
         replace(one, shard=shard, buckets=question.blocks) if one.data > 1 else one
         for one in map(split.grid, range(len(split.devices)))

@@ -1,19 +1,20 @@
-"""Device mapping: which stage goes on which device, so that peers with memory to spare are near those that lack it.
+"""Device mapping: place stages so that peers with memory to spare are near stages that lack it.
 
-Links of some machines differ: on a DGX-1 a GPU reaches one neighbour over two lanes of NVLink, another over one, and
-the rest through the host. All orders of the devices are tried. For each, the stages that lack memory (borrowers) take
-it from the neighbours that have some (lenders), so that the longest of their copies is as short as possible; the order
-with the shortest wins, and of equal ones the first. (MPress, HPCA 2023, Fig. 6, where the score is 1 / that time.)
+Links of some machines differ: on a DGX-1 a GPU reaches one neighbour over two lanes of NVLink, another over
+one, and the rest through the host. All orders of the devices are tried. For each, the stages that lack memory
+(borrowers) take it from neighbours that have some (lenders), so that the longest of their copies is as short
+as possible; the order with the shortest wins, and of equal ones the first. (MPress, HPCA 2023, Fig. 6, whose
+score is 1 / that time.)
 
-The shortest time of an order is exact, without a search: by the theorem of Hall, copies of t seconds are enough if and
-only if every set of borrowers can place its bytes,
+The shortest time of an order is exact, without a search: by Hall's theorem, copies of t seconds are enough if
+and only if every set of borrowers can place its bytes,
 
-    sum of its bytes  <=  sum over lenders of min(what the lender has, t x the rates to it from the set)
+    sum of its bytes  <=  sum over lenders of min(the lender's spare bytes, t x the rates to it from the set)
 
-so t is the largest of the times at which these become equal. All orders are computed at once as rows of arrays, and
-those that only swap equal devices once. Costs: half a second for eight devices. Above eight it is a heuristic: an order
-is improved by a few swaps of two devices, times count single borrowers and all together, and borrowers, the neediest
-first, take what the lenders then have left, the fastest first.
+so t is the largest of the times at which both sides are equal. All orders are computed at once as rows of
+arrays; orders that only swap equal devices are computed once. Cost: half a second for eight devices. Above
+eight it is a heuristic: an order is improved by a few swaps of two devices, times count single borrowers and
+all together, and borrowers, the neediest first, take from the remaining lenders, the fastest first.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from pipefit.schema.devices import Member, Place, Share
 Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
 
-MOST = 8  # devices, of which all orders are tried
-_SWAPS = 4  # of two devices where there are more
-_PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # of the needs
+MOST = 8  # largest number of devices for which all orders are tried
+_SWAPS = 4  # swaps of two devices if there are more
+_PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # parts of the needs
 
 
 class Mapping(NamedTuple):
-    """The device of every stage, the seconds of the longest copies, and what each stage gets of which device."""
+    """The device of every stage, the seconds of the longest copies, and the bytes lent between stages."""
 
     devices: tuple[int, ...]
     seconds: float
-    lent: dict[tuple[int, int], int]  # bytes, by the stage that borrows and the stage that lends
+    lent: dict[tuple[int, int], int]  # bytes, by borrowing stage and lending stage
 
     def lenders_of(self, stage: int) -> dict[int, int]:
-        """The bytes that a stage gets, by the stages that lend them."""
+        """Return the bytes that a stage borrows, by lending stage."""
         return {lender: nbytes for (borrower, lender), nbytes in self.lent.items() if borrower == stage}
 
     def without_striping(self) -> Mapping:
-        """The same, but every stage borrows from one lender alone: the one that lends it the most."""
+        """Return the mapping with one lender for every borrower: the one that lends it the most."""
         most: dict[int, tuple[int, int]] = {}
         for pair, nbytes in self.lent.items():
             if pair[0] not in most or nbytes > self.lent[most[pair[0]]]:
@@ -62,7 +63,7 @@ class Mapping(NamedTuple):
 
 
 def peer_rates(cluster: Cluster) -> Floats:
-    """Bytes per second between every two devices over a link of their own; zero where there is none."""
+    """Return bytes per second between every two devices over their own link; zero without a link."""
     count = len(cluster.devices)
     rates = np.zeros((count, count))
     for one, other in combinations(range(count), 2):
@@ -73,16 +74,17 @@ def peer_rates(cluster: Cluster) -> Floats:
 
 
 def is_symmetric(rates: Floats) -> bool:
-    """Whether all devices reach all others at the same rate, so that every mapping is as good."""
+    """Return whether all devices reach all others at the same rate, so that all mappings are equal."""
     apart = rates[~np.eye(len(rates), dtype=bool)]
     return bool(len(apart) == 0 or (apart == apart[0]).all())
 
 
 def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
-    """The best mapping of stages to as many devices, all of one kind.
+    """Return the best mapping of stages to the same number of devices, all of one kind.
 
-    `needs` are the bytes that each stage is to place elsewhere, `spares` what each has left. Where no order places all
-    of the needs, the order is the best for the largest of a few parts of them, and the seconds are infinite.
+    `needs` are the bytes that each stage must place elsewhere, `spares` the bytes that each has left. If no
+    order places all needs, the order is the best for the largest possible part of them, and the seconds are
+    infinite.
     """
     if is_symmetric(rates) or not any(needs) or not any(spares):
         return lending(tuple(range(len(needs))), needs, spares, rates)
@@ -91,7 +93,7 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
 
 @lru_cache(maxsize=64)
 def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple[tuple[float, ...], ...]) -> Mapping:
-    """The same where links differ, and some have what others need. Searches with other techniques ask it again."""
+    """Return the best mapping if links differ and some stages can lend; cached for other searches."""
     rates = np.array(rows)
     every = _orders(rows) if len(needs) <= MOST else None
     for part in _PARTS:
@@ -104,7 +106,10 @@ def _best_of_orders(needs: tuple[int, ...], spares: tuple[int, ...], rows: tuple
 
 
 def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares: Sequence[int]) -> Mapping:
-    """The best mapping of a split's stages; where devices differ or some have no stage, stages stay where they are."""
+    """Return the best mapping of a split's stages.
+
+    Stages stay on their devices if devices differ or some have no stage.
+    """
     rates, at, means = peer_rates(question.cluster), split.devices, question.means
     if means.mapping and len(question.classes) == 1 and len(at) == len(rates):
         found = mapped(needs, spares, rates)
@@ -114,7 +119,7 @@ def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares
 
 
 def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Floats:
-    """Of every order, the seconds of the longest copies if each borrower uses its lenders in the best shares."""
+    """Return the seconds of each order's longest copies if borrowers use their lenders in the best shares."""
     borrowers = [stage for stage, need in enumerate(needs) if need]
     lenders = [stage for stage, spare in enumerate(spares) if spare and not needs[stage]]
     longest: Floats = np.zeros(len(orders))
@@ -132,9 +137,9 @@ def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], ra
 
 
 def _until(need: float, room: Floats, rate: Floats) -> Floats:
-    """The time at which lenders have taken `need` bytes, each at its rate until it has no room; infinity if never."""
+    """Return when lenders, each at its rate until it is full, have taken `need` bytes; infinity if never."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        full = np.where(rate > 0, room / rate, np.inf)  # when each lender is full
+        full = np.where(rate > 0, room / rate, np.inf)  # time at which each lender is full
     by_time = np.argsort(full, axis=1)
     full, rate = np.take_along_axis(full, by_time, 1), np.take_along_axis(rate, by_time, 1)
     room = np.where(rate > 0, room[by_time], 0.0)
@@ -148,12 +153,12 @@ def _until(need: float, room: Floats, rate: Floats) -> Floats:
     return found
 
 
-# -------------------------------------------------------------------- orders
+# ---- Orders
 
 
 @lru_cache(maxsize=8)
 def _orders(rows: tuple[tuple[float, ...], ...]) -> Orders:
-    """All orders of the devices, of those that differ by a symmetry of the links only the first."""
+    """Return all orders of the devices; of orders that differ by a symmetry of the links, only the first."""
     rates = np.array(rows)
     every = np.array(list(permutations(range(len(rates)))), dtype=np.intp)
     alike = (rates[every[:, :, None], every[:, None, :]] == rates).all(axis=(1, 2))
@@ -165,7 +170,7 @@ def _orders(rows: tuple[tuple[float, ...], ...]) -> Orders:
 
 
 def _swapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Orders:
-    """One order, improved by swaps of two devices as long as that makes the longest copies shorter."""
+    """Return one order, improved by swaps of two devices while that shortens the longest copies."""
     best = np.arange(len(needs))[None]
     for _ in range(_SWAPS):
         tried = np.concatenate([best, *_swaps(best[0])])
@@ -183,11 +188,11 @@ def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
         yield swapped[None]
 
 
-# -------------------------------------------------------------------- who lends how much to whom
+# ---- Shares of lenders
 
 
 def lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
-    """The mapping of an order, with shares that reach its time: the largest flow from borrowers to lenders."""
+    """Return the mapping of an order, with shares that reach its time: a maximum flow from borrowers to lenders."""
     seconds = float(copy_seconds(np.array([order], dtype=np.intp), needs, spares, rates)[0])
     limit = {
         (a, b): spare if seconds == float("inf") else int(rates[order[a], order[b]] * seconds) + 1
@@ -206,7 +211,7 @@ def lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int],
 def _taken_in_turn(
     limit: dict[tuple[int, int], int], needs: Sequence[int], spares: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """What each borrower takes of each lender, up to the limit of the pair: the neediest first, the fastest first."""
+    """Return the bytes of each pair, up to its limit: the neediest borrower first, the fastest lender first."""
     left, room, flow = list(needs), list(spares), dict[tuple[int, int], int]()
     for a, b in sorted(limit, key=lambda pair: (-needs[pair[0]], -limit[pair], pair)):
         taken = min(left[a], room[b], limit[a, b])
@@ -221,7 +226,7 @@ def _augmented(
     needs: Sequence[int],
     spares: Sequence[int],
 ) -> bool:
-    """Send more from a borrower to a lender along the shortest way, taking back what others lend; whether it did."""
+    """Send more bytes along the shortest augmenting path of the flow; return whether there was one."""
     sent = [sum(n for (a, _), n in flow.items() if a == stage) for stage in range(len(needs))]
     taken = [sum(n for (_, b), n in flow.items() if b == stage) for stage in range(len(spares))]
     queue: list[tuple[int, list[tuple[int, int]], int]]
@@ -245,37 +250,34 @@ def _augmented(
 
 
 def _send(flow: dict[tuple[int, int], int], way: Sequence[tuple[int, int]], nbytes: int) -> None:
-    """Along a way every second pair gives back what it lent."""
+    """Send bytes along a path; every second pair takes them back."""
     for number, pair in enumerate(way):
         flow[pair] += -nbytes if number % 2 else nbytes
 
 
-# ----------------------------------------------------------------------------------------------------
-# Lends the memory that some devices have left to stages that recompute, where that makes the step shorter.
+# ---- Lending to stages that recompute
 #
-# The bytes that a stage recomputes are what it needs elsewhere; what devices have left is what they may lend.
-# Device mapping brings both together and says how much each lends to whom, and a stage's tensors are striped
-# over its lenders in these shares. Two ways are tried: all stages that recompute borrow, or the busiest of
-# them alone; and half of either. Both again where lenders may lend what their own tensors take too, which
-# filling then recomputes or moves to the host: a stage with time to spare computes again so that the busiest
-# need not. What comes of it is simulated, and is only taken if it is faster: often the spare memory of peers
-# is too little, or what it saves in computing is lost in the links.
+# A stage needs elsewhere the bytes that it recomputes; devices lend the memory that they have left. Device
+# mapping assigns lenders, and a stage's tensors are striped over them in these shares. Either all recomputing
+# stages borrow, or only the busiest, all or half of their bytes; and lenders lend their spare memory, or also
+# the memory of their own tensors, which filling then recomputes or moves to the host. The result is simulated
+# and used only if it is faster.
 
-_BUSIEST = 0.98  # of the busiest stage's share of a step: stages above that are as busy
-_USED = 0.95  # of what a device has left is lent
-_PEERS_PARTS = 64  # a stripe is in shares of this many parts
+_BUSIEST = 0.98  # relative to the busiest stage's share of a step: stages above that count as busiest too
+_USED = 0.95  # part of a device's remaining memory that is lent
+_PEERS_PARTS = 64  # number of parts that the shares of a stripe are in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """What lending came to: the best filled candidate, and how much faster or slower it is than without, in seconds."""
+    """Result of lending: the best filled candidate, and the seconds gained (negative if slower)."""
 
     found: Filled
     gained_seconds: float
 
 
 def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | None:
-    """The best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
+    """Return the best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
     if not best.found.fits:
         return None
     found = list[Filled]()
@@ -292,7 +294,7 @@ def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | Non
 
 
 def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
-    """The settings to try: who borrows, and how much of what could be lent is."""
+    """Yield the settings to try: the borrowers, and the part of the memory that is lent."""
     found, split = best.found, best.setting.split
     busy = [found.simulation.utilisation[device] for device in split.devices]
     recomputed = [_bytes_of(filler, best, stage, recomputed=True) for stage in range(len(busy))]
@@ -312,7 +314,7 @@ def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
 
 
 def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> int:
-    """The bytes of all microbatches that a stage would keep if it did not recompute, or those that it keeps."""
+    """Return the bytes of all microbatches that a stage recomputes, or that it keeps."""
     choice = best.found.candidate.choices[stage]
     menus = filler.evaluator.stage_menus(best.setting.split)[stage]
     away = filler.in_flight(best.setting.split, stage) - 1
@@ -322,7 +324,7 @@ def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> 
 
 
 def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Setting:
-    """The setting in which every borrower moves as many blocks as a part of what it is lent has room for."""
+    """Return the setting in which every borrower moves the blocks that fit in a part of its lenders' memory."""
     setting = best.setting
     menus = filler.evaluator.stage_menus(setting.split)
     lent: list[tuple[int, Place | None]] = []
@@ -337,7 +339,7 @@ def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Settin
 
 
 def shared_out(shares: dict[int, int], devices: Sequence[int]) -> Place:
-    """The place of tensors that go to lenders in proportion to these bytes."""
+    """Return the place of tensors that go to lenders in proportion to these bytes."""
     whole = sum(shares.values())
     parts = {stage: round(_PEERS_PARTS * nbytes / whole) for stage, nbytes in shares.items()}
     return Place(Share(Member.device(devices[stage]), n) for stage, n in sorted(parts.items()) if n)

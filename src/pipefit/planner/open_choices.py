@@ -1,4 +1,4 @@
-"""What a call of `plan` leaves open: its numbers, and the space of all that may be chosen."""
+"""Open choices of a call of `plan`: its numbers, and the space of arrangements to choose from."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Pr
 from pipefit.schema.validation import whole
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# What a question leaves open, chosen: an arrangement; and what a search of it has found so far, a trial.
+# ---- Arrangements and trials
 
 
 class Arrangement(NamedTuple):
-    """A schedule, a number of stages, a microbatch size, and how many replicas and shards every stage has."""
+    """A schedule, a number of stages, a microbatch size, and the degree of every stage."""
 
     schedule: str
     stages: int
@@ -35,10 +34,10 @@ class Arrangement(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """An arrangement that was searched, its best plan so far, and how much work that took.
+    """Searched arrangement, its best plan so far, and the work of the search.
 
-    Of replicas, the question, the search and its plan are those of one of them (`planner.replicas`), and they take
-    `apart` seconds to add their gradients up.
+    With replicas, the question, the search and its plan are those of one replica (`planner.replicas`), and
+    `apart` are the seconds of their collectives.
     """
 
     arrangement: Arrangement
@@ -55,7 +54,7 @@ class Trial(NamedTuple):
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Lower is better."""
+        """Sort key, lower is better: missing bytes, seconds, the highest peak."""
         missing, seconds, _, peak = self.searched.evaluation.order
         return missing, seconds + self.apart, peak
 
@@ -70,29 +69,29 @@ class Trial(NamedTuple):
         return leaves_no_room(self.question, self.searched.evaluation.peaks)
 
     def longer(self) -> Trial:
-        """The same after a search with the effort that the question asks for."""
+        """Return the trial after a search with the question's full effort."""
         return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
 
 
 def leaves_no_room(question: Question, peaks: Sequence[int]) -> bool:
-    """Whether these peaks leave a GPU hardly any room."""
+    """Return whether these peaks leave a GPU hardly any room."""
     return any(is_tight(question.cluster, device, peak) for device, peak in enumerate(peaks))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Numbers and spaces
 
 T = TypeVar("T")
 
-Profiles = Callable[[int], ModelProfile]  # the profile of a model for microbatches of so many samples
+Profiles = Callable[[int], ModelProfile]  # from a microbatch size to the model's profile
 
-SCHEDULES = "1f1b", "eager-1f1b"  # those that are chosen from
+SCHEDULES = "1f1b", "eager-1f1b"  # schedules to choose from
 _EACH = 4  # microbatches for each device
-_COUNTS = 8  # numbers of stages that are looked at, at most
+_COUNTS = 8  # largest number of stage counts to examine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """How a model is to be trained, as far as that was said."""
+    """Requested numbers of training; None for open ones."""
 
     batch_size: int | None = None
     microbatches: int | None = None
@@ -102,10 +101,10 @@ class Numbers:
     versions: Versions = "weights"
 
     def sizes(self, profile: ModelProfile | Profiles | None, *, chooses: bool) -> tuple[int, ...]:
-        """The microbatch sizes that this allows, of those that there are profiles for, or can be.
+        """Return the possible microbatch sizes for which profiles exist or can be made.
 
         Raises:
-            UsageError: numbers that do not go together.
+            UsageError: inconsistent numbers.
         """
         self._check()
         measured = sorted(m.microbatch_size for m in profile.measurements) if isinstance(profile, ModelProfile) else []
@@ -120,10 +119,10 @@ class Numbers:
         return ((dividing if measured else sizes_of(self.batch_size)) if chooses else ()) or (first,)
 
     def training(self, size: int, precision: Precision, cluster: Cluster) -> Training:
-        """The training with microbatches of `size` samples, unless their number was said.
+        """Return the training with microbatches of `size` samples, unless their number was requested.
 
         Raises:
-            UsageError: numbers that do not go together.
+            UsageError: inconsistent numbers.
         """
         batch = self.batch_size
         count = self.microbatches or (_EACH * len(cluster.devices) if batch is None else _count(batch, size))
@@ -156,7 +155,7 @@ class Numbers:
 
 
 class Open(NamedTuple):
-    """What a planner chooses: of how many samples microbatches are, schedule and number of stages, and degrees."""
+    """Choices that a planner makes: the microbatch size, the schedule with the number of stages, and degrees."""
 
     sizes: bool = False
     arrangements: bool = False
@@ -165,9 +164,9 @@ class Open(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be chosen for a question: `sizes` rise, and `profiles` are made when a size is tried.
+    """Arrangements to choose from: `sizes` rise, and `profiles` are made when a size is tried.
 
-    A profile has the microbatch size that is asked for, and those of slices of it. The question is that of one of the
+    A profile has the requested microbatch size and the local batches of it. The question has one of the
     sizes.
     """
 
@@ -176,12 +175,12 @@ class Space:
     stages: tuple[int, ...]
     sizes: tuple[int, ...]
     profiles: Profiles
-    profiled: bool = True  # all profiles are there, and none is made
+    profiled: bool = True  # all profiles exist, and none is made
     grids: bool = False  # stages may have several devices
 
     @property
     def count(self) -> int:
-        """The number of arrangements on single devices."""
+        """Number of arrangements on single devices."""
         return len(self.schedules) * len(self.stages) * len(self.sizes)
 
     @property
@@ -191,10 +190,10 @@ class Space:
         return Degree(asked.data or 1, asked.tensor or 1, bool(asked.sequences and asked.tensor))
 
     def question_of(self, size: int, profile: ModelProfile) -> Question:
-        """The question with microbatches of so many samples.
+        """Return the question with microbatches of `size` samples.
 
         Raises:
-            UsageError: they do not go with what was asked for.
+            UsageError: the size contradicts the request.
         """
         asked = self.question
         how = replace(asked.training, microbatches=asked.training.batch_size // size)
@@ -211,11 +210,12 @@ def space_of(
     *,
     redone: bool = False,
 ) -> Space:
-    """The space of a call of `plan`, of one arrangement unless its planner `may` choose; `redone` says that it is for
-    what has been trained by replicas already.
+    """Return the space of a call of `plan`: one arrangement, unless its planner `may` choose.
+
+    `redone` says that the training has already run with replicas.
 
     Raises:
-        UsageError: numbers that do not go together, or no microbatch size that can be profiled.
+        UsageError: inconsistent numbers, or no microbatch size that can be profiled.
     """
     sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
     check_first(how, cluster, options, sizes)
@@ -243,10 +243,10 @@ def space_of(
 
 
 def check_first(how: Training | Numbers, cluster: Cluster, options: Options, sizes: Sequence[int]) -> None:
-    """Check what is known to be impossible before a profile is made, as that may take minutes.
+    """Check for impossible requests before a profile is made, since that may take minutes.
 
     Raises:
-        UsageError: something is.
+        UsageError: a request is impossible.
     """
     check_stages(options, cluster)
     schedule = how.schedule
@@ -259,10 +259,11 @@ def check_first(how: Training | Numbers, cluster: Cluster, options: Options, siz
 
 
 def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
-    """Profiles that have the slices of their microbatches too, for up to so many replicas, or for as many as are asked
-    for; none where replicas would change the numbers.
+    """Return profiles that also have the local batches of up to `devices` replicas, or of the requested
+    number.
 
-    Sizes that cannot be profiled, or at which the model is another one, are left out.
+    Without local batches if replicas would change the numbers. Sizes that cannot be profiled, or at which the
+    model differs, are left out.
     """
 
     def at(size: int) -> ModelProfile:
@@ -283,7 +284,7 @@ def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_siz
 
 
 def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | None) -> Profiles:
-    """Profiles of the sizes at which stages can have the degrees that are asked for; other sizes are refused."""
+    """Return profiles that refuse sizes at which stages cannot have the requested degrees."""
 
     def at(size: int) -> ModelProfile:
         asked = {"data": options.data, "tensor": options.tensor}
@@ -296,8 +297,10 @@ def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | 
 
 
 def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]:
-    """The sizes in the order in which they are tried: the largest that makes four microbatches for each stage, the
-    smaller ones, and the larger ones.
+    """Return the sizes in the order of the search.
+
+    First the largest with at least four microbatches for each stage, then the smaller ones, then the larger
+    ones.
     """
     enough = [n for n, size in enumerate(sizes) if batch_size >= _EACH * stages * size]
     first = enough[-1] if enough else 0
@@ -305,7 +308,7 @@ def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
-    """The microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
+    """Return the microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
     small = [size for size in range(1, isqrt(batch_size) + 1) if batch_size % size == 0]
     found = [1]
     for size in (*small, *(batch_size // size for size in reversed(small))):
@@ -315,10 +318,10 @@ def sizes_of(batch_size: int) -> tuple[int, ...]:
 
 
 def _count(batch_size: int, size: int) -> int:
-    """The number of microbatches of `size` samples in a batch.
+    """Return the number of microbatches of `size` samples in a batch.
 
     Raises:
-        UsageError: it is not a whole one.
+        UsageError: the number is not whole.
     """
     count, left = divmod(batch_size, size)
     if left:
@@ -335,10 +338,10 @@ def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:
 
 
 def _first(profiles: Callable[[int], T], sizes: Sequence[int]) -> tuple[int, T]:
-    """The first size that can be profiled, and its profile; or another thing that is made of a size.
+    """Return the first size that can be profiled, and its profile (or another object made from a size).
 
     Raises:
-        UsageError: none can be; as the first of them says.
+        UsageError: no size can be; the error of the first one.
     """
     refusals = list[UsageError]()
     for size in sizes:
@@ -350,13 +353,13 @@ def _first(profiles: Callable[[int], T], sizes: Sequence[int]) -> tuple[int, T]:
 
 
 def counts_of(most: int) -> tuple[int, ...]:
-    """The numbers of stages that are looked at: all of few, and eighths of many."""
+    """Return the numbers of stages to examine: all of few, eighths of many."""
     parts = min(most, _COUNTS)
     return tuple(dict.fromkeys(ceil(most * part / parts) for part in range(1, parts + 1)))
 
 
 def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], searched: int) -> str:
-    """What an answer was chosen from, of which so many arrangements were searched."""
+    """Return a sentence about the space of the choice and the number of searched arrangements."""
     replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
     on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
     on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
@@ -368,7 +371,7 @@ def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], s
 
 
 def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
-    """For which sizes, and how many other arrangements, there was no time, if for any."""
+    """Yield a sentence about the sizes and arrangements that were not searched, if any."""
     if arrangements or sizes:
         of = f"microbatches of {_listed(sizes, 'sample')}" if sizes else ""
         others = f"{counted(arrangements, 'other arrangement')} that may be faster" if arrangements else ""
@@ -377,7 +380,7 @@ def left_out(sizes: Sequence[int], arrangements: int) -> Iterator[str]:
 
 
 def _listed(numbers: Sequence[int], noun: str) -> str:
-    """`1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`; `1 to 8 stages` where there are many."""
+    """Return `1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`, or `1 to 8 stages` for many in a row."""
     last = counted(numbers[-1], noun)
     if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {last}"

@@ -1,10 +1,11 @@
-"""Plans of equal replicas of a whole pipeline: one of them is planned, and the others do the same.
+"""Plans of equal replicas of a whole pipeline: one replica is planned, and the others do the same.
 
-Where every stage has the same number of replicas, each replica of a stage exchanges messages with one of the stage
-before and one of the stage behind alone. So one of them is a pipeline of its own, on one device of every group, with
-microbatches of the slice's size; any planner of single devices plans it, with what it decides about saved tensors. What
-replicas do together comes at the end of a step, where they add their gradients up. Their state does not move, and they
-lend each other nothing. They divide what was asked for, and each is planned as if it kept all.
+If every stage has the same number of replicas, each replica of a stage exchanges messages only with one
+replica of the stage before and one of the stage after. So each replica is a separate pipeline, on one device
+of every group, with microbatches of the local batch's size, and any planner of single devices plans it and
+its saved tensors. Replicas all-reduce their gradients at the end of a step. Their state does not move, and
+they do not lend memory to each other. They divide the requested state, and each is planned as if it kept all
+of it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(question: Question, degree: Degree) -> Groups:
-    """The devices of the cluster in groups of equal ones, each for a stage of this degree.
+    """Return the devices of the cluster in groups of equal ones, each for a stage of this degree.
 
     Raises:
-        UsageError: there are not enough equal devices for a stage.
+        UsageError: the cluster does not have enough equal devices for a stage.
     """
     size = degree.devices
     found = [
@@ -47,10 +48,11 @@ def groups_of(question: Question, degree: Degree) -> Groups:
 
 
 def representative(question: Question, degree: Degree) -> Question:
-    """The question of one replica of the whole pipeline, or of one shard of it, without what shards do together.
+    """Return the question of one replica of the pipeline (one tensor-parallel rank of it), without
+    collectives.
 
     Raises:
-        UsageError: there are no devices for it, or a layer can have no replicas.
+        UsageError: the cluster lacks devices, or a layer can have no replicas.
     """
     groups = groups_of(question, degree)
     measured, names = question.measured(degree), [f"layer {name}" for name in question.profile.layers]
@@ -81,7 +83,7 @@ def representative(question: Question, degree: Degree) -> Question:
 
 
 def expanded(question: Question, found: Found, degree: Degree) -> Found:
-    """What was found for one replica, for all of them."""
+    """Return the result for one replica as a result for all of them."""
     groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
         Grid(devices=groups[device], shard=shard, buckets=buckets_of(shard, stop - start), **degree.pins)
@@ -91,15 +93,15 @@ def expanded(question: Question, found: Found, degree: Degree) -> Found:
 
 
 def in_replicas(planner: Planner) -> Planner:
-    """A planner of single devices, for stages of the degree that the options ask for."""
+    """Return a planner for stages of the requested degree, from a planner of single devices."""
     return lambda question: next(answers(question, planner))
 
 
 def answers(question: Question, *planners: Planner) -> Iterator[Found]:
-    """The answers of planners of single devices, for stages of the degree that the options ask for.
+    """Yield the results of planners of single devices, for stages of the requested degree.
 
     Raises:
-        UsageError: there is no such stage, or a planner cannot answer.
+        UsageError: such stages are impossible, or a planner does not support the question.
     """
     degree = question.degrees[0]
     asked = question if degree.devices == 1 else representative(question, degree)
@@ -109,9 +111,7 @@ def answers(question: Question, *planners: Planner) -> Iterator[Found]:
 
 
 def seconds_together(question: Question, split: Split, degree: Degree) -> float:
-    """Seconds of what one replica or shard alone would not do, on the stage that takes longest: the sums of gradients,
-    and in every pass what shards do together.
-    """
+    """Return the seconds of collectives on the slowest stage: gradient sums and tensor-parallel communication."""
     tables, groups, found = DegreeTables(question, degree), groups_of(question, degree), [0.0]
     for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True):
         shards, replicas = (Group.of(question.cluster, one) for one in degree.groups(groups[device]))
@@ -125,7 +125,7 @@ def seconds_together(question: Question, split: Split, degree: Degree) -> float:
 
 
 def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """Some devices of a cluster, with the links between them and to their hosts."""
+    """Return some devices of a cluster, with the links between them and to their hosts."""
     numbers = {device: number for number, device in enumerate(devices)}
 
     def kept(link: Link) -> list[Member]:
