@@ -1,1 +1,1 @@
-"""Planners of other systems and of practice, to compare with."""
+"""Baselines: planners of other systems and of common practice."""

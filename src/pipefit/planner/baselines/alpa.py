@@ -1,11 +1,11 @@
-"""The alpa planner: the fewest seconds by Alpa's formula, the sum of all stages and M - 1 times the slowest.
+"""The alpa planner: the fewest seconds by Alpa's formula, the sum of all stages plus M - 1 times the slowest.
 
-Cuts and the degree of every stage are chosen together. Memory only counts in that a stage has to fit its devices, so
-that the plan takes what there is. The slowest stage is bounded by one of some values, and for each the plan of the
-lowest sum is found by dynamic programming. (Zheng et al., "Alpa", OSDI 2022, section 5.2; the sum of gradients is
-divided among the microbatches, as there.)
+Cuts and the degree of every stage are chosen together. Memory is only a limit: a stage has to fit its
+devices. The seconds of the slowest stage are bounded by one of some values, and for each value dynamic
+programming finds the plan with the lowest sum. (Zheng et al., "Alpa", OSDI 2022, section 5.2; the all-reduce
+of gradients is divided among the microbatches, as there.)
 
-Costs: a dynamic programme for each of the values of the slowest stage.
+Cost: dynamic programming for each value of the slowest stage.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pipefit.planner.hybrid.programme import Choice, Cost
 from pipefit.planner.problem import Found, Question
 from pipefit.schema.plan import Objective
 
-_SLOWEST = 24  # values that are tried
+_SLOWEST = 24  # number of values that are tried
 
 
 def alpa(question: Question) -> Found:
-    """The plan that takes the fewest seconds by the formula and fits; without regard to memory, where none does.
+    """Return the plan with the fewest seconds by the formula that fits; if none fits, without regard to
+    memory.
 
     Raises:
-        UsageError: there is no plan of the degrees that are asked for.
+        UsageError: no plan has the requested degrees.
     """
     search, best = Search(question, shards=question.shards[:1]), list[Hybrid]()
     for level in (budget_level(question), float("inf")):
@@ -35,20 +36,20 @@ def alpa(question: Question) -> Found:
         if best:
             break
     else:
-        best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # which says that there is none
+        best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # raises: no plan
     found = min(best, key=lambda one: one.value)
     return Found(found.split, Objective.ESTIMATED_STEP, found.value, found.evaluated, proven=False)
 
 
 def _values(search: Search) -> list[float]:
-    """Values that the slowest stage may have, from those of all stages."""
+    """Return values for the seconds of the slowest stage, as quantiles over all stages."""
     every = np.concatenate([search.each(choice)[np.isfinite(search.shares(1, choice))] for choice in search.choices])
     found: list[float] = np.unique(np.quantile(every, np.linspace(0, 1, _SLOWEST), method="higher")).tolist()
     return found
 
 
 def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
-    """The plan of the lowest sum whose stages are no slower and within a level of memory; None where there is none."""
+    """Return the plan with the lowest sum whose stages are within `slowest` seconds and a memory level, or None."""
 
     def cost(left: int, choice: Choice) -> Cost:
         each = search.each(choice)

@@ -1,10 +1,11 @@
-"""The bisection planner: guesses a peak, fills the stages greedily up to it, and halves the interval of guesses.
+"""The bisection planner: guess a peak, fill the stages greedily up to it, and halve the interval of guesses.
 
-Then the stage with the highest peak is fixed, and the same is done with the blocks before it and those after it, and so
-on. Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand blocks take less
-than a second. It finds the lowest peak if the peak of a stage never falls when it takes one more block, and every block
-fits wherever greedy filling puts it. Neither always holds: a cut may fall on a smaller tensor, and under 1F1B a large
-block may fit only on a late stage. There, `exact` finds a lower peak. (CAPSlog, PDP 2024.)
+Then the stage with the highest peak is fixed, and the blocks before and after it are split in the same way.
+Stage s is on device s. A guess reads one column of peaks for each stage, so a thousand blocks take less than
+a second. The result has the lowest peak if the peak of a stage never falls with one more block, and every
+block fits wherever greedy filling puts it. Neither always holds: a cut may fall on a smaller tensor, and
+under 1F1B a large block may fit only on a late stage. In these cases `exact` finds a lower peak. (CAPSlog,
+PDP 2024.)
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pipefit.planner.driver import range_peak, stage_peaks
 from pipefit.planner.exact import Bounds, Floats
 from pipefit.planner.problem import Found, Question
 
-_FINEST = 1e-12  # share of a budget that makes no difference
+_FINEST = 1e-12  # negligible share of a budget
 _ROUNDING = 1 + 1e-9
 
 
 def bisection(question: Question) -> Found:
-    """The split with the lowest highest peak that greedy filling finds, improved on both sides of that stage."""
+    """Return the split with the lowest peak of greedy filling, improved on both sides of the fullest stage."""
     filling = _Filling(question)
     split = question.in_order(filling.best())
     value = question.value(stage_peaks(question, split), split.devices)
@@ -40,7 +41,7 @@ class _Part(NamedTuple):
 
 
 class _Filling:
-    """Fills stages up to a level, which is in bytes or, where budgets differ, a share of the budget."""
+    """Filler of stages up to a level, in bytes or, if budgets differ, as a share of the budget."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -62,7 +63,7 @@ class _Filling:
         return sum(map(len, self.columns.values()))
 
     def best(self) -> tuple[int, ...]:
-        """Edges of the split that is found, computed one part after the other."""
+        """Return the edges of the resulting split, computed one part after the other."""
         edges = list(self.start)
         waiting = [_Part(0, self.start)]
         while waiting:
@@ -77,7 +78,7 @@ class _Filling:
         return tuple(edges)
 
     def _lowest(self, part: _Part) -> _Part:
-        """The same blocks on the same stages with the lowest peak that filling finds."""
+        """Return the same blocks on the same stages with the lowest peak that filling finds."""
         low, high = 0.0, max(self._costs(part))
         while high - low > self.finest:
             middle = (low + high) / 2
@@ -91,7 +92,7 @@ class _Filling:
         return part
 
     def _filled(self, part: _Part, level: float) -> _Part | None:
-        """Stages filled to the level from the first on, at least a block each; None where blocks are left over."""
+        """Return stages filled to the level from the first on, with at least one block each; None if blocks remain."""
         end, stages = part.edges[-1], len(part.edges) - 1
         edges = [part.edges[0]]
         for number in range(stages):
@@ -106,7 +107,7 @@ class _Filling:
         return _Part(part.first, tuple(edges))
 
     def _column(self, stage: int, start: int) -> Floats:
-        """Costs of stage number `stage` from block `start` on, with one block, two blocks and so on."""
+        """Return the costs of stage number `stage` from block `start` on, with one block, two blocks and so on."""
         if (stage, start) not in self.columns:
             rows = min(self.width, self.question.blocks - start)
             window = (slice(0, rows), slice(start, start + 1))

@@ -1,16 +1,17 @@
 """The capture planner: the lowest peak as CAPTURE predicts it, over cuts and the degree of every stage.
 
-What a worker needs is predicted from profile runs, as in mCAP: of every block alone, and of what it adds to the one
-before it. They are made for every number of tensor-parallel shards at several batch sizes, through which a straight
-line is laid, for the number of microbatches of the training; so the target's own batch size need not have been run. A
-stage of d replicas is predicted at a d-th of the batch. Then the partitioning and the degrees with the lowest
-predicted peak of the fullest worker are found; dynamic programming finds what CAPTURE searches.
+The memory of a worker is predicted from profile runs, as in mCAP: of every single block, and of its addition
+to the block before. Runs for every tensor-parallel degree at several batch sizes, with the training's number
+of microbatches, give a straight line over the batch size, so the target batch size need not have been run. A
+stage of d replicas is predicted at a d-th of the batch. Dynamic programming then finds the cuts and degrees
+with the lowest predicted peak of the fullest worker, which CAPTURE searches for.
 
-The runs keep all microbatches of a step, as GPipe does. CAPTURE predicts 1F1B from them too, blind to activations that
-are released early. With `early_release`, the runs have as many microbatches as a stage holds in flight.
+The runs keep all microbatches of a step, as GPipe does. CAPTURE predicts 1F1B from them too, without its
+early release of activations. With `early_release`, the runs have the number of microbatches that a stage
+holds in flight.
 
-Good for comparison; `exact` has true peaks. Costs: milliseconds, because runs are read from the exact closed forms
-instead of being made. (Dreuning, Verstoep, Bal and van Nieuwpoort, HiPC 2023.)
+For comparison; `exact` has true peaks. Cost: milliseconds, because runs are read from the exact closed forms.
+(Dreuning, Verstoep, Bal and van Nieuwpoort, HiPC 2023.)
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from pipefit.planner.problem import Found, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement
 
-_RUN = 1, 3  # runs read the peak of the second of three stages, which receives and sends
+_RUN = 1, 3  # position of the run: the second of three stages, which receives and sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
-    """Whether what 1F1B releases early is predicted, as CAPTURE does not."""
+    """Options of the prediction: whether it includes the early release of 1F1B, unlike CAPTURE."""
 
     early_release: bool = False
 
 
 def capture(question: Question, options: CaptureOptions | None = None) -> Found:
-    """The plan with the lowest predicted peak of the fullest worker. All devices count as alike."""
+    """Return the plan with the lowest predicted peak of the fullest worker; all devices count as equal."""
     search, runs = Search(question, shards=question.shards[:1]), Runs(question)
     early = options is not None and options.early_release
 
@@ -58,8 +59,9 @@ def capture(question: Question, options: CaptureOptions | None = None) -> Found:
 
 
 class Runs:
-    """Profile runs of single blocks and of pairs, and the lines through them: of all sizes of microbatches that the
-    profile has, or of some `sizes`.
+    """Profile runs of single blocks and of pairs, and the lines through them.
+
+    Runs at all microbatch sizes of the profile, or at some `sizes`.
     """
 
     def __init__(self, question: Question, sizes: Collection[int] | None = None) -> None:
@@ -67,7 +69,7 @@ class Runs:
         self._lines = cache(self._lines_of)
 
     def predicted(self, degree: Degree, microbatches: int) -> Floats:
-        """The predicted peak of a worker, for all ranges of blocks, that keeps so many microbatches."""
+        """Return the predicted peak of a worker that keeps this number of microbatches, for all ranges of blocks."""
         samples = self.question.training.microbatch_size / degree.data
         isolated, added = (
             fixed + slope * samples for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
@@ -82,7 +84,7 @@ class Runs:
         sequences: bool,
         microbatches: int,
     ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Of every block, alone and added: the fixed part and the slope over samples in a microbatch."""
+        """Return every block's lines, alone and added: the fixed part and the slope over samples in a microbatch."""
         of_degree = [one for one in self.question.profile.measurements if one.way[1:] == (tensor, sequences)]
         measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
@@ -90,7 +92,7 @@ class Runs:
         return _line(sizes, np.array([alone for alone, _ in runs])), _line(sizes, np.array([more for _, more in runs]))
 
     def _run(self, measurement: Measurement, microbatches: int) -> tuple[Floats, Floats]:
-        """Peaks of every block alone, and what each adds to the one before it; the first adds what it has alone."""
+        """Return the peak of every single block, and its addition to the block before (the first one's own peak)."""
         band = ranges_of(measurement, self.question.edges, microbatches).band(2)
         peaks = stage_peak(band, surroundings("gpipe", *_RUN, microbatches)).astype(float)
         alone = peaks[0]
@@ -99,7 +101,7 @@ class Runs:
 
 
 def _line(sizes: Floats, peaks: Floats) -> tuple[Floats, Floats]:
-    """The straight line through peaks at these sizes, by least squares; a constant where there is one size alone."""
+    """Return the least-squares line through peaks at these sizes; a constant for a single size."""
     middle, mean = sizes - sizes.mean(), peaks.mean(axis=0)
     spread = float(middle @ middle)
     slope: Floats = middle @ peaks / spread if spread else np.zeros_like(mean)

@@ -1,7 +1,8 @@
-"""The exhaustive planner: tries every split of L blocks over P stages, and every order of different devices.
+"""The exhaustive planner: try every split of L blocks over P stages, and every order of different devices.
 
-It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 blocks on 4 devices, hopelessly many for 100 on 16. There, use
-`exact`. Tests compare the two, which share no code but the question. (mCAP, section 3.4.)
+It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 blocks on 4 devices, but far too many for 100 on 16,
+for which `exact` is the planner to use. Tests compare both; they share only the question. (mCAP, section
+3.4.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ LIMIT = 2_000_000  # splits; about a minute
 
 
 def exhaustive(question: Question) -> Found:
-    """The split with the lowest highest peak, then the lowest second highest, and so on, found by trying all.
+    """Return the split with the lowest highest peak, then the lowest second highest, and so on, by trying
+    all.
 
     Raises:
         UsageError: more than `LIMIT` splits.
@@ -40,9 +42,9 @@ def exhaustive(question: Question) -> Found:
 
 
 def _count(question: Question) -> int:
-    """Number of splits times orders of device classes.
+    """Return the number of splits times orders of device classes.
 
-    The orders are counted one by one only if there would be few enough even with all devices different.
+    The orders are counted one by one only if they would be few even with all devices different.
     """
     splits = comb(question.blocks - 1, question.stages - 1)
     sizes = [len(c.devices) for c in question.classes]
@@ -56,7 +58,7 @@ def _count(question: Question) -> int:
 
 
 def _orders(question: Question) -> Iterator[tuple[int, ...]]:
-    """Every distinct sequence of device classes along the stages."""
+    """Return every distinct sequence of device classes along the stages."""
     if len(question.classes) == 1:
         return iter([(0,) * question.stages])
     kinds = [kind for kind, members in enumerate(question.classes) for _ in members.devices]
@@ -64,7 +66,10 @@ def _orders(question: Question) -> Iterator[tuple[int, ...]]:
 
 
 def _best(question: Question) -> tuple[float, Split]:
-    """Value and split with the lowest list of costs, highest first; of equals, by the stages from last to first."""
+    """Return the value and the split with the lowest list of costs, highest first.
+
+    Splits with equal lists are compared by their stages from last to first.
+    """
     peak = _peaks(question)
     units = [1 if question.equal_budgets else c.memory_bytes for c in question.classes]
     orders = list(_orders(question))
@@ -84,7 +89,7 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """The peak of a stage by its position and its blocks, from the simulator's ledger over the steps that differ."""
+    """Return a function from a stage's position and blocks to its peak, by the ledger over all distinct steps."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
 
     @cache
@@ -93,7 +98,7 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
         return step_programs(plan), range(distinct_steps(plan))
 
     def split(stage: int, start: int, stop: int) -> tuple[int, ...]:
-        """A split with this stage; any one where forwards of stages are one action, since programs are the same."""
+        """Return a split with this stage; any split if forwards are one action, since programs are then equal."""
         if question.options.recompute != "always":
             return equal_lengths(question.blocks, question.stages)
         after = equal_lengths(question.blocks - stop, question.stages - stage - 1) if stop < question.blocks else (0,)

@@ -1,10 +1,9 @@
-"""The additive planner, mCAP's: the best split by the two numbers that training runs measured for every block.
+"""Planners of mCAP: splits by estimated peaks from training runs, and Bayesian optimisation of peaks.
 
-It needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made with the settings of the
-training that is planned. Dynamic programming finds the split that mCAP-BF finds by trying each (`mcap_bf`): the highest
-peak is as low as possible, then the second highest, and so on. These peaks are estimates that ignore a stage's place in
-the schedule; the finished plan shows the true ones. Stage s is on device s, and all devices count as alike. A few
-hundredths of a second for 42 blocks. (mCAP, listing 1.1 and section 3.4.)
+`additive`, `mcap_bf` and `mcap_bo` need a profile with training runs (`pipefit profile --runs incremental` or
+`trimmed`), made with the settings of the planned training. Their peaks are estimates that ignore a stage's
+place in the schedule; the finished plan shows the true peaks. Stage s is on device s, and all devices count
+as equal. (mCAP, listing 1.1 and section 3.4.)
 """
 
 from __future__ import annotations
@@ -21,17 +20,7 @@ from pipefit.planner.problem import Found, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import AdditiveCosts
 
-# ----------------------------------------------------------------------------------------------------
-# The bayesian planner: Bayesian optimisation of the peak, with the settings of mCAP-BO. A baseline.
-#
-# One dimension per device, the number of blocks on it; scikit-optimize with 75 evaluations, the acquisition
-# function `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn
-# kernel (smoothness 5/2). The optimiser does not know that the lengths must add up to the number of blocks.
-# So its proposals are scaled, with at least one block on each device; this is our reading, as the paper does
-# not say. Stage s is on device s. It takes ten to twenty seconds on a few devices and up to a minute on 64,
-# and many times that where other work keeps the cores busy, because its threads wait for each other
-# (OMP_NUM_THREADS=1 helps). On many devices it stays far from the optimum, where `exact` finds a lower peak
-# in milliseconds. Needs `pipefit[bayes]`. (mCAP, section 3.4.)
+# ---- Bayesian optimisation with the settings of mCAP-BO
 
 EVALUATIONS = 75
 _EXPLORATION = 1000  # xi and kappa
@@ -42,7 +31,15 @@ Edges = tuple[int, ...]
 
 
 def bayesian(question: Question) -> Found:
-    """The best of 75 splits, each chosen from the results of those before. The same question has the same answer.
+    """Return the best of 75 splits, each chosen from the results of those before; deterministic.
+
+    One dimension for each device, the number of its blocks; scikit-optimize with 75 evaluations, the
+    acquisition function `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with
+    its Matérn kernel (smoothness 5/2). The optimiser ignores that the lengths must add up to the number of
+    blocks, so its proposals are scaled, with at least one block on each device; the paper does not specify
+    this. It takes ten to twenty seconds on a few devices and up to a minute on 64, and many times that if
+    other work keeps the cores busy (OMP_NUM_THREADS=1 helps). On many devices its peak is far above that of
+    `exact`. Needs `pipefit[bayes]`. (mCAP, section 3.4.)
 
     Raises:
         UsageError: scikit-optimize is not installed.
@@ -59,7 +56,7 @@ def bayesian(question: Question) -> Found:
 
 
 def minimiser() -> Minimise:
-    """`skopt.gp_minimize`, which takes a second to import.
+    """Return `skopt.gp_minimize`, which takes a second to import.
 
     Raises:
         UsageError: scikit-optimize is not installed.
@@ -78,7 +75,7 @@ def minimiser() -> Minimise:
 def search(
     value_of: Callable[[Edges], float], blocks: int, stages: int, minimise: Minimise, *, seed: int = SEED
 ) -> dict[Edges, float]:
-    """The splits that are evaluated, by their edges, each with its value."""
+    """Return the evaluated splits, by their edges, each with its value."""
     values: dict[Edges, float] = {}
 
     def value(proposed: Sequence[int]) -> float:
@@ -87,11 +84,11 @@ def search(
         return values[edges]
 
     most = blocks - stages + 1
-    if stages == 1 or most == 1:  # there is only one split
+    if stages == 1 or most == 1:  # only one split exists
         value([1] * stages)
         return values
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-optimize warns when it proposes a point twice
+        warnings.simplefilter("ignore")  # scikit-optimize warns if it proposes a point twice
         minimise(
             value,
             [(1, most)] * stages,
@@ -106,19 +103,21 @@ def search(
 
 
 def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
-    """Edges of stages with lengths in proportion to `proposed`: at least one block each, `blocks` in all."""
+    """Return edges of stages with lengths in proportion to `proposed`: at least one block each, `blocks` in total."""
     count, sums = len(proposed), accumulate(map(int, proposed))
-    more = sum(map(int, proposed)) - count  # blocks than one for each stage
+    more = sum(map(int, proposed)) - count  # blocks in addition to one for each stage
     if more == 0:
         return (0, *(number * blocks // count for number in range(1, count + 1)))
     return (0, *(number + (blocks - count) * (total - number) // more for number, total in enumerate(sums, 1)))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Estimated peaks
 
 
 def additive(question: Question) -> Found:
-    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
+    """Return the split with the lowest highest estimated peak, then the lowest second highest, and so on.
+
+    Dynamic programming finds the split of mCAP-BF (`mcap_bf`), in a few hundredths of a second for 42 blocks.
 
     Raises:
         UsageError: no training runs were made under this training.
@@ -131,10 +130,11 @@ def additive(question: Question) -> Found:
 
 
 def measured_costs(question: Question) -> AdditiveCosts:
-    """What training runs measured, under exactly the training that is planned.
+    """Return the costs measured by training runs under exactly the planned training.
 
     Raises:
-        UsageError: there were none, or they were made under another training; says what differs.
+        UsageError: there were no runs, or they were made under another training; the message names the
+            differences.
     """
     model, costs = question.profile.model, question.profile.additive
     if costs is None:
@@ -156,20 +156,17 @@ def measured_costs(question: Question) -> AdditiveCosts:
     return costs
 
 
-# ----------------------------------------------------------------------------------------------------
-# mCAP's brute force: tries every split, with peaks estimated from the two numbers that runs measured for each
-# block.
-#
-# Splits are compared by their highest peak, then by their second highest, and so on. Between splits that are
-# equal in all, the stages are compared from the last to the first: the one with the smaller first block wins.
-# The `additive` planner finds the same split by dynamic programming; this one exists to reproduce the paper's
-# comparisons. C(L-1, P-1) predictions: a tenth of a second for 42 blocks on 4 devices. (mCAP, section 3.4.)
+# ---- Brute force
 
 LIMIT = 2_000_000  # splits; about half a minute
 
 
 def mcap_bf(question: Question) -> Found:
-    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
+    """Return the split of `additive` by trying every split, to reproduce the paper's comparisons.
+
+    Splits are compared by their highest estimated peak, then by their second highest, and so on; equal ones
+    by their stages from the last to the first: the smaller first block wins. C(L-1, P-1) predictions: a tenth
+    of a second for 42 blocks on 4 devices. (mCAP, section 3.4.)
 
     Raises:
         UsageError: more than `LIMIT` splits, or no training runs were made under this training.
@@ -189,17 +186,15 @@ def mcap_bf(question: Question) -> Found:
     return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, peaks[0], count)
 
 
-# ----------------------------------------------------------------------------------------------------
-# mCAP's Bayesian optimisation of estimated peaks, with the settings of the paper. A baseline.
-#
-# It is the search of `bayesian`, but over the peaks that mCAP estimates from two numbers for each block; the
-# paper compares it with its brute force (`mcap_bf`). The `additive` planner finds the best split by the same
-# estimates, proven, in a fraction of a second; this one takes ten to twenty seconds and needs
-# `pipefit[bayes]`. (mCAP, section 3.4.)
+# ---- Bayesian optimisation of estimated peaks
 
 
 def mcap_bo(question: Question) -> Found:
-    """The best of 75 splits by mCAP's estimates, each chosen from the results of those before.
+    """Return the best of 75 splits by mCAP's estimates, each chosen from the results of those before.
+
+    The search of `bayesian` over estimated peaks, which the paper compares with brute force. `additive` finds
+    the proven best split by the same estimates in a fraction of a second; this search takes ten to twenty
+    seconds and needs `pipefit[bayes]`. (mCAP, section 3.4.)
 
     Raises:
         UsageError: no training runs were made under this training, or scikit-optimize is not installed.
@@ -210,7 +205,8 @@ def mcap_bo(question: Question) -> Found:
 
 
 def estimates(costs: AdditiveCosts, blocks: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
-    """The splits that the optimisation evaluates, by their edges, each with its highest estimated peak.
+    """Return the splits that the optimisation evaluates, by their edges, each with its highest estimated
+    peak.
 
     Raises:
         UsageError: scikit-optimize is not installed.

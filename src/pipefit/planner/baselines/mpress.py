@@ -1,21 +1,21 @@
-"""The planner of MPress: the compute-balanced split, and memory compaction until every device has room.
+"""The planner of MPress: the compute-balanced split, with memory compaction until every device has room.
 
-Step by step, as in the paper; a tensor is all that a block keeps of a microbatch:
+The steps of the paper; a tensor is all that a block keeps of a microbatch:
 
-    1. the split is that of `time`; one step of it is emulated, which gives every tensor its live interval
-    2. devices are mapped so that stages that lack memory have neighbours with some left (`planner.mapping`)
-    3. each stage that lacks memory gets a first assignment: the host takes tensors whose live intervals are very long;
-       then tensors are recomputed whose recomputation adds less than a swap would, late blocks first and so
-       consecutive ones; then the host takes what is still too much, peers what can go nowhere else, and the host the
-       optimizer state of as many blocks as are needed where tensors are not enough
-    4. a step is emulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
-       have memory; what is faster is kept, until gains are invisible
+    1. The split is that of `time`; one simulated step gives every tensor its live interval.
+    2. Devices are mapped so that stages that lack memory have neighbours with some left (`planner.mapping`).
+    3. Each stage that lacks memory gets a first assignment: the host takes tensors with very long live intervals;
+       then tensors are recomputed if that adds less than a swap would, late blocks first and thus consecutive ones;
+       then the host takes the remaining excess, peers take what has no other place, and the host takes the optimizer
+       state of as many blocks as needed if tensors are not enough.
+    4. A step is simulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
+       have memory; faster results are kept, until gains are negligible.
 
-What the paper leaves open is an option (`MpressOptions`). Recomputation is of whole blocks, as theirs. Where peers are
-on symmetric links, step 2 is skipped. `joint` chooses the split too, and is never slower.
+Choices that the paper leaves open are options (`MpressOptions`). Recomputation is of whole blocks, as in the
+paper. On symmetric links, step 2 is skipped. `joint` chooses the split too, and is never slower.
 
-Costs: one simulation for each round, some twenty; programs of many actions get fewer rounds, and the answer says so.
-(Zhou et al., "MPress", HPCA 2023, sections III and IV.)
+Cost: one simulation for each round, some twenty; programs of many actions get fewer rounds, which the result
+reports. (Zhou et al., "MPress", HPCA 2023, sections III and IV.)
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from pipefit.planner.problem import Found, Question, Split, Technique, TensorCos
 from pipefit.schema.plan import Objective
 
 _ACTIONS = 40_000  # in the programs of all rounds
-_CORRECTIONS = 6  # of the first assignment, by what the emulated step says of its bytes
+_CORRECTIONS = 6  # corrections of the first assignment by the bytes of the simulated step
 _PLACES = {Technique.HOST: TO_HOST, Technique.PEER: TO_PEERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpressOptions:
-    """What the paper leaves open.
+    """Choices that the paper leaves open.
 
-    A live interval is very long if it is at least `long_interval` times what the host's link needs for all that the
-    stage then has on its way, out and back. Spare memory is lent in pieces of `quantum_bytes`. A gain is visible from
-    `least_gain` of a step on, and after `patience` rounds in a row without one the planner stops.
+    A live interval is very long if it is at least `long_interval` times the seconds that the host's link
+    needs for all bytes that the stage then has in transit, out and back. Spare memory is lent in pieces of
+    `quantum_bytes`. Gains below the part `least_gain` of a step are negligible, and after `patience` such
+    rounds in a row the planner stops.
     """
 
     long_interval: float = 1.0
@@ -54,7 +55,7 @@ class MpressOptions:
 
 
 def mpress(question: Question, options: MpressOptions | None = None) -> Found:
-    """The compacted time split."""
+    """Return the compacted time split."""
     evaluator = Evaluator(question)
     evaluator.begin(question.options.effort)
     found = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
@@ -71,7 +72,7 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
 
 
 def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
-    """What the planner makes of the time split."""
+    """Return the evaluation of the compacted time split."""
     evaluator = filler.evaluator
     split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
     kept = evaluator.kept_at(split)
@@ -84,16 +85,16 @@ def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
 
 
 def _mapping(filler: Filler, kept: Evaluation) -> Mapping:
-    """The devices of the stages, and who lends how much to whom."""
+    """Return the devices of the stages, and the bytes that stages lend to each other."""
     split, lend = kept.candidate.split, filler.question.means.peers
     needs = [_at_peers(filler, split, stage, over) for stage, over in enumerate(kept.over)]
     return mapped_stages(filler.question, split, needs, [max(0, -over) if lend else 0 for over in kept.over])
 
 
 def _at_peers(filler: Filler, split: Split, stage: int, over: int) -> int:
-    """Bytes that peers reserve if a stage frees `over` there: whole blocks, of all microbatches in flight but one.
+    """Return the bytes that peers reserve if a stage frees `over` bytes there.
 
-    A block more than that, for what is on its way.
+    Whole blocks, of all microbatches in flight but one, and one more block for tensors in transit.
     """
     menus, held = filler.evaluator.stage_menus(split)[stage], filler.in_flight(split, stage)
     each = max(menu.movable_bytes for menu in menus)
@@ -103,7 +104,7 @@ def _at_peers(filler: Filler, split: Split, stage: int, over: int) -> int:
 
 
 class _Tensor(NamedTuple):
-    """What a block keeps of a microbatch: its bytes, and what techniques cost for it."""
+    """All tensors that a block keeps of a microbatch: their bytes, and the costs of techniques."""
 
     block: int
     nbytes: int
@@ -111,7 +112,7 @@ class _Tensor(NamedTuple):
 
 
 class _Assignment:
-    """The first assignment of techniques on the stages of a split."""
+    """First assignment of techniques on the stages of a split."""
 
     def __init__(
         self, filler: Filler, split: Split, kept: Evaluation, mapping: Mapping, options: MpressOptions
@@ -122,7 +123,7 @@ class _Assignment:
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
 
     def first(self) -> Evaluation | None:
-        """The first assignment that fits, corrected by what the emulated steps say of its bytes; else the leanest."""
+        """Return the first assignment that fits, after corrections by simulated bytes; else the leanest one."""
         best: Evaluation | None = None
         needs = [float(over) for over in self.kept.over]
         for _ in range(_CORRECTIONS):
@@ -138,7 +139,7 @@ class _Assignment:
         return best
 
     def _choice(self, stage: int, need: float) -> tuple[StageChoice, float]:
-        """The techniques of a stage that is to free `need` bytes, and how many they free by estimate."""
+        """Return the techniques of a stage that frees `need` bytes, and the bytes freed by estimate."""
         menus, tensors = self.menus[stage], self.tensors[stage]
         chosen = [Technique.KEEP] * len(menus)
         held, shares = self.filler.in_flight(self.split, stage), self.mapping.lenders_of(stage)
@@ -162,7 +163,7 @@ class _Assignment:
         return choice, need - min(left, 0.0)
 
     def _near(self, stage: int, places: Sequence[int]) -> int:
-        """How many of the tensors that go to the host have the time of one forward."""
+        """Return the number of tensors to the host that have the time of one forward."""
         most, total, count = self.filler.host_bytes(self.setting, stage)[0], 0.0, 0
         for tensor in self.tensors[stage]:
             if places[tensor.block] == TO_HOST:
@@ -171,7 +172,7 @@ class _Assignment:
         return count
 
     def _tensors(self, stage: int) -> list[_Tensor]:
-        """The tensors of a stage, with their live intervals and the times of techniques."""
+        """Return the tensors of a stage, with their live intervals and the times of techniques."""
         menus, waits = self.menus[stage], self._interval(stage)
         rate, across = self.filler.rates(self.setting)[stage], self._peer_rate(stage)
         found = []
@@ -190,17 +191,17 @@ class _Assignment:
         return found[::-1]
 
     def _peer_rate(self, stage: int) -> float:
-        """Bytes per second to all that lend to a stage."""
+        """Return the bytes per second to all lenders of a stage."""
         rates, at = peer_rates(self.filler.question.cluster), self.mapping.devices
         return sum(float(rates[at[stage], at[lender]]) for lender in self.mapping.lenders_of(stage))
 
     def _passes(self, stage: int, block: int) -> float:
-        """Seconds forward and backward of a block of a stage."""
+        """Return the seconds forward and backward of a block of a stage."""
         at = self.split.edges[stage] + block
         return sum(float(times[at + 1] - times[at]) for times in (self._prices.forward, self._prices.backward))
 
     def _interval(self, stage: int) -> float:
-        """Seconds from the end of a forward to the begin of its backward, in the middle of all microbatches."""
+        """Return the median seconds between a forward's end and its backward's start, over all microbatches."""
         simulation, device = self.kept.simulation, self.kept.candidate.split.devices[stage]
         ends = simulation.forwards_ended(device)
         waits = [begin - ends[m] for m, (begin, _) in simulation.backwards_run(device).items() if m in ends]
@@ -208,16 +209,16 @@ class _Assignment:
 
 
 def _freed(technique: Technique, held: int) -> int:
-    """Of how many of the microbatches in flight a technique frees the bytes; of a swap, two are there in any case."""
+    """Return for how many microbatches in flight a technique frees bytes; a swap keeps two on the device."""
     if technique is Technique.RECOMPUTE:
         return held
     return 0 if technique is Technique.KEEP else max(0, held - 2)
 
 
 def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> Iterator[tuple[_Tensor, Technique]]:
-    """The tensors of a stage in the order of the first assignment, each with the technique that it would get.
+    """Yield the tensors of a stage in the order of the first assignment, each with its technique.
 
-    Each comes again with what frees more, for stages where what comes first is not enough.
+    Tensors come again with techniques that free more, for stages on which the first ones are not enough.
     """
     on_the_way = 0.0
     by_interval = sorted(tensors, key=lambda tensor: -tensor.costs.interval_seconds)
@@ -238,7 +239,7 @@ def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> I
 
 
 def _recomputes(tensor: _Tensor, on_the_way: float, held: int) -> bool:
-    """Whether recomputation adds less than a swap behind all that is on the way."""
+    """Return whether recomputation adds less than a swap after all transfers in the queue."""
     costs, trip = tensor.costs, tensor.costs.host_seconds
     behind = None if trip is None else held * (on_the_way + trip)
     queued = TensorCosts(
@@ -250,13 +251,13 @@ def _recomputes(tensor: _Tensor, on_the_way: float, held: int) -> bool:
     return mpress_choice(queued) is Technique.RECOMPUTE
 
 
-# -------------------------------------------------------------------- peers
+# ---- Peers
 
 
 def _refined(
     assignment: _Assignment, start: Evaluation, mapping: Mapping, options: MpressOptions, budget: Budget
 ) -> Evaluation:
-    """The assignment with tensors given to peers, as long as steps get visibly shorter."""
+    """Return the assignment with tensors moved to peers, as long as steps get visibly shorter."""
     best, without = start, 0
     candidate, room = start.candidate, _room(best, options)
     while without < options.patience and not budget.ends():
@@ -271,12 +272,15 @@ def _refined(
 
 
 def _room(found: Evaluation, options: MpressOptions) -> list[int]:
-    """What every stage's device can lend, in whole pieces."""
+    """Return the bytes that every stage's device can lend, in whole pieces."""
     return [max(0, -over) // options.quantum_bytes * options.quantum_bytes for over in found.over]
 
 
 def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, room: list[int]) -> Candidate | None:
-    """The candidate with one tensor more of every stage at its lenders, whose `room` shrinks; None if none has any."""
+    """Return the candidate with one more tensor of every stage at its lenders; None if no tensor can move.
+
+    The lenders' `room` shrinks.
+    """
     choices, changed = list(candidate.choices), False
     for stage, choice in enumerate(choices):
         shares = mapping.lenders_of(stage)
@@ -296,9 +300,9 @@ def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, r
 
 
 def _slowest(tensors: Sequence[_Tensor], choice: StageChoice, menus: Sequence[Menu]) -> _Tensor | None:
-    """The tensor whose technique adds the most seconds; None if nothing that peers could hold is moved or recomputed.
+    """Return the tensor whose technique adds the most seconds; None without a tensor that peers could hold.
 
-    A swap adds what the link cannot hide, of which all that are swapped on the stage have their parts.
+    A swap adds the time that the link cannot hide, shared by all swapped tensors of the stage.
     """
 
     def added(tensor: _Tensor) -> float:

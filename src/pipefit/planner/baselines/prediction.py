@@ -1,13 +1,13 @@
-"""The best split by any predictor of stage peaks: the exact one, mCAP's additive one, or one that you write.
+"""The best split by any predictor of stage peaks: the exact one, mCAP's additive one, or your own.
 
     best_split(AdditiveCosts(mem_isolated=..., mem_added=...), blocks, devices)
     best_split(true_peaks(profile, training, stages=devices), blocks, devices)
 
-The highest peak is as low as possible; among splits with that highest peak the second highest is, and so on. This is
-the rule of mCAP-BF, which tries every split. Dynamic programming over (stages, blocks placed) finds the same split:
-adding the same peak to two lists of peaks, highest first, does not change which list is lower. It takes O(P L^2)
-predictions for L blocks on P devices: a few hundredths of a second for 42 blocks on 8. All devices count as alike.
-(mCAP, section 3.4.)
+The highest peak is as low as possible; among splits with that highest peak the second highest is, and so on.
+This is the rule of mCAP-BF, which tries every split. Dynamic programming over (stages, blocks placed) finds
+the same split: adding the same peak to two lists of peaks, highest first, does not change which list is
+lower. It takes O(P L^2) predictions for L blocks on P devices: a few hundredths of a second for 42 blocks on
+8. All devices count as equal. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from pipefit.texts import counted
 
 
 class _Partial(NamedTuple):
-    """A split of the first blocks: its peaks, negated and rising, and its first blocks, from the last stage on."""
+    """Split of the first blocks: its peaks, negated and rising, and its first blocks, from the last stage on."""
 
     peaks: tuple[int, ...]
     starts: tuple[int, ...]
 
 
 class Predictor(Protocol):
-    """Says how many bytes a stage will need."""
+    """Predictor of the bytes that a stage needs."""
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
-        """Peak bytes of blocks `start` to `stop - 1` as stage number `stage`."""
+        """Return the peak bytes of blocks `start` to `stop - 1` as stage number `stage`."""
 
 
 def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ...]:
-    """Edges 0 = e0 < e1 < ... = `blocks`; stage s holds blocks e_s to e_(s+1) - 1.
+    """Return edges 0 = e0 < e1 < ... = `blocks`; stage s holds blocks e_s to e_(s+1) - 1.
 
-    Between splits with equal peaks, the stages are compared from the last to the first: the one with the smaller first
-    block wins.
+    Of splits with equal peaks, the stages are compared from the last to the first: the smaller first block
+    wins.
 
     Raises:
         UsageError: no device, or fewer blocks than devices.
@@ -62,7 +62,7 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
 
 
 def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
-    """The best split of the blocks before `stop` into stages up to number `stage`."""
+    """Return the best split of the blocks before `stop` into stages up to number `stage`."""
     found = (
         _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
     )
@@ -70,17 +70,18 @@ def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Pa
 
 
 def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
-    """The partial split with one more stage, which begins at `start` and has this peak."""
+    """Return the partial split with one more stage, which starts at `start` and has this peak."""
     peaks = list(partial.peaks)
     insort(peaks, -peak)
     return _Partial(tuple(peaks), (start, *partial.starts))
 
 
 def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
-    """The exact predictor for pipelines of `stages` stages: the peak at the stage's place in the schedule, in bytes.
+    """Return the exact predictor for pipelines of `stages` stages: peaks in bytes at the stage's place in the
+    schedule.
 
     Raises:
-        UsageError: no such schedule, or a microbatch size that was not profiled.
+        UsageError: the schedule is unknown, or the microbatch size was not profiled.
     """
     ranges = ranges_of(profile.at(training.microbatch_size), profile.edges, training.microbatches, recompute)
     band = ranges.band(ranges.count)

@@ -1,7 +1,8 @@
-"""A band: the bytes of all ranges of blocks up to some width, as arrays; and the peaks of stages that hold them.
+"""Bands: the bytes of all ranges of blocks up to some width, as arrays, and the peaks of stages that hold
+them.
 
-Row w, column c is the range of w + 1 blocks that starts at block `first + c`. `closed_forms.ranges` makes bands and
-says what the arrays hold.
+Row w, column c is the range of w + 1 blocks that starts at block `first + c`. `closed_forms.ranges` makes
+bands and describes the arrays.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ Ints = NDArray[np.int64]
 
 
 class Recomputed(NamedTuple):
-    """The highest bytes of second forwards and of backwards behind them, in a step's first backward and in later ones,
-    of stages that are recomputed in parts: with what is kept of their microbatch, but without gradients that existed.
+    """Highest bytes of second forwards and of backwards, for stages recomputed block by block.
+
+    In a step's first backward and in later ones; with the saved tensors of their microbatch, without existing
+    gradients.
     """
 
     forward_first: Ints
@@ -56,24 +59,24 @@ class Band:
     checkpoint_peak: Ints
     weights: Ints
     early: Ints
-    recomputed: Recomputed | None = None  # of stages that are recomputed in parts
+    recomputed: Recomputed | None = None  # of stages that are recomputed block by block
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
 
     def with_losses(self, nbytes: int, blocks: int) -> Band:
-        """The band with so many bytes of losses in the ranges that end a model of so many blocks."""
+        """Return the band with `nbytes` of losses in the ranges that end a model of `blocks` blocks."""
         width, starts = self.valid.shape
         ends = self.first + np.arange(starts) + np.arange(1, width + 1)[:, None] == blocks
         return replace(self, static=self.static + nbytes * ends, _sums={})
 
     def step_peak(self) -> Ints:
-        """The peak of the optimizer step, the first one or a later one."""
+        """Return the peak of the optimizer step, the first one or a later one."""
         if "step" not in self._sums:
             above = np.maximum(self.update_first_peak, self.state + self.update_peak)
             self._sums["step"] = self.static + self.gradients + above
         return self._sums["step"]
 
     def around(self, surroundings: Surroundings) -> Ints:
-        """The peak of one action in its surroundings, without the bytes of other microbatches and other versions."""
+        """Return the peak of one action in its surroundings, without other microbatches and weight versions."""
         total = self.static + self._own(surroundings)
         if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
             total += self.early if surroundings.early else self.state
@@ -86,13 +89,13 @@ class Band:
         return total + self._one(self._sending(surroundings.sending))
 
     def _one(self, messages: Ints | int) -> Ints | int:
-        """Messages beside an action; of a stage in parts, they are there beside one of its parts, and not counted."""
+        """Return the bytes of messages during an action; for block-by-block stages, only in ranges of one block."""
         if self.recomputed is None or isinstance(messages, int):
             return messages
         return np.where(np.arange(len(messages))[:, None] == 0, messages, 0)
 
     def _own(self, surroundings: Surroundings) -> Ints:
-        """The bytes of the action itself and of its microbatch, and of gradients that exist before it."""
+        """Return the bytes of the action and its microbatch, and of gradients that exist before it."""
         if self.recomputed is not None and (surroundings.kind is Kind.RECOMPUTE or surroundings.recomputed):
             return self._in_parts(surroundings, self.recomputed)
         match surroundings.kind:
@@ -112,18 +115,18 @@ class Band:
         return own + self.gradients if surroundings.gradients else own
 
     def _in_parts(self, surroundings: Surroundings, parts: Recomputed) -> Ints:
-        """The same of a stage that is recomputed in parts."""
+        """Return the bytes of a recomputation or backward of a stage that is recomputed block by block."""
         if surroundings.kind is Kind.RECOMPUTE:
             return parts.forward_later + self.gradients if surroundings.gradients else parts.forward_first
         return parts.backward_later + self.gradients if surroundings.gradients else parts.backward_first
 
     def _sending(self, before: Kind | None) -> Ints | int:
-        """The bytes that are being sent since the action before."""
+        """Return the bytes in transit since the action before."""
         sends = {Kind.FORWARD: self.sent, Kind.FORWARD_ONLY: self.checkpoint_sent, Kind.BACKWARD: self.input_gradients}
         return 0 if before is None else sends.get(before, 0)
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:
-        """The highest peak of actions in these surroundings, which have the same numbers of microbatches in flight."""
+        """Return the highest peak of actions in these surroundings with equal numbers of microbatches in flight."""
         key = frozenset(s.alone for s in met)
         if key not in self._sums:
             first, *others = key
@@ -139,10 +142,10 @@ EVERYWHERE: Slices = (slice(None), slice(None))
 
 
 def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWHERE) -> Ints:
-    """The peaks of a stage that meets these surroundings in a step, for every range of a band or of a part of it.
+    """Return the peaks of a stage that meets these surroundings, for every range of a band or a part of it.
 
-    They cover every compute action and the optimizer step, in the first step of training and in later ones. Where
-    `band.valid` is false, the numbers mean nothing.
+    They cover every compute action and the optimizer step, in the first step of training and in later ones.
+    The numbers are undefined for ranges with a false `band.valid`.
     """
     peak: Ints = band.step_peak()[within]
     groups: dict[tuple[int, int, int, int], list[Surroundings]] = {}

@@ -1,13 +1,14 @@
-"""The lifetimes of a model's storages, for all ranges of layers at once. `closed_forms.ranges` adds them up.
+"""Lifetimes of a model's storages, for all ranges of layers at once. `closed_forms.ranges` adds them up.
 
-A layer makes a storage, and later layers may save it or pass it on. Where the model is cut into stages, the stage after
-the cut receives every value in a storage of its own. So a range of layers has two kinds of storages, and their
-lifetimes do not depend on where the range stops:
+A layer makes a storage, and later layers may save it or pass it on. At a cut between stages, the next stage
+receives every value in a separate storage. So a range of layers has two kinds of storages, whose lifetimes do
+not depend on the end of the range:
 
     own     made by layer b; it exists in every range that starts at or before b
     fresh   an input received at the start of a range; it exists only in the ranges that start there
 
-The loss counts as a layer after the last. One pass from the last layer to the first, microseconds per storage.
+The loss counts as a layer after the last. One pass from the last layer to the first, microseconds per
+storage.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Lifetimes(NamedTuple):
 
 @lru_cache(maxsize=32)
 def lifetimes(measurement: Measurement) -> Lifetimes:
-    """The lifetime of every storage of the model; remembered, as each of many questions asks for it."""
+    """Return the lifetime of every storage of the model; cached."""
     layers = (*measurement.costs, measurement.loss)
     fresh: list[tuple[Lifetime, ...]] = []
     own: list[tuple[Lifetime, ...]] = []
@@ -66,7 +67,10 @@ def lifetimes(measurement: Measurement) -> Lifetimes:
 def _lifetimes_of(
     cost: LayerCost, number: int, values: Sequence[Lifetime]
 ) -> tuple[tuple[Lifetime, ...], tuple[Lifetime, ...]]:
-    """The lifetimes of a layer's inputs as fresh storages, and of its own storages; `values`: those of its outputs."""
+    """Return the lifetimes of a layer's inputs as fresh storages, and of its own storages.
+
+    `values` are the lifetimes of its outputs.
+    """
     savers = {("own", o): NEVER for o in range(len(cost.storages))} | {
         ("input", k): NEVER for k in range(len(cost.inputs))
     }
@@ -84,11 +88,12 @@ def _lifetimes_of(
 
 
 def released_bytes(model: Lifetimes, number: int, released: Sequence[int]) -> Iterator[int]:
-    """The bytes that layer `number` frees by releasing these inputs, in ranges that start 0, 1, ... layers before it.
+    """Yield the bytes that layer `number` frees by releasing these inputs.
 
-    Only an input that layer `number` is the first to save is freed then: an earlier layer would still hold it, and
-    later ones have had their backward. Nor is one freed that shares its storage, in such a range, with another saved
-    input that is not released. The last number holds for all ranges that start earlier.
+    One number for ranges that start 0, 1, ... layers before it; the last holds for all earlier starts. An
+    input is freed only if layer `number` is the first to save it: an earlier layer would still hold it, and
+    later ones have had their backward. It is not freed if, in such a range, it shares its storage with
+    another saved input that is not released.
     """
     layers, born, traced = model.layers, 0, set(released)
     needed = set(layers[number].saved_inputs) - traced
@@ -112,33 +117,32 @@ def _first_saved_by(number: int, storages: Iterable[Lifetime]) -> int:
     return sum(storage.nbytes for storage in storages if storage.saver == number)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arrays made of a model's layers and of the lifetimes of its storages, from which bands are made.
+# ---- Arrays for bands
 
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
 NOTHING = -(1 << 60)  # the peak of a backward without a span
 
 
 def saved(storages: Sequence[Lifetime]) -> Events:
-    """Storages, each at the boundary after the first layer that saves it."""
+    """Return storages, each at the boundary after the first layer that saves it."""
     return as_events((s.saver + 1, s.birth, s.nbytes) for s in storages if s.saver != NEVER)
 
 
 def repeated(shared: Iterable[SharedBuffer]) -> Iterator[tuple[int, int, int]]:
-    """Two consecutive users of a buffer: ranges that hold both count it once more than it exists."""
+    """Yield consecutive users of a shared buffer: ranges with both would count the buffer twice."""
     return ((later + 1, user, one.nbytes) for one in shared for user, later in one.pairs)
 
 
 def gone(storages: Sequence[Lifetime]) -> Events:
-    """Storages that no layer saves, each at the first boundary where it holds no value any more."""
+    """Return storages that no layer saves, each at the first boundary at which it no longer holds a value."""
     fresh_or_output = (s for s in storages if s.saver == NEVER and (s.fresh or s.end > s.birth))
     return as_events((s.end + 1, s.birth, s.nbytes) for s in fresh_or_output)
 
 
 def span_table(model: Lifetimes, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
-    """Backward peaks of all layers in ranges that start far before them, and those in ranges that start nearer.
+    """Return the backward peaks of all layers in ranges that start far before them, and in nearer ones.
 
-    The latter are events of (layer, layers between, bytes), for as many layers between as make a difference.
+    The latter are events of (layer, layers between, bytes), as far as the number of layers between matters.
     """
     peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
     nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
@@ -146,7 +150,10 @@ def span_table(model: Lifetimes, spans: Sequence[tuple[Span, ...]]) -> tuple[Int
 
 
 def _span_peaks(model: Lifetimes, number: int, spans: tuple[Span, ...]) -> list[int]:
-    """Backward peaks of a layer in ranges that start 0, 1, ... layers before it; the last one holds for all earlier."""
+    """Return a layer's backward peaks in ranges that start 0, 1, ... layers before it.
+
+    The last number holds for all earlier starts.
+    """
     freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
     depths = range(max(map(len, freed.values()), default=1))
     return [
@@ -156,27 +163,27 @@ def _span_peaks(model: Lifetimes, number: int, spans: tuple[Span, ...]) -> list[
 
 
 def as_events(rows: Iterable[tuple[int, int, int]]) -> Events:
-    """Rows of three numbers as three columns."""
+    """Return rows of three numbers as three columns."""
     table = np.array(list(rows), np.int64).reshape(-1, 3)
     return table[:, 0], table[:, 1], table[:, 2]
 
 
 def chosen(events: Events, mask: NDArray[np.bool_]) -> Events:
-    """The events for which `mask` is true."""
+    """Return the events for which `mask` is true."""
     return events[0][mask], events[1][mask], events[2][mask]
 
 
 def diagonal(table: Ints, starts: int) -> Ints:
-    """Element (w, c) of the result is element (w, c + w) of `table`."""
+    """Return the view whose element (w, c) is element (w, c + w) of `table`."""
     down, across = table.strides
     return as_strided(table, (table.shape[0], starts), (down + across, across), writeable=False)
 
 
 def integers(values: Iterable[int]) -> Ints:
-    """An array of 64 bits an element, which sums of sizes do not exceed (`layer_costs.LARGEST_BYTES`)."""
+    """Return an array of 64-bit integers, which hold all sums of sizes (`layer_costs.LARGEST_BYTES`)."""
     return np.fromiter(values, np.int64)
 
 
 def cumulated(values: Iterable[int]) -> Ints:
-    """Sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate(([0], np.cumsum(integers(values))))

@@ -1,23 +1,23 @@
 """Memory of every range of blocks at once: closed forms for stages whose forward is one action.
 
-`Ranges(measurement, edges).band(width)` holds the bytes of every stage of blocks i to j - 1 with j up to i + width, as
-the simulator's ledger finds them. Block b is layers `edges[b]` to `edges[b + 1] - 1`. They are integer arrays of shape
-(width, starts): row w has the ranges of w + 1 blocks, column c those that start at block `first + c`.
-`stage_peak(band, surroundings)` is the peak of a stage at one position of a schedule, the same to the byte as the
-simulator's.
+`Ranges(measurement, edges).band(width)` holds the bytes of every stage of blocks i to j - 1 with j up to i +
+width, equal to those of the simulator's ledger. Block b is layers `edges[b]` to `edges[b + 1] - 1`. They are
+integer arrays of shape (width, starts): row w has the ranges of w + 1 blocks, column c those that start at
+block `first + c`. `stage_peak(band, surroundings)` is the peak of a stage at one position of a schedule,
+equal to the simulator's to the byte.
 
     static          parameters and buffers, and the losses on the last stage
     gradients       parameter gradients
     state, early    optimizer state, and the part of it that exists before the first update
-    retained        what a forward saves for its backward, saved inputs included
-    inputs          what a forward reads: received or loaded inputs, and targets on the last stage
-    kept            what a forward leaves that will run again: its inputs, and copies of buffers that feed back
-    weights         parameters that are trained, of which there may be several versions
+    retained        tensors that a forward saves for its backward, saved inputs included
+    inputs          inputs of a forward: received or loaded inputs, and targets on the last stage
+    kept            tensors kept by a forward that is recomputed: inputs, and copies of buffers that feed back
+    weights         trained parameters, of which there may be several versions
 
-A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range. Ranges for which sums
-over layers are not enough are computed one by one, some 60 microseconds for each of their layers; a band that is only
-to be `estimated` has the sums for them too. `ranges_of` remembers ranges and their bands for equal measurements, which
-a search over microbatch sizes, replicas and schedules meets many times.
+A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range. Ranges for
+which sums over layers are not exact are computed one by one, some 60 microseconds for each of their layers;
+an `estimated` band uses the sums for them too. `ranges_of` caches ranges and their bands for equal
+measurements.
 """
 
 from __future__ import annotations
@@ -55,22 +55,18 @@ from pipefit.planner.closed_forms.lifetimes import (
 )
 from pipefit.schema.profile import Measurement
 
-# ----------------------------------------------------------------------------------------------------
-# Ranges of layers for which sums over layers are not enough: each is computed as a stage by itself.
-#
-# It takes some 60 microseconds for each layer of a range. What was found is remembered for equal
-# measurements, because a search over microbatch sizes, replicas and schedules meets each of them many times.
+# ---- Ranges computed one by one
 
 
 class OneByOne:
-    """The ranges of one measurement, by their first layer and the one behind their last."""
+    """Ranges of one measurement, by their first layer and the layer after their last; each computed as a stage."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
         self._known: dict[tuple[int, int], dict[str, int]] = {}
 
     def of(self, start: int, stop: int) -> dict[str, int]:
-        """The bytes of a band for this range, without the losses that a step keeps."""
+        """Return the bytes of a band for this range, without the losses that a step keeps."""
         if (start, stop) not in self._known:
             self._known[start, stop] = _computed(self._measurement, start, stop)
         return self._known[start, stop]
@@ -78,7 +74,7 @@ class OneByOne:
 
 @lru_cache(maxsize=64)
 def one_by_one(measurement: Measurement) -> OneByOne:
-    """The ranges of a measurement; the same for an equal one."""
+    """Return the ranges of a measurement; cached for equal measurements."""
     return OneByOne(measurement)
 
 
@@ -98,31 +94,29 @@ def _computed(measurement: Measurement, start: int, stop: int) -> dict[str, int]
     }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Peaks of stages whose blocks are each recomputed by themselves, for all ranges of blocks at once.
+# ---- Stages recomputed block by block
 #
-# The forward of a block keeps only the block's inputs. In the backward the blocks of a stage come back one by
-# one, the last first. While block k of blocks i to j - 1 is at work, the device holds
+# The forward of a block keeps only the block's inputs. In the backward the blocks of a stage are recomputed
+# one by one, the last first. During the work on block k of blocks i to j - 1, the device holds
 #
 #     the inputs of blocks i to k, and copies of the buffers that feed back
-#     what block k saves and needs itself, as if it were a stage of its own, and the gradients of its outputs
+#     the saved tensors and peak of block k, as of a separate stage, and the gradients of its outputs
 #     the gradients of all parameters, or in a step's first backward those of blocks k to j - 1
 #
-# so that every peak is the highest over k of a number of block k alone, plus sums over the edges before it:
-# running maxima. They are lower bounds of the ledger's peaks, and mostly equal to them. They are lower where
-# blocks share a parameter, or release inputs that earlier blocks keep; of blocks that work in place on their
-# inputs they may be either.
-#
-# Costs: as many numbers as four arrays of a band.
+# so every peak is the maximum over k of a number of block k plus sums over the edges before it: running
+# maxima. They are lower bounds of the ledger's peaks, and mostly equal to them. They are lower if blocks
+# share a parameter or release inputs that earlier blocks keep; if blocks change their inputs in place, they
+# may be lower or higher.
 
 _NOTHING = -(1 << 60)
 
 
 class Inputs(NamedTuple):
-    """Bytes of what every block takes from the blocks before it; 0 for the first one.
+    """Bytes of every block's inputs from the blocks before it; 0 for the first block.
 
-    `new` are the storages that the block before has made, and `saved` those of them that the block saves. `as_stage` is
-    what the block saves of its inputs as a stage of its own, which receives every value in a storage of its own.
+    `new` are the storages made by the block before, and `saved` those of them that the block saves.
+    `as_stage` are the inputs that the block saves as a separate stage, which receives every value in its own
+    storage.
     """
 
     new: Ints
@@ -131,7 +125,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(measurement: Measurement, edges: Sequence[int]) -> Inputs:
-        """Those of the blocks between these edges."""
+        """Return the inputs of the blocks between these edges."""
         layers, model = len(measurement.layers), lifetimes(measurement)
         whole, columns = StageStorages(measurement, 0, layers), [(0, 0, 0)]
         for (before, start), stop in zip(pairwise(edges), edges[2:], strict=False):
@@ -149,9 +143,10 @@ class Inputs(NamedTuple):
 class Blocks(NamedTuple):
     """Bytes of every block of a model.
 
-    `alone` is the band of blocks as stages. `first` and `later` are the highest bytes of a block's backward, with what
-    it has saved, where another block of the stage comes after it; `gradients` those of the values at its end there.
-    `copies` and `born` are sums over the blocks before each edge: of buffers that feed back, and of gradients.
+    `alone` is the band of blocks as stages. `first` and `later` are the highest bytes of a block's backward
+    with its saved tensors if another block of the stage follows, in a step's first backward and in later
+    ones; `gradients` are those of the values at its end in that case. `copies` and `born` are sums over the
+    blocks before each edge: of buffers that feed back, and of gradients.
     """
 
     alone: Band
@@ -164,7 +159,7 @@ class Blocks(NamedTuple):
 
 
 def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
-    """The band for stages whose blocks are recomputed by themselves, made of that of the same stages."""
+    """Return the band of stages recomputed block by block, from the band of the same stages."""
     one, inputs = blocks.alone, blocks.inputs
     width, starts = band.valid.shape
     i = band.first + np.arange(starts)
@@ -177,7 +172,7 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
     base = follow_inputs[i] - kept[i]
 
     def highest(of_first: Ints, of_block: Ints) -> Ints:
-        """The highest number of the blocks of every range but its last."""
+        """Return the highest number of the blocks of every range except its last."""
         found = np.full((width, starts), _NOTHING, np.int64)
         found[1:] = of_first[i]
         for row in range(2, width):
@@ -185,7 +180,7 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
         return found
 
     def recompute(born: Ints) -> Ints:
-        """The second forward of every block; `born` are the gradients of the blocks up to it."""
+        """Return the peak of the second forwards; `born` are the gradients of the blocks up to each."""
         working = kept + one.forward_peak[0] + one.buffers[0]
         inner = working + blocks.gradients - born
         inside = highest(follow_inputs - kept + inner, inner) - band.output_gradients
@@ -193,7 +188,7 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
         return found
 
     def backward(inner: Ints, peak: Ints, born: Ints) -> Ints:
-        """The backward of every block."""
+        """Return the peak of the backwards."""
         beside = before + one.buffers[0] - born
         inside = highest(inner + one.buffers[0] - born, beside + inner)
         own = one.retained[0] + one.output_gradients[0] + peak
@@ -219,28 +214,29 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
 
 
 def _running(of_block: Ints, starts: Ints, width: int) -> Ints:
-    """The highest number of the blocks of every range."""
+    """Return the highest number of the blocks of every range."""
     at = np.minimum(starts + np.arange(width)[:, None], len(of_block) - 1)
     found: Ints = np.maximum.accumulate(of_block[at], axis=0)
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Bands of ranges
 
 
 class Ranges:
-    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last layer.
+    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last
+    layer.
 
-    There are `layers` of them without the loss, in `count` blocks; without `edges`, each is a block. Arrays have an
-    element for each layer, for each boundary (boundary n lies before layer n), or for each event: a storage that is
-    saved, or that is freed, at some boundary.
+    The model has `layers` layers without the loss, in `count` blocks; without `edges`, each layer is a block.
+    Arrays have an element for each layer, for each boundary (boundary n lies before layer n), or for each
+    event: a storage that is saved, or that is freed, at some boundary.
     """
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement = measurement
         self.one_by_one = one_by_one(measurement)
         self._known: dict[tuple[int, ...], Band] = {}
-        self._blocks: Blocks | None = None  # of stages whose blocks are recomputed by themselves
+        self._blocks: Blocks | None = None  # of stages recomputed block by block
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -263,21 +259,23 @@ class Ranges:
         self.update_first = self.growth[:-1] + integers(cost.update_first_peak_bytes for cost in costs)
         self.update = integers(cost.update_peak_bytes for cost in costs)
         self.input_bytes = integers(sum(v.nbytes for v in cost.inputs) for cost in costs)
-        # By boundary: gradients of the values there, inside a stage and where a stage receives them
+        # By boundary: gradients of the values there, inside a stage and at the start of a stage
         whole = StageStorages(measurement, 0, self.layers)
         self.inner_gradients = integers(map(whole.gradients, range(self.layers + 2)))
         self.arriving_gradients = integers([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
-        self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not enough
+        self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not exact
         self.lasting = [number for number, cost in enumerate(costs) if cost.lasting_storages]
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(lifetime.nbytes for lifetime in targets)
         self.kept_targets = sum(lifetime.nbytes for lifetime in targets if lifetime.saver != NEVER)
-        # By boundary: storages that the layer before it has made and that outlive it, as saved or as values; as values
+        # By boundary: storages of the layer before it that outlive it, as saved or as values; then as values
+        # only
         self.born = integers(
             [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
         )
         self.handed_on = integers([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
-        # Events: storages made inside a range (own), those received at its start (fresh), and copies of its inputs
+        # Events: storages made inside a range (own), those received at its start (fresh), and copies of its
+        # inputs
         own = [one for layer in model.own for one in layer]
         fresh = [one for layer in model.fresh[:-1] for one in layer]
         self.own_saved, self.own_gone = saved(own), gone(own)
@@ -285,7 +283,8 @@ class Ranges:
         self.own_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
         copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
         self.copies_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in copies)
-        # Events: buffers that a layer shares with an earlier one, all of them and those that a recomputation copies
+        # Events: buffers that a layer shares with an earlier one, all of them and those copied by
+        # recomputation
         self.repeated = as_events(repeated(measurement.shared_buffers))
         self.copied_once = as_events(repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
@@ -293,24 +292,24 @@ class Ranges:
             [c.spans(is_first=f, inner=n < self.layers) for n, c in enumerate(costs)] for f in (True, False)
         )
         self.spans_first, self.spans_later = span_table(model, first), span_table(model, later)
-        # The same where the range ends with the layer
+        # The same if the range ends with the layer
         self.ends_first = span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
         self.ends_later = span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
     def of_step(self, microbatches: int) -> Ranges:
-        """The same ranges, which share their bands, in a step of so many microbatches."""
+        """Return the same ranges, with shared bands, in a step of this number of microbatches."""
         found = copy(self)
         found.loss_bytes = self.measurement.loss_bytes * microbatches
         return found
 
     def by_block(self) -> Ranges:
-        """The same ranges, as stages whose blocks are recomputed by themselves (`closed_forms.by_block`)."""
+        """Return the same ranges as stages recomputed block by block."""
         found = copy(self)
         found._known, found._blocks = {}, self._of_blocks()
         return found
 
     def _of_blocks(self) -> Blocks:
-        """The bytes of every block by itself."""
+        """Return the bytes of every single block."""
         first, later = self._maker(1, 0, self.count - 1).inner_backwards()
         return Blocks(
             alone=self._maker(1, 0, self.count - 1).make(estimated=False),
@@ -323,7 +322,7 @@ class Ranges:
         )
 
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
-        """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
+        """Return the band of ranges up to `width` blocks that start at block `first` to `last` (default: all)."""
         last = self.count - 1 if last is None else last
         alike = width, first, last, estimated
         key = *alike, self.loss_bytes
@@ -335,17 +334,17 @@ class Ranges:
         return self._known[key]
 
     def layers_one_by_one(self, width: int) -> int:
-        """The layers of all ranges of up to `width` blocks that a band computes one by one: what it costs."""
+        """Return the layers of all ranges up to `width` blocks that a band computes one by one: its cost."""
         return self._maker(width, 0, self.count - 1).layers_one_by_one()
 
     def _maker(self, width: int, first: int, last: int) -> _BandMaker:
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1)
 
     def owned(self) -> tuple[Ints, Ints]:
-        """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
+        """Return two rising sums: lower bounds of a range's bytes during a whole step, and of its gradients.
 
-        A range of blocks i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter or a buffer that several
-        layers share counts with the first of them alone.
+        A range of blocks i to j - 1 holds at least owned[j] - owned[i] bytes without gradients. A parameter
+        or buffer that several layers share counts with the first of them.
         """
         owned, gradients = self.static + self.state, self.gradients.copy()
         for buffer in self.measurement.shared_buffers:
@@ -360,9 +359,10 @@ class Ranges:
         return owned[self.edges], gradients[self.edges]
 
     def floor(self) -> tuple[Ints, Ints]:
-        """Two rising sums, saved and born: of blocks i to j - 1, at least saved[j] - born[i] bytes are `retained`.
+        """Return two rising sums, saved and born: blocks i to j - 1 have at least saved[j] - born[i]
+        `retained` bytes.
 
-        They count own storages alone, which no cut changes.
+        They count only own storages, which no cut changes.
         """
         stop, birth, nbytes = self.own_saved
         saved, born = np.zeros(self.layers + 2, np.int64), np.zeros(self.layers + 2, np.int64)
@@ -374,9 +374,7 @@ class Ranges:
 def ranges_of(
     measurement: Measurement, edges: Sequence[int], microbatches: int, recompute: Recompute = "never"
 ) -> Ranges:
-    """The ranges of a measurement in a step of so many microbatches, of stages that are recomputed so; what equal
-    measurements share is made once.
-    """
+    """Return the ranges of a measurement in a step of `microbatches`, for stages with this recomputation; cached."""
     return _ranges_of(measurement, tuple(edges), recompute == "always").of_step(microbatches)
 
 
@@ -386,11 +384,11 @@ def _ranges_of(measurement: Measurement, edges: tuple[int, ...], by_block: bool)
 
 
 class _BandMaker:
-    """Makes a band without losses from tables of boundaries and of layers.
+    """Maker of a band without losses, from tables of boundaries and of layers.
 
-    Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at layer i = starts[c]. Tables
-    have one row more than the longest range needs, because a range that ends the model contains the loss too. At last
-    the rows at which blocks end are taken of them.
+    Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at layer i =
+    starts[c]. Tables have one row more than the longest range needs, because a range that ends the model
+    contains the loss too. Finally the rows at the ends of blocks are taken.
     """
 
     def __init__(self, ranges: Ranges, width: int, first: int, starts: int) -> None:
@@ -408,7 +406,7 @@ class _BandMaker:
         self.ends = ends[inside], np.arange(starts)[inside]
 
     def make(self, *, estimated: bool) -> Band:
-        """The band with all its arrays."""
+        """Return the band with all its arrays."""
         rows = self.stops - self.starts - 1
         arrays: dict[str, Any] = {
             name: array if self.is_fine else np.take_along_axis(array, rows, axis=0)
@@ -418,8 +416,10 @@ class _BandMaker:
         return band if estimated else self._corrected(band)
 
     def inner_backwards(self) -> tuple[Ints, Ints]:
-        """For bands of one block: the highest bytes of a block's backward with what it has saved, in a step's first
-        backward and in later ones, where another block of the stage comes after it; 0 where sums are not enough.
+        """Return the highest bytes of a block's backward, with its saved tensors, if another block follows.
+
+        For bands of one block, in a step's first backward and in later ones; 0 if sums over layers are not
+        exact.
         """
         r, born, ended = self.ranges, self._at(self.ranges.gradients), self._ended
         inner, rows = self._held() + self._at(r.inner_gradients), self.stops - self.starts - 1
@@ -438,7 +438,7 @@ class _BandMaker:
         return blocks <= self.ranges.count
 
     def _arrays(self) -> dict[str, Ints]:
-        """The arrays of a band, with a row for every number of layers."""
+        """Return the arrays of a band, with a row for every number of layers."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
         travelling = self._travelling()
@@ -476,7 +476,7 @@ class _BandMaker:
         }
 
     def _corrected(self, band: Band) -> Band:
-        """The band, with the ranges computed one by one for which sums over layers are not enough."""
+        """Return the band with the ranges for which sums are not exact computed one by one."""
         for row, column in zip(*np.nonzero(self._one_by_one()), strict=True):
             found = self.ranges.one_by_one.of(int(self.starts[column]), int(self.stops[row, column]))
             for name, nbytes in found.items():
@@ -484,14 +484,14 @@ class _BandMaker:
         return band
 
     def layers_one_by_one(self) -> int:
-        """The layers of all ranges for which sums over layers are not enough."""
+        """Return the number of layers of all ranges for which sums are not exact."""
         return int((self.stops - self.starts)[self._one_by_one()].sum())
 
     def _one_by_one(self) -> NDArray[np.bool_]:
-        """The ranges for which sums over layers are not enough.
+        """Return a mask of the ranges for which sums over layers are not exact.
 
-        These hold two users of a shared parameter, or a layer behind the first that keeps a tensor until the whole
-        backward has ended, or meet one of `StageStorages.unlike_gradients`.
+        These hold two users of a shared parameter, or a layer after the first that keeps a tensor until the
+        whole backward has ended, or meet one of `StageStorages.unlike_gradients`.
         """
         starts, stops = self.starts, self.stops
         repeats = np.zeros(stops.shape, np.bool_)
@@ -505,38 +505,39 @@ class _BandMaker:
             repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= last)) | (starts == boundary)
         return repeats & self._valid
 
-    # ---------------------------------------------------------------- tables
+    # ---- Tables
 
     def _at(self, vector: Ints) -> Ints:
-        """The table of `vector[i + w]`, 0 after the vector's end."""
+        """Return the table of `vector[i + w]`, 0 after the vector's end."""
         padded = np.zeros(self.columns, np.int64)
         there = vector[self.base : self.base + self.columns]
         padded[: len(there)] = there
         return sliding_window_view(padded, self.reach)[:, self._chosen]
 
     def _sums(self, cumulated: Ints, repeated: Events) -> Ints:
-        """Sums over the layers of every range, without what the range counts more than once."""
+        """Return the sums over the layers of every range, without bytes that the range would count repeatedly."""
         total = self._ended(self._at(cumulated)) - self._start(cumulated)
         if not len(repeated[0]):
             return total
         return total - self._ended(np.cumsum(self._summed(repeated, as_events(())), axis=0))
 
     def _held(self) -> Ints:
-        """Bytes that the layers before the boundary have saved."""
+        """Return the bytes that the layers before each boundary have saved."""
         held: Ints = np.cumsum(self._summed(self.ranges.own_saved, self.ranges.fresh_saved), axis=0)
         self._plus_loss(held[2:], self.ranges.kept_targets)
         return held
 
     def _live(self) -> Ints:
-        """Bytes that exist when the layers before the boundary have run: what they saved, and the values there."""
+        """Return the bytes after the layers before each boundary have run: saved tensors, and the values there."""
         change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
         change[0] = self._start(self.ranges.input_bytes)
         return np.cumsum(change, axis=0)
 
     def _travelling(self) -> Ints:
-        """Bytes of the values at the boundary in a forward that saves nothing, without the microbatch's inputs.
+        """Return the bytes of the values at each boundary in a forward that saves nothing, without its
+        inputs.
 
-        The inputs are kept to recompute from. If the first layer works on them in place, it is given copies, which
+        The inputs are kept to recompute from. If the first layer changes them in place, it gets copies, which
         count here as long as they are values.
         """
         change = self._at(self.ranges.handed_on) - self._summed(self.ranges.own_ended, self.ranges.copies_ended)
@@ -544,7 +545,9 @@ class _BandMaker:
         return np.cumsum(change, axis=0)
 
     def _summed(self, own: Events, fresh: Events) -> Ints:
-        """Bytes of the events at the boundary, of own storages made in the range and of fresh ones at its start."""
+        """Return the bytes of the events up to each boundary, of own storages and of fresh ones at the
+        range's start.
+        """
         boundary, birth, nbytes = chosen(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
         np.add.at(table, (boundary - birth, boundary - self.base), nbytes)
@@ -554,7 +557,7 @@ class _BandMaker:
         return total
 
     def _spans(self, spans: tuple[Ints, Events]) -> Ints:
-        """The peak of the layer's backward above its start, in a range that starts w layers before the layer."""
+        """Return the layer's backward peak above its start, in a range that starts w layers before the layer."""
         usual, (layer, depth, value) = spans[0], spans[1]
         row = np.full(self.columns, NOTHING, np.int64)
         there = usual[self.base : self.base + self.columns]
@@ -567,21 +570,21 @@ class _BandMaker:
     def _reached(self, boundary: Ints) -> NDArray[np.bool_]:
         return (boundary >= self.base) & (boundary < self.base + self.columns)
 
-    # ---------------------------------------------------------------- from tables to ranges
+    # ---- From tables to ranges
 
     def _start(self, vector: Ints) -> Ints:
-        """The vector's value at the start of every range, as one row."""
+        """Return the vector's value at the start of every range, as one row."""
         return vector[None, self.starts]
 
     def _ended(self, table: Ints) -> Ints:
-        """A boundary table's value at the end of every range: after the loss where a range ends the model."""
+        """Return a boundary table's value at the end of every range, after the loss if the range ends the model."""
         rows, columns = self.ends
         out = table[1:-1].copy()
         out[self.ends] = table[rows + 2, columns]
         return out
 
     def _highest(self, table: Ints) -> Ints:
-        """The highest value of a layer table over every range, with the loss where a range ends the model."""
+        """Return the highest value of a layer table over every range, with the loss if the range ends the model."""
         rows, columns = self.ends
         highest = np.maximum.accumulate(table, axis=0)
         out = highest[:-1].copy()
@@ -589,10 +592,10 @@ class _BandMaker:
         return out
 
     def _backward(self, inner: Ints, entry: Ints, spans: Ints, end_spans: Ints) -> Ints:
-        """The highest backward peak over the layers of every range.
+        """Return the highest backward peak over the layers of every range.
 
-        To a layer's own peak are added the bytes at the boundary after it: `inner` to `spans`, or, at the range's end,
-        `entry` to `end_spans`.
+        A layer's own peak is added to the bytes at the boundary after it: `spans` to `inner`, or, at the
+        range's end, `end_spans` to `entry`.
         """
         highest = np.maximum.accumulate(inner[1:] + spans, axis=0)
         out = entry[1:-1] + end_spans[:-1]
@@ -610,7 +613,7 @@ class _BandMaker:
         return array
 
     def _behind_first(self, vector: Ints) -> Ints:
-        """The vector's value at the start of every range; 0 where a range begins the model, and so receives nothing."""
+        """Return the vector's value at the start of every range; 0 if the range starts the model (no input)."""
         row = self._start(vector).copy()
         row[0, self.starts == 0] = 0
         return row.repeat(self.longest, axis=0)

@@ -1,10 +1,10 @@
-"""Surroundings: what else is in memory during a compute action. A stage meets only a few different ones in a step.
+"""Surroundings of compute actions: the other contents of memory during an action.
 
-What a device holds beside the action's own bytes depends on how many other microbatches are in flight, whether
-gradients exist, what is being sent, and which receive has started. A stage of a 1F1B schedule meets about eight
-combinations of these, even with a thousand microbatches. Planners compute the peak of each, instead of simulating the
-program: the highest of them is the same. Under an endless schedule updates have surroundings too, and steps differ
-until the pipeline is full; a drain needs no more than the steps before it.
+The bytes of a device in addition to the action's depend on the number of other microbatches in flight, on
+whether gradients exist, on messages in transit, and on the next receive. A stage of a 1F1B schedule meets
+about eight combinations of these, even with a thousand microbatches. Planners compute the peak of each
+combination, whose maximum equals the simulated peak. Under an asynchronous schedule updates have surroundings
+too, and steps differ until the pipeline is full; draining needs no more than the steps before.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pipefit.schema.training import Versions
 
 
 class Surroundings(NamedTuple):
-    """What surrounds one compute action of a stage, or one update with microbatches in flight."""
+    """Surroundings of one compute action of a stage, or of one update with microbatches in flight."""
 
     kind: Kind  # FORWARD, FORWARD_ONLY, RECOMPUTE, BACKWARD or STEP
     in_flight: int  # other microbatches whose activations are held
     gradients: bool  # parameter gradients exist already
     receiving: Kind | None  # the next compute action, whose receive has started
     sending: Kind | None  # the previous compute action, whose send has not been joined
-    checkpoints: int = 0  # other microbatches of which the inputs alone are held
-    recomputed: bool = False  # a BACKWARD whose forward ran twice
-    versions: int = 0  # of the weights, besides the newest
-    rooms: int = 0  # for gradients and optimizer state, that versions have
-    early: bool = False  # no update has created the optimizer state yet, nor will any step begin like this again
+    checkpoints: int = 0  # other microbatches of which only the inputs are held
+    recomputed: bool = False  # a BACKWARD after a second forward
+    versions: int = 0  # versions of the weights in addition to the newest
+    rooms: int = 0  # versions with room for gradients and optimizer state
+    early: bool = False  # before the first update creates optimizer state; no later step starts like this
 
     @property
     def alone(self) -> Surroundings:
-        """The same without other microbatches and versions."""
+        """The same surroundings without other microbatches and versions."""
         return self._replace(in_flight=0, checkpoints=0, versions=0, rooms=0)
 
 
@@ -53,12 +53,12 @@ def surroundings(
     recompute: Recompute = "never",
     versions: Versions = "weights",
 ) -> tuple[Surroundings, ...]:
-    """Those of `stage`, without any that others with more in flight make superfluous.
+    """Return the surroundings of `stage`, without those that others with more in flight dominate.
 
     Raises:
-        UsageError: no such schedule, or a setting of recomputation that it cannot have.
+        UsageError: the schedule is unknown or does not support this recomputation.
     """
-    if schedule in _WARM_UP:  # a stage meets what the first one of fewer meets, and after a few more nothing new
+    if schedule in _WARM_UP:  # equals the first stage of a shorter pipeline; more microbatches add nothing new
         stage, stages = 0, stages - stage
         microbatches = min(microbatches, _WARM_UP[schedule] * stages + _STEADY)
     return _surroundings(schedule, stage, stages, microbatches, recompute, versions)
@@ -81,12 +81,12 @@ def _surroundings(
     return tuple(_covering(highest.values()))
 
 
-_WARM_UP = {"1f1b": 1, "eager-1f1b": 2}  # forwards for each stage from a stage on, before its backwards begin
-_STEADY = 4  # microbatches that go through a stage in turn, of which the first and last may be recomputed or not
+_WARM_UP = {"1f1b": 1, "eager-1f1b": 2}  # forwards of a stage, per remaining stage, before its backwards start
+_STEADY = 4  # microbatches in the steady phase; the first and last may differ in recomputation
 
 
 class _Walk:
-    """What a stage holds while it goes through its steps."""
+    """Contents of a stage's memory as it goes through its steps."""
 
     def __init__(self, *, endless: bool, rooms: bool) -> None:
         self.held = self.inputs = 0
@@ -94,7 +94,7 @@ class _Walk:
         self.weights = StageVersions(0, (1,)) if endless else None
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
-        """The surroundings of every compute action, and of every update while microbatches are in flight."""
+        """Yield the surroundings of every compute action, and of every update with microbatches in flight."""
         before: Action | None = None
         for order in steps:
             computes = [action for action in order if action.kind not in UPDATES]
@@ -145,7 +145,7 @@ class _Walk:
 
 
 def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
-    """The compute actions of a stage on a device of its own, recomputed as a whole or not at all."""
+    """Return the compute actions of a stage on its own device, recomputed as a whole or not at all."""
     again = recomputed_microbatches(recompute, schedule, microbatches) or ()
     computes = (Action(*compute) for compute in schedule_named(schedule)(stage, stages, 1, microbatches))
     return [part for action in computes for part in _twice(action, again)]
@@ -154,7 +154,11 @@ def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int,
 def _endless_orders(
     schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute
 ) -> Iterator[list[Action]]:
-    """The same of every step that differs, its updates included, with microbatches counted through."""
+    """Yield the compute actions and updates of every distinct step, with microbatches numbered throughout.
+
+    Raises:
+        UsageError: the recomputation setting leaves out a microbatch of a step.
+    """
     if recompute not in ("never", "always", "stages"):
         raise UsageError(
             f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps overlap: "
@@ -168,7 +172,7 @@ def _endless_orders(
 
 
 def _twice(action: Action, again: Container[int | None]) -> Iterator[Action]:
-    """The action as it is, or with a second forward where it is for a microbatch that is recomputed."""
+    """Yield the action, or the actions with a second forward if its microbatch is recomputed."""
     twice = action.microbatch in again
     if twice and action.kind is Kind.BACKWARD:
         yield action._replace(kind=Kind.RECOMPUTE)
@@ -176,7 +180,7 @@ def _twice(action: Action, again: Container[int | None]) -> Iterator[Action]:
 
 
 def _covering(found: Iterable[Surroundings]) -> Iterator[Surroundings]:
-    """Without those that another one covers: equal but for at least as many in flight, checkpoints and versions."""
+    """Yield the surroundings that no equal ones with at least as many in flight, checkpoints and versions cover."""
     groups: dict[Surroundings, list[Surroundings]] = {}
     for one in found:
         groups.setdefault(one.alone, []).append(one)

@@ -1,4 +1,4 @@
-"""Stages on grids of devices: the exact search over where the model is cut and the degree of every stage."""
+"""Stages on grids of devices: exact search over the cuts of the model and the degree of every stage."""
 
 from pipefit.planner.hybrid.fastest import Least, fastest
 from pipefit.planner.hybrid.search import Hybrid, Search, budget_level, candidates, leanest, searches

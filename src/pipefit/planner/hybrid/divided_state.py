@@ -1,15 +1,18 @@
-"""What a stage needs at least whose replicas divide state between them (ZeRO), for all ranges of blocks.
+"""Memory of stages whose replicas divide state (ZeRO): exact peaks from programs, and lower bounds for all
+ranges.
 
-Which replica owns which layer follows from the sizes of all layers of a stage (`pipefit.memory.model_state`), and under
-ZeRO 2 and 3 a stage's passes are cut in buckets, so that its exact peak is found by reading its program. The tables
-here are lower bounds of it, made of those of whole replicas: of what is divided, the replica that owns the most has
+The sizes of a stage's layers decide which replica owns each layer (`memory.model_state`), and under ZeRO-2
+and 3 a stage's passes are cut into buckets, so an exact peak needs the stage's program (`Reader`). The tables
+of lower bounds (`least`) are made from those of whole replicas. The replica that owns the most of the divided
+bytes has
 
-    a d-th of all bytes at least, and (k + 1) times those of the layer that is the (k d + 1)-th largest, for every k
+    at least a d-th of all bytes, and (k + 1) times those of the layer that is the (k d + 1)-th largest, for every k
 
-since k d + 1 layers among d replicas leave one of these with k + 1 of them. Of equal layers that is exact. A state of
-its layers, such as gradients, is at least the smallest part that any layer's gradients are of what it has to divide.
+since k d + 1 layers among d replicas give one of them k + 1. For equal layers that is exact. One kind of an
+owner's state, such as gradients, is at least its divided bytes times the smallest fraction that this kind has
+of any layer's divided bytes.
 
-Costs: L^2 numbers for every different size of a layer.
+Cost: L^2 numbers for every different size of a layer.
 """
 
 from __future__ import annotations
@@ -34,26 +37,27 @@ from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
 from pipefit.simulate.assembled import Part, Parts
 
-# ----------------------------------------------------------------------------------------------------
-# Peaks of stages whose replicas divide state, read of their programs to the byte, as the simulator does.
-#
-# Only the ranks of such stages are lowered. Under 1F1B a step of 2P + 2 microbatches has every peak that a
-# longer one has, but for the losses of the others.
-#
-# Costs: some twenty microseconds for every action of a stage's devices.
+# ---- Exact peaks, read from programs
 
 
 class Reader:
-    """Reads stages of plans for one question."""
+    """Reader of stages' programs for one question, exact to the byte like the simulator.
+
+    Only the ranks of the read stages are lowered. Under 1F1B a step of 2P + 2 microbatches has every peak of
+    a longer step, except for the losses of the other microbatches.
+
+    Cost: some twenty microseconds for every action of a stage's devices.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.actions = 0  # in the programs that were read
+        self.actions = 0  # in the programs read
         self._parts: dict[Training, Parts] = {}
 
     def peaks(self, split: Split, numbers: Sequence[int], decisions: Sequence[Decision] = ()) -> list[float]:
-        """The peak of the fullest device of some stages, with these decisions or those that the question asks for;
-        infinity where a stage cannot be carried out.
+        """Return the peak of the fullest device of some stages; infinity if a stage cannot be carried out.
+
+        The stages follow `decisions`, or the recomputation that the question requests.
         """
         plan, parts = self._read(split, decisions)
         left_out = self.question.training.microbatches - plan.training.microbatches
@@ -69,7 +73,7 @@ class Reader:
         return found
 
     def borrowed_bytes(self, split: Split, number: int, decisions: Sequence[Decision]) -> int:
-        """What the devices of a stage take of places, all together.
+        """Return the bytes that all devices of a stage use at other places.
 
         Raises:
             UsageError: the stage cannot be carried out.
@@ -79,7 +83,7 @@ class Reader:
         return sum(arena.nbytes for arena in arenas)
 
     def _read(self, split: Split, decisions: Sequence[Decision]) -> tuple[Plan, Parts]:
-        """The plan of a split, of few microbatches, and what is known of its devices."""
+        """Return the plan of a split with few microbatches, and the shared parts of its devices."""
         how = self._training(len(split.devices))
         plan = self._plan(split, how, decisions)
         if how not in self._parts:
@@ -87,10 +91,10 @@ class Reader:
         return plan, self._parts[how]
 
     def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[Part]:
-        """What the devices of a stage do.
+        """Return the parts of a stage's devices.
 
         Raises:
-            UsageError: it cannot be carried out.
+            UsageError: the stage cannot be carried out.
         """
         before = parts.actions
         found = parts.of_rank(plan, number).values()
@@ -98,7 +102,7 @@ class Reader:
         return found
 
     def _training(self, stages: int) -> Training:
-        """The training with as few microbatches as show all peaks."""
+        """Return the training with the fewest microbatches that show all peaks."""
         how, few = self.question.training, 2 * stages + 2
         if how.schedule != "1f1b" or self.question.options.recompute != "never" or how.microbatches <= few:
             return how
@@ -124,7 +128,7 @@ class Reader:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Lower bounds
 
 _ROUNDING = 1 - 1e-9
 _UPDATES = "update_first_peak_bytes", "update_peak_bytes"
@@ -133,12 +137,12 @@ Floats = NDArray[np.float64]
 
 
 def buckets_of(shard: Sharding, blocks: int) -> int:
-    """The buckets of a stage of so many blocks: one for each block where replicas hold few of its tensors at a time."""
+    """Return the number of buckets of a stage: one for each block if gradients or parameters are divided."""
     return blocks if shard in ("gradients", "parameters") else 1
 
 
 class Sizes:
-    """Bytes that replicas of a stage may divide, of every layer. A parameter that layers share is the first one's."""
+    """Divisible bytes of every layer; a shared parameter counts with its first layer."""
 
     def __init__(self, measurement: Measurement) -> None:
         costs = measurement.costs
@@ -156,15 +160,15 @@ class Sizes:
                 self.early[user] -= shared.early_state_bytes
 
     def divided(self, shard: Sharding) -> Ints:
-        """What a layer brings to the bytes that are dealt out."""
+        """Return the bytes of every layer that `shard` divides."""
         found = self.state + self.gradients * (shard != "optimizer")
         return found + self.parameters * (shard == "parameters")
 
 
 def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int, shard: Sharding) -> tuple[Band, Band]:
-    """Two bands of all ranges of blocks: the fullest of so many replicas that divide state has no less than in either.
+    """Return two bands whose peaks bound the fullest of `data` replicas that divide state from below.
 
-    The first has what replicas own on an average, the second what the one owns that owns the most bytes.
+    The first band has the average bytes of a replica, the second those of the replica that owns the most.
     """
     sizes, blocks = Sizes(measurement), Blocks(edges, band.valid.shape[0])
     dealt = sizes.divided(shard)
@@ -192,7 +196,7 @@ def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int,
 def _with(
     band: Band, sizes: Sizes, blocks: Blocks, shard: Sharding, owned: Callable[[Ints], Ints], first: Ints, later: Ints
 ) -> Band:
-    """The band of a replica that owns so much, and takes so much in its first update and in later ones."""
+    """Return the band of a replica with these owned bytes and these peaks of first and later updates."""
     early = owned(sizes.early)
     made = replace(
         band, state=owned(sizes.state), early=early, update_peak=later, update_first_peak=early + first, _sums={}
@@ -214,7 +218,7 @@ def _with(
 
 
 def _of_owners(recomputed: Recomputed, gradients: Ints, *, grows: bool) -> Recomputed:
-    """The same of replicas that keep a part of these gradients."""
+    """Return the recomputation peaks for replicas that keep a part of the gradients."""
     forward, forward_later, backward, backward_later = recomputed
     return Recomputed(
         np.maximum(forward - gradients, 0),
@@ -225,7 +229,7 @@ def _of_owners(recomputed: Recomputed, gradients: Ints, *, grows: bool) -> Recom
 
 
 def _grows(costs: Sequence[LayerCost]) -> bool:
-    """Whether no layer needs more in a backward to whose gradients it adds than in one that makes them."""
+    """Return whether no layer needs more in a backward that adds to gradients than in one that makes them."""
     return all(
         max((span.peak_bytes for span in later), default=0) <= max((span.peak_bytes for span in first), default=0)
         for cost in costs
@@ -234,7 +238,7 @@ def _grows(costs: Sequence[LayerCost]) -> bool:
 
 
 class Blocks:
-    """Makes tables over ranges of blocks, with rows by width as those of bands, from numbers of layers."""
+    """Tables over ranges of blocks from numbers of layers, with rows by width like those of bands."""
 
     def __init__(self, edges: Sequence[int], width: int) -> None:
         self.edges, self.count = np.array(edges), len(edges) - 1
@@ -242,20 +246,20 @@ class Blocks:
         self.stops = np.minimum(self.starts + np.arange(1, width + 1)[:, None], self.count)
 
     def sums(self, of: Ints) -> Ints:
-        """Sums over the layers of every range."""
+        """Return the sums over the layers of every range."""
         before = np.concatenate(([0], np.cumsum(of)))[self.edges]
         found: Ints = before[self.stops] - before[self.starts]
         return found
 
     def lowest(self, of: Floats) -> Floats:
-        """The lowest number of the layers of every range; zero where none is finite."""
+        """Return the lowest number of the layers of every range; zero if none is finite."""
         found = np.tile(np.minimum.reduceat(of, self.edges[:-1]), (len(self.stops), 1))
         for row in range(1, len(found)):
             np.minimum(found[row - 1, :-row], found[0, row:], out=found[row, :-row])
         return np.where(np.isfinite(found), found, 0.0)
 
     def largest_share(self, of: Ints, data: int) -> Ints:
-        """Of every range, what one of so many replicas has at least if whole layers are dealt out."""
+        """Return, for every range, the least that the fullest of `data` replicas owns if whole layers are dealt out."""
         found, larger = -(-self.sums(of) // data), np.zeros(self.stops.shape, np.int64)
         for size in np.unique(of[of > 0])[::-1]:
             upto = larger + self.sums((of == size).astype(np.int64))

@@ -1,8 +1,10 @@
-"""The fastest plans that fit, of the fewest estimated seconds: by the exact programme, or of long questions by labels.
+"""The fastest plans that fit, by estimated seconds: exact dynamic programming, or a heuristic for long
+questions.
 
-A question is long where numbers of stages, blocks and devices are too many to tell all of them apart. Then plans are
-looked for that take little longer than the least that any takes (`hybrid.least`), and then ever longer ones: those of
-all degrees together, and those of each alone, since what is found is no optimum (`hybrid.labels`).
+A question is long if the number of stages, blocks and devices is too large to distinguish all of them. Then
+the search looks for plans that take little longer than the lower bound of all plans (`Least`), and then for
+ever longer ones: for all degrees together, and for each degree alone, since the results are not optimal
+(`Labelled`).
 """
 
 from __future__ import annotations
@@ -21,66 +23,63 @@ from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.problem import Question
 from pipefit.schema.grids import Sharding
 
-# ----------------------------------------------------------------------------------------------------
-# The dynamic programme of long questions, over (first block, devices used): one plan of the last stages for
-# each.
-#
-# That of `hybrid.programme` also tells apart how many stages a plan has, which a thousand devices make too
-# many. Here the plan of the fewest seconds stands for all that begin at a block and have taken as many
-# devices. So what a stage in front of it costs is known to the last microbatch in flight: the highest of the
-# lines of `planner.bounds`,
-#
-#     M c + e                                 where it works on all microbatches, and ends its step
-#     c + rest                                where a stage behind it is the slowest
-#     S + (M - n) c + (n - 1) max(f, b)       what comes behind its first backward, or before its last forward
-#
-# with S the seconds of a microbatch in it and all stages behind, and n the microbatches that it holds.
-# Another plan of the last stages, that is slower and has fewer of them, might have been the better one where
-# memory is short, or where the third line is the highest. So what is found is no optimum, but whatever is
-# found is what it is said to be.
-#
-# Costs: for L blocks and G states of devices, L G numbers for every range that a stage may have from a block
-# on. Those are few, as a stage may not take longer than `most` seconds, and so are the states that can still
-# have all blocks.
+# ---- Dynamic programming for long questions, over (first block, devices used)
 
 Ints = NDArray[np.int64]
 
 
 class Option(NamedTuple):
-    """A degree on some devices and a way to save memory, and what ranges of blocks take so: row i and column w are the
-    w + 1 blocks from i on. Infinity where a stage cannot have them.
+    """A degree on some devices with a way to save memory, and its costs for ranges of blocks.
+
+    Row i and column w are the w + 1 blocks from i on; infinity if a stage cannot have them.
     """
 
     choice: Choice
     way: Way
     head: Floats  # seconds of all microbatches and of the end of a step
-    each: Floats  # of one microbatch
-    longer: Floats  # of the longer one of its passes
-    room: Ints  # the most stages from itself to the last one with which it fits; 0 where it never does
+    each: Floats  # seconds of one microbatch
+    longer: Floats  # seconds of the longer of its passes
+    room: Ints  # most stages from this one to the last with which it fits; 0 if it never does
 
     @property
     def ranges(self) -> int:
-        """How many ranges a stage may have."""
+        """Number of possible ranges of a stage."""
         return int(np.isfinite(self.head).sum())
 
 
 class Lines(NamedTuple):
-    """What a schedule says of stages: the microbatches of a step, and those in flight by the stages that are left."""
+    """Numbers of the schedule: microbatches of a step, and microbatches in flight by the remaining stages."""
 
     microbatches: int
-    in_flight: Ints | None  # None where no stage waits for the first microbatch to come back
+    in_flight: Ints | None  # None if no stage waits for the first microbatch to return
 
 
 class Labelled:
-    """The best plan of stages that each are one of some options.
+    """The best plan whose stages each have one of some options; a heuristic.
+
+    `hybrid.programme` also distinguishes the number of stages, which is too much for a thousand devices. Here
+    the plan with the fewest seconds represents all plans of the last stages that start at a block and use the
+    same devices. The cost of a stage before it is then exact, the highest of the lines of `planner.bounds`:
+
+        M c + e                                 the stage works on all microbatches, and ends its step
+        c + rest                                a later stage is the slowest
+        S + (M - n) c + (n - 1) max(f, b)       the work after its first backward, or before its last forward
+
+    with c the seconds of a microbatch (f forward, b backward), e those of the step's end, S the seconds of a
+    microbatch in this and all later stages, M the microbatches of a step and n those that the stage holds. A
+    slower plan with fewer last stages might be better if memory is short or the third line is the highest. So
+    the result is not optimal, but its value is exact.
+
+    Cost: for L blocks and G states of devices, L G numbers for every possible range of a stage from a block
+    on. The limit on a stage's seconds keeps ranges and states few.
 
     Args:
-        blocks: of the model.
-        used: devices that are used in every state; state 0 is that of none.
-        options: what a stage may be.
-        lines: of the schedule.
-        most_used: devices that may be used for the blocks from each one on, so that there are enough for the others.
-        barred: the cuts at which not all degrees may meet, and those that may.
+        blocks: blocks of the model.
+        used: devices used in every state; state 0 uses none.
+        options: options of a stage.
+        lines: numbers of the schedule.
+        most_used: most devices that may be used from each block on, so that enough remain for the others.
+        barred: cuts at which not all degrees may meet, and the test of degrees.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Labelled:
         self._barred, self._meet = barred, dict[tuple[int, Degree], NDArray[np.bool_]]()
         self._values, self._sums = np.full(shape, np.inf), np.zeros(shape)
         self._counts, self._came = np.zeros(shape, np.int64), np.full(shape, -1)  # stages, and the first one's option
-        self._stops, self._states = np.zeros(shape, np.int64), np.zeros(shape, np.int64)  # what lies behind that
+        self._stops, self._states = np.zeros(shape, np.int64), np.zeros(shape, np.int64)  # its stop and next state
         self._values[blocks, 0] = 0.0
         for start in reversed(range(blocks)):
             for number, option in enumerate(options):
@@ -109,7 +108,7 @@ class Labelled:
         return float(self._values[0].min())
 
     def best(self) -> tuple[Placed, ...]:
-        """The stages of the best plan."""
+        """Return the stages of the best plan."""
         start, state, found = 0, int(self._values[0].argmin()), list[Placed]()
         while self._came[start, state] >= 0:
             option = self._options[self._came[start, state]]
@@ -119,7 +118,7 @@ class Labelled:
         return tuple(found)
 
     def _extend(self, start: int, number: int, option: Option) -> None:
-        """Take note of the plans that begin with a stage from here on."""
+        """Record the plans whose first stage starts at `start` with this option."""
         widths = np.flatnonzero(option.head[start] < np.inf)
         if not len(widths):
             return
@@ -146,7 +145,7 @@ class Labelled:
         note(self._states, take.before[there])
 
     def _costs(self, start: int, option: Option, rows: slice, before: Ints | slice) -> tuple[Floats, Floats]:
-        """Seconds of the plans of a stage in front of those behind every stop, and of a microbatch in all of them."""
+        """Return the seconds of plans with this stage before each stop's best plan, and of one microbatch in them."""
         width = rows.stop - rows.start
         head, each, longer, room = (
             table[start, :width, None] for table in (option.head, option.each, option.longer, option.room)
@@ -166,7 +165,7 @@ class Labelled:
         return found, sums
 
     def _meeting(self, cut: int, front: Degree) -> NDArray[np.bool_]:
-        """Whether every option may be behind a cut that this degree is in front of."""
+        """Return, for every option, whether it may follow a cut after a stage of degree `front`."""
         if (cut, front) not in self._meet:
             allowed = self._barred[cut]
             self._meet[cut, front] = np.array([allowed(cut, front, one.choice.degree) for one in self._options])
@@ -174,49 +173,46 @@ class Labelled:
 
 
 def counts_upto(most: int) -> list[int]:
-    """Numbers of stages up to `most`: all of few, each about a tenth more than the one before."""
+    """Return numbers of stages up to `most`: all small ones, later ones about a tenth larger than the one before."""
     found = [1]
     while found[-1] < most:
         found.append(min(most, max(found[-1] + 1, int(found[-1] * 1.1))))
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# What no step of a question takes less than, of any plan on any grids.
-#
-# Of a stage on k devices that takes c seconds for each of M microbatches, these spend M k c. So all stages
-# together spend what blocks take at least, each at the degree and on the kind of device at which that is the
-# least.
-#
-# Nor can all devices work from the begin of a step to its end: a step of T seconds takes at least M c, and
-# before and after that what one microbatch takes in the stages in front. No stage has more than w devices, as
-# many as the largest degree. So of w devices that work on all microbatches, in a stage or in several, those
-# behind have (1 - 1 / M) T left at most, and all of them do at most the work of 1 - (1 - 1 / M)^(G / w) of T
-# w M seconds. An endless schedule waits for no first microbatch.
-#
-# Costs: a sum over the blocks for each degree.
+# ---- Lower bound of a step over all grids
 
 
 class Least(NamedTuple):
-    """The seconds of `work` that a microbatch is on one device, and what else the bound is made of."""
+    """Lower bound of the seconds of a step: `work` is the least device seconds of a microbatch.
+
+    A stage on k devices that takes c seconds for each of M microbatches uses M k c device seconds. So all
+    stages together use at least the work of all blocks, each at its cheapest degree and kind of device. In
+    addition, not all devices can work during the whole step: a step of T seconds takes at least M c plus the
+    seconds of one microbatch in the stages before. With at most w devices in a stage, each w further devices
+    leave at most (1 - 1 / M) of the remaining step, and all G devices do at most the work of 1 - (1 - 1 /
+    M)^(G / w) of T w M device seconds. An asynchronous schedule does not wait for a first microbatch.
+
+    Cost: a sum over the blocks for each degree.
+    """
 
     work: float
-    widest: int  # devices of a stage, at most
+    widest: int  # largest number of devices of a stage
     microbatches: int
     endless: bool
 
     @staticmethod
     def of(question: Question) -> Least:
-        """That of a question.
+        """Return the lower bound of a question.
 
         Raises:
-            UsageError: stages cannot have the degrees that are asked for.
+            UsageError: stages cannot have the requested degrees.
         """
         how, widest = question.training, max(degree.devices for degree in question.degrees)
         return Least(float(work_before(question)[-1]), widest, how.microbatches, how.endless)
 
     def seconds(self, devices: int) -> float:
-        """What no step takes less than on so many devices."""
+        """Return the lower bound of a step on this number of devices."""
         if self.endless:
             return self.microbatches * self.work / devices
         stages, rest = divmod(devices, self.widest)
@@ -225,7 +221,7 @@ class Least(NamedTuple):
 
 
 def work_before(question: Question) -> Floats:
-    """The seconds of work that a microbatch is at least in the blocks before each edge."""
+    """Return the least device seconds of a microbatch in the blocks before each edge."""
     kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
     costs = [
         degree.devices * np.diff(forward + backward)
@@ -236,10 +232,10 @@ def work_before(question: Question) -> Floats:
     return np.concatenate(([0.0], np.cumsum(np.minimum.reduce(costs))))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Search
 
-_TIMES = 6  # that plans are looked for which turn out to fit
-_FIRST = 1.5  # times what no step takes less than, in which plans are looked for first
+_TIMES = 6  # number of searches for plans that turn out to fit
+_FIRST = 1.5  # factor on the lower bound for the first search
 _ROUNDING = 1 + 1e-9
 _INFINITE = float("inf")
 
@@ -247,11 +243,11 @@ _INFINITE = float("inf")
 def fastest(
     question: Question, most: int, shards: Sequence[Sharding], at_most: float = _INFINITE, *, again: bool = False
 ) -> list[Hybrid]:
-    """Plans that fit, whose replicas divide one of `shards`: for up to `most` numbers of stages the one of the fewest
-    estimated seconds, if these are no more than `at_most`; the fastest first. Stages may keep their inputs alone if
-    they may run `again`.
+    """Return the plans with the fewest estimated seconds that fit, the fastest first.
 
-    Where state is divided, those that a few searches find.
+    For up to `most` numbers of stages the fastest plan of at most `at_most` seconds, whose replicas divide
+    one of `shards`. With `again`, stages may keep only their inputs and recompute. If state is divided, the
+    result is what a few repeated searches find.
     """
     level, found = budget_level(question), list[Hybrid]()
     for search in searches(question, shards, again=again):
@@ -260,7 +256,7 @@ def fastest(
 
 
 def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
-    """Up to `most` plans that take no longer than `at_most` seconds and whose stages stay within a level."""
+    """Return up to `most` plans of at most `at_most` seconds whose stages stay within a level."""
     search.expects = True
     long = search.evaluated * search.states.count > LONG
     for _ in range(1 + (_TIMES if long else min(_TIMES, WORK // search.candidates))):
@@ -272,7 +268,7 @@ def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hy
 
 
 def _labelled(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
-    """Fast plans of a long question whose stages stay within a level, the fastest first."""
+    """Return fast plans of a long question whose stages stay within a level, the fastest first."""
     longest = max(float(search.seconds(choice).step[0, -1]) for choice in search.choices)
     slowest = at_most
     if at_most == _INFINITE:
@@ -285,7 +281,7 @@ def _labelled(search: Search, level: float, at_most: float, most: int) -> list[H
 
 
 def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
-    """The same of those that take no longer than `slowest` seconds."""
+    """Return plans of a long question of at most `slowest` seconds within a level."""
     question, how = search.question, search.question.training
     options = [
         option
@@ -309,7 +305,7 @@ def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
 
 
 def _options(search: Search, choice: Choice, way: Way, level: float, slowest: float) -> Iterator[Option]:
-    """What stages cost that are this choice, if any of them takes no longer than `slowest`."""
+    """Yield the option of this choice and way, if any range takes at most `slowest` seconds."""
     times = search.seconds(choice, way)
     starts, stops = np.nonzero(np.triu(times.step <= slowest, 1))
     if not len(starts):

@@ -1,11 +1,12 @@
 """The best plans whose stages may be on grids of devices: the leanest one, and the fastest that fits.
 
-Every cut between blocks, every number of stages and every degree of every stage is considered, on every choice of
-devices (`hybrid.takes`), and everything that replicas may divide (ZeRO). The peak is the closed form's, which is the
-simulator's to the byte. Where replicas divide state, a bound stands in its place (`hybrid.divided`) until a plan has
-such a stage; its program is then read, and the search is repeated with what that says. So the last plan is as good as
-any, unless a limit of work comes first. Seconds are estimates, which leave out what messages take, and say of sums that
-begin in a backward that they run beside it; whoever needs true ones simulates.
+The search covers every cut between blocks, every number of stages and every degree of every stage, on every
+choice of devices (`hybrid.programme`), with every state that replicas may divide (ZeRO). The peak is the
+closed form's, equal to the simulator's to the byte. If replicas divide state, a lower bound
+(`hybrid.divided_state`) replaces it until a plan has such a stage; the stage's program is then read, and the
+search is repeated with that peak. So the last plan is optimal, unless a limit of work ends the search first.
+Seconds are estimates: they leave out messages, and assume that reductions started in a backward are hidden by
+it. Exact seconds need a simulation.
 """
 
 from __future__ import annotations
@@ -42,20 +43,17 @@ from pipefit.schema.grids import Sharding
 from pipefit.texts import counted
 from pipefit.timing import Group
 
-# ----------------------------------------------------------------------------------------------------
-# Classes of equal devices, as few as a search can tell apart.
+# ---- Classes of devices
 #
-# A search that chooses devices tells apart how many of each class are used, which are too many states where
-# every device of many has a budget of its own. Then classes become one that has what the smallest of them
-# has: those first by which the least memory is lost, and those of different kinds last. So what is found
-# fits, and others may be better.
+# The number of states of the search grows with the number of classes. Merged classes have the budget of their
+# smallest device, so results still fit, but better plans may exist.
 
-SLIGHT = 0.05  # of a budget: classes that differ by no more are alike
+SLIGHT = 0.05  # difference of budgets, as a part, up to which classes are similar
 Sizes = Sequence[int]  # devices of every class, the smallest devices first
 
 
 class FewClasses(NamedTuple):
-    """The classes, and the part that budgets keep at least: 1 where all are told apart."""
+    """Classes of devices, and the smallest part of a budget that is kept: 1 if no classes were merged."""
 
     classes: tuple[DeviceClass, ...]
     kept: float
@@ -64,10 +62,11 @@ class FewClasses(NamedTuple):
 def few_classes(
     question: Question, is_cheap: Callable[[Sizes], bool], is_possible: Callable[[Sizes], bool]
 ) -> FewClasses:
-    """The classes of a question, in the order of their lowest device numbers.
+    """Return the classes of a question, merged as needed, in the order of their lowest device numbers.
 
-    Classes that differ slightly become one until a search is cheap, and any two until it is possible at all; `is_cheap`
-    and `is_possible` say so of the sizes of classes.
+    Similar classes are merged until a search is cheap, and any two until it is possible at all; `is_cheap`
+    and `is_possible` decide that from the sizes of classes. The merge that loses the least memory comes
+    first, different kinds last.
     """
     left = sorted(question.classes, key=lambda one: one.memory_bytes)
     while len(left) > 1:
@@ -85,27 +84,31 @@ def few_classes(
 
 
 def _lost(question: Question, small: DeviceClass, large: DeviceClass) -> tuple[bool, float, float]:
-    """What one class of both loses: whether kinds differ, budgets of the larger devices, and a part of one of them."""
+    """Return the loss of merging two classes.
+
+    Whether the kinds differ, the lost budgets in units of a larger device, and the lost part of one device.
+    """
     kinds = {question.cluster.devices[device].kind.key for device in small.devices + large.devices}
     share = 1 - small.memory_bytes / large.memory_bytes
     return len(kinds) > 1, share * len(large.devices), share
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Search
 
-_FEW = 4  # stages of plans that are looked for first, because they rule out most others
+_FEW = 4  # stages of plans that are searched first, because they rule out most others
 _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
-WORK = 1_000_000  # candidate stages that are compared again with what was read of others
-LONG = 2_000_000_000  # candidate stages on states of devices, above which not all of them are told apart
-_CHEAP = LONG // 4  # of the same, up to which classes of devices that differ slightly are told apart
-_STATES, _CELLS = 40_000, 1_500_000  # of devices, and these times blocks: the most that there are tables for
-_CLASSES = 12  # of devices that are told apart at most: 13 of them have a million states
+WORK = 1_000_000  # candidate stages that are compared again after reading exact peaks
+LONG = 2_000_000_000  # candidate stages times device states, above which not all are distinguished
+_CHEAP = LONG // 4  # the same number, up to which similar classes of devices are not merged
+_STATES, _CELLS = 40_000, 1_500_000  # largest number of device states, and of device states times blocks, in tables
+_CLASSES = 12  # largest number of device classes; 13 have a million states
 
 
 class Hybrid(NamedTuple):
-    """A plan of the search: its split, what was minimised, how many candidate stages were compared, and its stages. No
-    plan has a value below the `bound`.
+    """Plan of the search: its split, minimised value, number of compared candidate stages, and stages.
+
+    No plan has a value below the `bound`.
     """
 
     split: Split
@@ -116,8 +119,10 @@ class Hybrid(NamedTuple):
 
 
 def searches(question: Question, shards: Sequence[Sharding] = ("none",), *, again: bool = False) -> list[Search]:
-    """The searches over a question: one, or one for all degrees in which devices have the same parts of parameters that
-    stages may share, since these have to hold the same part.
+    """Return the searches over a question.
+
+    One, or one for each group of degrees with the same parts of shared parameters, since stages that share a
+    parameter must hold the same part.
     """
     alike: dict[object, list[Degree]] = {}
     for degree in question.degrees:
@@ -127,17 +132,17 @@ def searches(question: Question, shards: Sequence[Sharding] = ("none",), *, agai
 
 
 def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> int:
-    """How many stages are compared by a search, each in all ways to save memory."""
+    """Return the number of stages that a search compares, with all ways to save memory."""
     every = searches(question, shards, again=again)
     return sum(one.candidates for one in every)
 
 
 def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
-    """The plan with the lowest peak; among those, the one of the fewest estimated seconds. `every` are its searches.
+    """Return the plan with the lowest peak; of equal ones, the one with the fewest estimated seconds.
 
-    The value is in bytes, or a share of budgets that differ. The bound is as high, unless a limit of work has ended the
-    search; then the best plan of whole replicas, of which all is known, is among those that are compared. Nor is it
-    where devices differ in so much that some are taken for smaller ones.
+    `every` are the question's searches. The value is in bytes, or a share of unequal budgets. The bound
+    equals it, unless a limit of work has ended the search; then the best plan of whole replicas, whose peaks
+    are exact, is compared too. The bound is also lower if device classes were merged.
     """
     every, best = every or searches(question, question.shards), list[Hybrid]()
     for _ in range(1 + WORK // candidates(question, question.shards)):
@@ -154,7 +159,7 @@ def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
-    """The decisions of a plan: what its stages recompute, for all microbatches."""
+    """Return the decisions of a plan to recompute, for all microbatches."""
     return tuple(
         decision
         for number, one in enumerate(found.stages)
@@ -163,7 +168,7 @@ def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
 
 
 def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int) -> Iterator[Decision]:
-    """The decisions by which so many of the first blocks of a stage are recomputed in its way, if anything is."""
+    """Yield the decisions that recompute the first `blocks` blocks of a stage in its way, if it recomputes."""
     if one.way.recompute == "never":
         return
     ends = question.edges[one.start], question.edges[one.start + blocks]
@@ -173,12 +178,12 @@ def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int)
 
 
 def budget_level(question: Question) -> float:
-    """The level within which plans fit: bytes, or all of budgets that differ."""
+    """Return the level within which plans fit: bytes, or 1 for shares of unequal budgets."""
     return float(question.cluster.budgets[0]) if question.equal_budgets else 1.0
 
 
 class Times(NamedTuple):
-    """Seconds of stages: of all microbatches and the end of a step, of a microbatch, and of its longer pass."""
+    """Seconds of stages: a whole step with its end, a microbatch, and the longer pass of a microbatch."""
 
     step: Floats
     each: Floats
@@ -186,7 +191,7 @@ class Times(NamedTuple):
 
 
 class Search:
-    """The choices of a question, of all degrees or of some, and the programmes over them."""
+    """Choices of a question, for all degrees or some, and dynamic programs over them."""
 
     def __init__(
         self,
@@ -203,44 +208,45 @@ class Search:
         self.states = States([len(one.devices) for one in self.classes])
         self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
         self.barred = barred_cuts(question, self.tables)
-        self.expects = False  # other stages to be as far above their bounds as those that were read
+        self.expects = False  # assume that other peaks exceed their bounds as much as the read ones
         self._reader = Reader(question)
         self._level = _INFINITE  # if it is known
         self._times: dict[tuple[Degree, int, Way], Times] = {}
         self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
 
     def _is_cheap(self, sizes: Sizes) -> bool:
-        """Whether a search that tells classes of these sizes apart takes little."""
+        """Return whether a search over classes of these sizes is cheap."""
         cases = self._stages * len(self.tables) * len(sizes)
         return len(sizes) <= _CLASSES and cases * states_of(sizes) <= _CHEAP
 
     def _is_possible(self, sizes: Sizes) -> bool:
-        """Whether its tables are small enough."""
+        """Return whether the tables for classes of these sizes are small enough."""
         return len(sizes) <= _CLASSES and states_of(sizes) <= min(_STATES, _CELLS / self.question.blocks)
 
     def ways(self, degree: Degree) -> list[Way]:
-        """How a stage of this degree may save memory."""
+        """Return the ways in which a stage of this degree may save memory."""
         shards = self.shards if degree.data > 1 else ("none",)
         settings: tuple[Recompute, ...] = ("never", "always", "stages") if self.again else ("never",)
         return [Way(shard, recompute) for recompute in settings for shard in shards]
 
     @property
     def counts(self) -> range:
-        """The numbers of stages. Where each has one device, there are stages on all of them."""
+        """Numbers of stages. If each stage has one device, the stages use all devices."""
         pinned, most = self.question.options.stages, min(self.question.blocks, len(self.question.cluster.devices))
         pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
     def level(self, at_most: float = _INFINITE) -> float:
-        """The lowest highest peak of plans, in bytes or as a share; infinity where that is above `at_most`. Where
-        replicas divide state, none is lower. It is remembered until more is read of these.
+        """Return the lowest highest peak of plans, in bytes or as a share; infinity if it is above `at_most`.
+
+        A lower bound if replicas divide state. The level is cached until more peaks are read.
         """
         if self._level == _INFINITE:
             self._level = self._lowest(min(at_most, self._equal))
         return self._level
 
     def _lowest(self, at_most: float) -> float:
-        """The same, if it is not above `at_most`."""
+        """Return the level, if it is not above `at_most`."""
 
         def cost(left: int, choice: Choice) -> Cost:
             tables, ways = self.tables[choice.degree], self.ways(choice.degree)
@@ -254,7 +260,7 @@ class Search:
 
     @property
     def _equal(self) -> float:
-        """The lowest highest peak of plans whose stages have as many blocks, and the same choice."""
+        """The lowest highest peak of plans whose stages have equal numbers of blocks and the same choice."""
         found, blocks = [_INFINITE], self.question.blocks
         for choice in self.choices:
             there = sum(len(one.devices) for one in self.classes[choice.take.lowest :])
@@ -268,7 +274,7 @@ class Search:
         return min(found) * _ROUNDING
 
     def best(self, cost: Costs) -> Hybrid:
-        """The plan with the lowest value by these costs, of any number of stages."""
+        """Return the plan with the lowest value by these costs, over all numbers of stages."""
         programme = self.programme(cost)
         value, count = min((programme.values[count - 1], count) for count in self.counts)
         if value == _INFINITE:
@@ -279,8 +285,10 @@ class Search:
         return self._made(programme.best(count), value)
 
     def fastest(self, level: float, at_most: float = _INFINITE, most: int | None = None) -> list[Hybrid]:
-        """The fastest plans whose stages stay within a level, up to `most`: for each number of stages the best one that
-        is no slower than the best of few stages, and than `at_most` seconds.
+        """Return the fastest plans whose stages stay within a level: up to `most`, one for each number of
+        stages.
+
+        A plan must not be slower than the best one of few stages, nor than `at_most` seconds.
         """
         few = self.programme(lambda left, choice: self._within(left, choice, level, at_most), most=_FEW)
         slowest = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
@@ -296,7 +304,7 @@ class Search:
         return Hybrid(self.split(stages), value, self.evaluated, stages)
 
     def _way(self, left: int, one: Placed, level: float) -> Way:
-        """How a stage saves memory for the fewest seconds within a level."""
+        """Return the way to save memory with the fewest seconds within a level."""
 
         def seconds(way: Way) -> float:
             peak = self.tables[one.choice.degree].peak(left, way, one.start, one.stop)
@@ -306,7 +314,7 @@ class Search:
         return min(self.ways(one.choice.degree), key=seconds)
 
     def value(self, found: Hybrid) -> float:
-        """The highest peak of a plan's stages, in bytes or as a share; those that are not known are read."""
+        """Return the highest peak of a plan's stages, in bytes or as a share; reads unknown peaks."""
         left = range(len(found.stages), 0, -1)
         known = [
             self.tables[one.choice.degree].read(n, one.way, one.start, one.stop)
@@ -323,22 +331,22 @@ class Search:
 
     @property
     def evaluated(self) -> int:
-        """The candidate stages: ranges of blocks at every place, of every degree, on all choices of devices."""
+        """Number of candidate stages: ranges of blocks at every place, with every degree, on all choices of devices."""
         return self._stages * len(self.choices)
 
     @property
     def _stages(self) -> int:
-        """Ranges of blocks at every place."""
+        """Number of ranges of blocks at every place."""
         blocks = self.question.blocks
         return blocks * (blocks + 1) // 2 * self.counts[-1]
 
     @property
     def candidates(self) -> int:
-        """The same, each in all ways to save memory."""
+        """Number of candidate stages with all ways to save memory."""
         return self.evaluated * len(self.ways(max(self.tables)))
 
     def programme(self, cost: Costs, most: int | None = None) -> Programme:
-        """The tables for all numbers of stages, or for up to `most`, by these costs."""
+        """Return the tables for all numbers of stages, or for up to `most`, by these costs."""
         question = self.question
         return Programme(
             question.blocks,
@@ -349,23 +357,22 @@ class Search:
             self.barred,
         )
 
-    # ---------------------------------------------------------------- costs
+    # ---- Costs
 
     def unit(self, choice: Choice) -> int:
-        """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
+        """Return the divisor of peaks: the smallest budget of a stage's devices, if budgets differ, else 1."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
     def shares(self, left: int, choice: Choice) -> Floats:
-        """The peak of a stage, as a share of its devices' budgets where they differ; the lowest of all ways to save
-        memory.
-        """
+        """Return the lowest peak of stages over all ways to save memory, as a share if budgets differ."""
         tables, ways = self.tables[choice.degree], self.ways(choice.degree)
         peaks: Floats = np.minimum.reduce([tables.peaks(left, way) for way in ways])
         return peaks / self.unit(choice)
 
     def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
-        """The seconds of a stage, if its peak is within the level, and if they are no more than `most`: those of the
-        fastest way to save memory.
+        """Return the seconds of stages by the fastest way whose peak is within the level.
+
+        Infinity if the seconds are more than `most`.
         """
         known, unit = self._quick(choice, most), self.unit(choice)
         width = known[0][1].shape[1]
@@ -377,7 +384,7 @@ class Search:
         return Cost(best, each)
 
     def _quick(self, choice: Choice, most: float) -> list[tuple[Way, Floats, Floats]]:
-        """Seconds of a step, if they are no more than `most`, and of a microbatch, in all ways to save memory."""
+        """Return, for all ways to save memory, the seconds of a step, if at most `most`, and of a microbatch."""
         key = choice.degree, choice.take.lowest, most
         if key not in self._quickest:
             every = [self.seconds(choice, way) for way in self.ways(choice.degree)]
@@ -391,7 +398,7 @@ class Search:
         return self._quickest[key]
 
     def seconds(self, choice: Choice, way: Way | None = None) -> Times:
-        """The seconds of stages that are this choice, in the first of its ways unless one is given."""
+        """Return the seconds of stages with this choice, in the given way or the first one."""
         way = way or self.ways(choice.degree)[0]
         key = choice.degree, choice.take.lowest, way
         if key not in self._times:
@@ -408,20 +415,20 @@ class Search:
         return self._times[key]
 
     def each(self, choice: Choice) -> Floats:
-        """The seconds of a microbatch, with its part of the sum of gradients and of the update."""
+        """Return the seconds of a microbatch, with its part of the gradient all-reduce and of the update."""
         return self.seconds(choice)[0] / self.question.training.microbatches
 
     def barred_ranges(self, choice: Choice) -> Floats:
-        """Zero, or infinity for ranges that stages of this degree cannot hold."""
+        """Return zero, or infinity for ranges that stages of this degree cannot hold."""
         return self.tables[choice.degree].barred
 
     def _kinds(self, devices: Sequence[int]) -> list[DeviceKind]:
-        """The kinds of some devices, each once."""
+        """Return the distinct kinds of some devices."""
         kinds = [self.question.cluster.devices[device].kind for device in devices]
         return list({kind.key: kind for kind in kinds}.values())
 
     def split(self, stages: tuple[Placed, ...]) -> Split:
-        """The split of a plan, on the devices that it takes."""
+        """Return the split of a plan on its devices."""
         edges = (0, *(one.stop for one in stages))
         hosts = [device.host for device in self.question.cluster.devices]
         free = [list(one.devices) for one in self.classes]

@@ -1,8 +1,8 @@
-"""What stages of every degree cost, for all ranges of blocks: peaks of a device to the byte, and seconds.
+"""Costs of stages of every degree, for all ranges of blocks: peaks of a device to the byte, and seconds.
 
-A device of a stage with d replicas holds what the stage would hold of microbatches of the slice's size, so its peak is
-the closed form's (`planner.closed_forms`) of the measurement at that size. Tables have row i and column j for the
-blocks from i to j - 1; infinity where a stage of this degree cannot hold them.
+A device of a stage with d replicas holds the memory of a stage with microbatches of the local batch's size,
+so its peak is the closed form (`planner.closed_forms`) of the measurement at that size. Tables have row i and
+column j for blocks i to j - 1; infinity if a stage of this degree cannot hold them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipefit.timing import Group, Line, layer_seconds
 
 
 class Passes(NamedTuple):
-    """Seconds of a stage's passes: forward and backward of a microbatch, and the update of a step."""
+    """Seconds of a stage: forward and backward of a microbatch, and the update of a step."""
 
     forward: Floats
     backward: Floats
@@ -41,7 +41,7 @@ class Passes(NamedTuple):
 
 
 class DegreeTables:
-    """The tables of one degree."""
+    """Tables of one degree."""
 
     def __init__(self, question: Question, degree: Degree) -> None:
         self.question, self.degree = question, degree
@@ -51,11 +51,13 @@ class DegreeTables:
         self._least: dict[tuple[Way, int], tuple[Band, ...]] = {}
         self._bars: dict[Way, Floats] = {}
         self._bars_of_rows: dict[tuple[Way, int], Floats] = {}
-        self._expected: dict[Way, float] = {}  # how many times their bounds peaks are
+        self._expected: dict[Way, float] = {}  # factor by which peaks are expected to exceed their bounds
 
     def peaks(self, stages_left: int, way: Way = WHOLE) -> Floats:
-        """The peak of a device, as a stage with so many stages from itself to the last one; of replicas that divide
-        state, and of blocks that are recomputed by themselves, what was read of their programs, or no more than that.
+        """Return the peak of a device as a stage with `stages_left` stages from itself to the last one.
+
+        If replicas divide state or blocks are recomputed separately, the peak read from the program, or else
+        a bound.
         """
         met = self._met(stages_left, way)
         if self._is_bound(way):
@@ -66,15 +68,15 @@ class DegreeTables:
         return self._peaks[met, way]
 
     def _recompute(self, way: Way) -> Recompute:
-        """What a stage recomputes."""
+        """Return the recomputation of a stage."""
         return self.question.options.recompute if way.recompute == "never" else way.recompute
 
     def _is_bound(self, way: Way) -> bool:
-        """Whether peaks are lower bounds until they are read."""
+        """Return whether peaks are lower bounds until they are read."""
         return way.shard != "none" or self._recompute(way) == "always"
 
     def _bounds_and_read(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
-        """Peaks as bounds, and as read. They are made anew each time, as all of them would be many bytes."""
+        """Return peaks as bounds, or as read; not cached, since all of them would be large."""
         bands = self._bands(way, self.question.blocks)
         rows = np.maximum.reduce([stage_peak(band, met) for band in bands]).astype(float)
         found = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
@@ -83,7 +85,7 @@ class DegreeTables:
         return found
 
     def rows(self, stages_left: int, way: Way, width: int) -> Floats:
-        """The same of ranges of up to so many blocks: row i and column w are the w + 1 blocks from i on."""
+        """Return the peaks of ranges up to `width` blocks: row i and column w are the w + 1 blocks from i on."""
         met, bands = self._met(stages_left, way), self._bands(way, width)
         if (way, width) not in self._bars_of_rows:
             valid = bands[0].valid[:width].T
@@ -97,9 +99,7 @@ class DegreeTables:
         return found
 
     def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
-        """Bands of ranges of so many blocks and more; the peaks of none of them are above those of replicas that save
-        memory so.
-        """
+        """Return bands of ranges of at least `width` blocks whose peaks do not exceed those of this way."""
         width = min(self.question.blocks, 1 << (width - 1).bit_length())
         band = self._ranges(way).band(width)
         if way.shard == "none":
@@ -110,8 +110,10 @@ class DegreeTables:
         return self._least[way, width]
 
     def room(self, counts: Sequence[int], way: Way, width: int, nbytes: float) -> Ints:
-        """The most stages from itself to the last one, of these rising numbers, up to which a stage needs no more than
-        so many bytes: row i and column w are the w + 1 blocks from i on; 0 for none.
+        """Return the most stages from this one to the last with which a stage needs at most `nbytes` bytes.
+
+        `counts` are the rising numbers to test. Row i and column w are the w + 1 blocks from i on; 0 for
+        none.
         """
         found, known = np.zeros((self.question.blocks, width), np.int64), 0
         for left in counts:
@@ -119,20 +121,21 @@ class DegreeTables:
         return found
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
-        """The peak of the fullest replica of a stage of these blocks, if that is known; else there is a bound."""
+        """Return the known peak of the fullest replica of a stage of these blocks; None if only a bound is known."""
         if not self._is_bound(way):
             return self._bound(stages_left, way, start, stop)
         return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
 
     def peak(self, stages_left: int, way: Way, start: int, stop: int) -> float:
-        """The peak of a stage of these blocks, as `peaks` has it."""
+        """Return the peak of a stage of these blocks, as in `peaks`."""
         read = self.read(stages_left, way, start, stop)
         peak = self._bound(stages_left, way, start, stop) if read is None else read
         return peak + float(self._barred(way)[start, stop])
 
     def take(self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False) -> None:
-        """Take the peak of the fullest replica of a stage of these blocks into the tables. If it `expects` that, all
-        others are as far above their bounds.
+        """Record the read peak of the fullest replica of a stage of these blocks.
+
+        With `expects`, all other peaks are expected to exceed their bounds by the same factor.
         """
         bound = self._bound(stages_left, way, start, stop)
         self._read.setdefault((self._met(stages_left, way), way), {})[start, stop] = nbytes
@@ -140,7 +143,7 @@ class DegreeTables:
             self._expected[way] = self._expected.get(way, 1.0) * nbytes / bound
 
     def _bound(self, stages_left: int, way: Way, start: int, stop: int) -> float:
-        """The peak of a stage of these blocks, or what it is expected to be where replicas divide state."""
+        """Return the peak of a stage of these blocks, or its bound times the expected factor."""
         met, row, column = self._met(stages_left, way), slice(stop - start - 1, stop - start), slice(start, start + 1)
         peaks = [stage_peak(band, met, (row, column)) for band in self._bands(way, stop - start)]
         return float(max(peak.item() for peak in peaks)) * self._expected.get(way, 1.0)
@@ -150,23 +153,26 @@ class DegreeTables:
         return surroundings(how.schedule, 0, stages_left, how.microbatches, recompute, versions=how.versions)
 
     def seconds(self, kind: DeviceKind, group: Group | None = None, *, again: bool = False) -> Passes:
-        """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
-        together as a `group`, and a second forward before the backward if it runs `again`.
+        """Return the seconds of all ranges for a microbatch on a device of this kind.
+
+        `group` adds tensor-parallel communication, and `again` a second forward before the backward.
         """
         forward, backward, update = map(ranges, self.before(kind, group))
         again = again or self.question.options.recompute != "never"
         return Passes(forward, backward + forward * again, update)
 
     def before(self, kind: DeviceKind, group: Group | None = None) -> Passes:
-        """The same of the blocks before each edge, the loss with the last block."""
+        """Return the seconds of the blocks before each edge, the loss with the last block."""
         of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, group)
         edges = np.array(self.question.edges)
         edges[-1] += 1
         return Passes(*(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True)))
 
     def divided_seconds(self, each: Floats, update: Floats, group: Group, shard: Sharding) -> tuple[Floats, Floats]:
-        """The seconds of a microbatch and of the end of a step, of a `group` of replicas that divide state: sums for
-        owners, and what owners bring to the others, run beside the passes if these are divided.
+        """Return the seconds of a microbatch and of the end of a step, for a `group` of replicas.
+
+        If replicas divide gradients or parameters, reduce-scatters and all-gathers run in parallel with the
+        passes.
         """
         if shard == "none":
             return each, update + together_seconds(group.sums, self.gradients)
@@ -178,18 +184,20 @@ class DegreeTables:
 
     @cached_property
     def gradients(self) -> Floats:
-        """Bytes of gradients that replicas add up."""
+        """Bytes of gradients that replicas all-reduce."""
         return self._once("gradient_bytes", {shared: shared.gradient_bytes for shared in self.measurement.shared})
 
     @cached_property
     def trained(self) -> Floats:
-        """Bytes of trained parameters, which owners bring to the other replicas after an update."""
+        """Bytes of trained parameters, which owners send to the other replicas after an update."""
         return self._once("trained_bytes", {one: one.nbytes for one in self.measurement.shared if one.gradient_bytes})
 
     @cached_property
     def gathered(self) -> Floats:
-        """Bytes that owners bring to the other replicas for a pass, if owners alone keep parameters: the half-precision
-        copies of parameters that layers read through these alone, and all other parameters.
+        """Bytes that owners send to the other replicas for a pass if only owners keep parameters.
+
+        The half-precision copies of parameters that layers read only through these copies, and all other
+        parameters.
         """
         sizes = [
             sum(one.copy_bytes if one.cast_only else one.nbytes for one in cost.parameters)
@@ -204,18 +212,18 @@ class DegreeTables:
         return found
 
     def _once(self, name: str, of_shared: Mapping[SharedParameter, int]) -> Floats:
-        """Bytes of all layers of a range, with those of parameters that several of them share once."""
+        """Return the bytes of all layers of a range, with a shared parameter counted once."""
         found = self._in_ranges(getattr(cost, name) for cost in self.measurement.costs)
         for shared, nbytes in of_shared.items():
             found -= np.maximum(self._users(shared.users) - 1, 0) * nbytes
         return found
 
     def _users(self, users: Sequence[int]) -> Floats:
-        """How many of these layers are in each range of blocks."""
+        """Return the number of these layers in each range of blocks."""
         return self._in_ranges(layer in users for layer in range(len(self.measurement.costs)))
 
     def _in_ranges(self, of_layers: Iterable[int]) -> Floats:
-        """Sums over the layers of every range of blocks."""
+        """Return the sums over the layers of every range of blocks."""
         sums = [0.0, *accumulate(map(float, of_layers))]
         return ranges(np.array(sums)[np.array(self.question.edges)])
 
@@ -224,7 +232,7 @@ class DegreeTables:
         return ranges_of(self.measurement, question.edges, question.training.microbatches, self._recompute(way))
 
     def _square(self, rows: Floats) -> Floats:
-        """A table out of rows by width."""
+        """Return a table over ranges from rows by width."""
         found = np.full((self.question.blocks, self.question.blocks + 1), np.inf)
         starts, stops = self._ends
         found[starts, stops] = rows[stops - starts - 1, starts]
@@ -232,13 +240,13 @@ class DegreeTables:
 
     @cached_property
     def _ends(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """The first block of every range, and the one behind its last."""
+        """First block of every range, and the block after its last."""
         starts, last = np.triu_indices(self.question.blocks)
         return starts, last + 1
 
     @cached_property
     def barred(self) -> Floats:
-        """Infinity for ranges with a layer that replicas cannot hold: it computes with what it changes."""
+        """Infinity for ranges with a layer that cannot have replicas, since it computes with state that it changes."""
         edges, costs = self.question.edges, self.measurement.costs
         alone = [float(any(cost.alone for cost in costs[a:b])) for a, b in pairwise(edges)]
         alone[-1] += float(bool(self.measurement.loss.alone))
@@ -247,8 +255,10 @@ class DegreeTables:
         return found
 
     def _barred(self, way: Way) -> Floats:
-        """The same of stages that save memory: gradients of a parameter that other stages share stay on all replicas,
-        and some layers cannot run twice.
+        """Return infinity for ranges that stages cannot hold in this way, else zero.
+
+        Gradients of a parameter that other stages share stay on all replicas, and some layers cannot be
+        recomputed.
         """
         if way not in self._bars:
             self._bars[way] = self._bars_of(way)
@@ -270,14 +280,14 @@ class DegreeTables:
 
 
 def together_seconds(ways: Sequence[Line], nbytes: Floats) -> Floats:
-    """Seconds of so many bytes in the fastest of these ways, where no other transfer is under way."""
+    """Return the seconds of a collective of `nbytes` in the fastest of these ways, without other transfers."""
     every = np.minimum.reduce([way.delay_seconds + way.seconds_per_byte * nbytes for way in ways])
     found: Floats = np.where(nbytes > 0, every, 0.0)
     return found
 
 
 def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[int, Allowed]:
-    """The cuts at which some degrees may not meet, and which may: where values cannot be divided by their samples."""
+    """Return the cuts at which values cannot be divided by samples between some degrees, and the test of degrees."""
     judges = _Judges({degree.data: one.measurement for degree, one in tables.items()})
     pairs = [(a.data, b.data) for a in tables for b in tables if a.data != b.data]
     found: dict[int, Allowed] = {}
@@ -289,7 +299,7 @@ def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[
 
 
 class _Judges:
-    """Which degrees may meet before a layer."""
+    """Test of the degrees that may meet before a layer."""
 
     def __init__(self, measured: dict[int, Measurement]) -> None:
         self._sizes = {data: one.microbatch_size for data, one in measured.items()}
@@ -297,7 +307,7 @@ class _Judges:
         self._known: dict[tuple[tuple[Value, ...], tuple[Value, ...], bool], bool] = {}
 
     def meet(self, layer: int, front: int, behind: int) -> bool:
-        """Whether so many replicas can send what this layer takes to so many others."""
+        """Return whether `front` replicas can send this layer's inputs to `behind` replicas."""
         if front == behind:
             return True
         key = self._inputs[front][layer], self._inputs[behind][layer], front < behind
