@@ -317,7 +317,7 @@ class Trials:
 
     @property
     def _spent_on_trying(self) -> bool:
-        """Whether the budget of short searches is spent."""
+        """True if the budget of short searches is spent."""
         return self._spent > self._budget
 
     @property
@@ -327,7 +327,7 @@ class Trials:
 
     @property
     def _keeps(self) -> bool:
-        """Whether a plan is known that keeps everything on its devices and divides nothing."""
+        """True if a plan is known that keeps everything on its devices and divides nothing."""
         return any(one.is_whole for one in self.mixed)
 
     def _may_win(self, bound: float) -> bool:

@@ -375,12 +375,12 @@ class _Bound:
 
     @cached_property
     def _spills(self) -> bool:
-        """Whether a host may hold parameters between passes."""
+        """True if a host may hold parameters between passes."""
         return self.question.means.spill and self._host_rate > 0
 
     @cached_property
     def _hosts_have_state(self) -> bool:
-        """Whether a host may hold optimizer state."""
+        """True if a host may hold optimizer state."""
         return self.question.means.state and self._host_rate > 0
 
     @cached_property

@@ -107,7 +107,7 @@ class Prices:
         ]
 
     def _kept(self) -> Floats:
-        """Return, for every layer and the loss, the bytes of its own storages saved within the same block."""
+        """Return, for every layer and the loss, the bytes of the storages it makes that its block saves."""
         edges = np.array(self.question.edges)
         edges[-1] += 1
         model = lifetimes(self.question.measurement)
@@ -403,7 +403,7 @@ class StageChoice(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is recomputed or moved."""
+        """True if nothing is recomputed or moved."""
         moves = self.states or self.gradients or self.parameters
         return not any(self.recipes) and not any(self.places) and not moves
 
@@ -466,7 +466,7 @@ def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int
 def _bundle(
     stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, behind: int, ahead: int
 ) -> Iterator[Decision]:
-    """Yield the decision that offloads the tensors of some blocks together; nothing if they have no tensors."""
+    """Yield the decision that offloads the tensors of some blocks together; nothing if they lack tensors."""
     tensors = tuple((t.layer, t.number) for block in blocks for t in choice.moved(menus, block))
     if tensors:
         yield Decision(

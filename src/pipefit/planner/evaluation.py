@@ -232,7 +232,7 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether every device and every host has enough memory."""
+        """True if every device and every host has enough memory."""
         return self.over_bytes == 0
 
     @cached_property
@@ -260,7 +260,7 @@ class Evaluation:
 
     @property
     def lends(self) -> bool:
-        """Whether devices lend memory to others."""
+        """True if devices lend memory to others."""
         return any(choice.peers is not None for choice in self.candidate.choices)
 
     @property
@@ -325,7 +325,7 @@ class Evaluator:
 
     @property
     def pinned(self) -> bool:
-        """Whether the question's options fix the recomputation, so that nothing is chosen."""
+        """True if the question's options fix the recomputation, so that nothing is chosen."""
         return self.question.options.recompute != "never"
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
@@ -400,7 +400,7 @@ class Evaluator:
 
     @property
     def _is_short(self) -> bool:
-        """Whether a step is simulated with another number of microbatches than it has."""
+        """True if a step is simulated with another number of microbatches than it has."""
         return self.question.training != self._short.training
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:

@@ -144,7 +144,7 @@ class Setting(NamedTuple):
 
     `host` is the usable part of the capacity of the host's link; `early` is the number of last recomputed
     blocks that are recomputed one action ahead; `lent` is the number of blocks that move to peers, and their
-    place. The host may take the optimizer `states` of all blocks ("all"), of as many as are needed if nothing
+    place. The host may take the optimizer `states` of all blocks ("all"), of the fewest needed if nothing
     else is enough ("needed"), or of all and, if that is not enough, gradients and parameters too ("spill").
     The part `updated` of those states is updated on the host.
     """

@@ -290,7 +290,7 @@ def _best_in_order(
     """Return the best of these splits, of even splits with their order of devices, and of `best`.
 
     Even splits are only useful if tensors must be recomputed or moved. So is optimizer state on the host, for
-    which a step waits at its end: that of all blocks if that is faster, or of as many blocks as needed.
+    which a step waits at its end: that of all blocks if that is faster, or of the fewest blocks needed.
     """
     means = filler.question.means
     best = _best_of(filler, others, best, budget)

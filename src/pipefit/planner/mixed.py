@@ -159,7 +159,7 @@ class _Stage:
             yield self._decisions(blocks, HOST)
 
     def to_peers(self) -> Iterator[Decisions]:
-        """Yield the decisions for other devices, which hold as much as they have room for."""
+        """Yield the decisions for other devices, within the memory that these have left."""
         if not self._left:
             return
         every = shared_out(self._left, range(len(self._rates)))
@@ -179,7 +179,7 @@ class _Stage:
                 yield found
 
     def _within(self, place: Place, blocks: _Blocks) -> _Blocks | None:
-        """Return `blocks`, or as many blocks as lenders have room for."""
+        """Return `blocks`, or the most blocks for which lenders have memory."""
         room, low, high = sum(self._left.values()), 0, blocks.moved + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -287,7 +287,7 @@ class Mixed(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether replicas divide nothing and everything is kept."""
+        """True if replicas divide nothing and everything is kept."""
         return not self.decisions and all(grid.shard == "none" for grid in self.split.grids)
 
     def found(self, evaluated: int, remarks: tuple[str, ...] = ()) -> Found:

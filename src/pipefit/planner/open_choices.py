@@ -49,7 +49,7 @@ class Trial(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits."""
+        """True if the plan fits."""
         return self.searched.evaluation.fits
 
     @property
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
     @property
     def tight(self) -> bool:
-        """Whether the plan leaves a GPU hardly any room."""
+        """True if the plan leaves a GPU hardly any room."""
         return leaves_no_room(self.question, self.searched.evaluation.peaks)
 
     def longer(self) -> Trial:

@@ -371,7 +371,7 @@ class Question:
 
     @property
     def equal_budgets(self) -> bool:
-        """Whether all devices have the same budget; peaks are then compared in bytes, else as shares."""
+        """True if all devices have the same budget; peaks are then compared in bytes, else as shares."""
         return len(set(self.cluster.budgets)) == 1
 
     @property

@@ -7,7 +7,7 @@ The steps of the paper; a tensor is all that a block keeps of a microbatch:
     3. Each stage that lacks memory gets a first assignment: the host takes tensors with very long live intervals;
        then tensors are recomputed if that adds less than a swap would, late blocks first and thus consecutive ones;
        then the host takes the remaining excess, peers take what has no other place, and the host takes the optimizer
-       state of as many blocks as needed if tensors are not enough.
+       state of the fewest blocks needed if tensors are not enough.
     4. A step is simulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
        have memory; faster results are kept, until gains are negligible.
 
