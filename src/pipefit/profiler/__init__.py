@@ -1,4 +1,4 @@
-"""Profiling: from a task to what every layer of its model costs."""
+"""Profiling: the costs of every layer of a task's model."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ def profile(
     sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """What every layer of `task` costs for one microbatch of `microbatch_size` samples, or of each of several sizes.
+    """Return the costs of every layer of `task` for a microbatch of `microbatch_size` samples, or of each of
+    several sizes.
 
-    A plan needs the size of its microbatches, and, for stages with replicas, those of the slices that these compute;
-    and for stages of tensor-parallel ranks the costs of layers that so many ranks divide.
+    A plan needs the size of its microbatches; for stages with replicas, the sizes of their local batches; and
+    for tensor-parallel stages, the costs of layers divided between the same number of ranks.
 
-    An existing module is not changed, nor are its gradients, buffers and modes, nor torch's random generators.
+    An existing module is not changed, nor are its gradients, buffers and modes, nor torch's random
+    generators.
 
     Args:
         device: `fake` builds no model and finds bytes and FLOPs; `cpu` and `cuda` also measure seconds there. For the
-            target `cpu` each operation that this machine has not met before runs once, on up to 1 GiB of made-up data.
-        target: whose kernels autograd's choices follow; with a real device, that device's.
-        threads: CPU threads of a worker (their kernels' temporary memory depends on it).
-        tensor: numbers of ranks between which layers are divided, too: they are always profiled whole.
-        sequences: also with sequence parallelism: ranks divide what is between attention and MLP along positions too.
-        progress: called with (layers done, layers in all, name of the next one).
+            target `cpu`, each operation that this machine has not measured yet runs once, on up to 1 GiB of random
+            data.
+        target: device type whose kernels autograd's choices follow; with a real device, that device's type.
+        threads: CPU threads of a worker (the temporary memory of its kernels depends on them).
+        tensor: numbers of tensor-parallel ranks to profile, in addition to whole layers.
+        sequences: also profile sequence parallelism: ranks divide values between attention and MLP along positions.
+        progress: called with (layers done, number of layers, name of the next one).
     """
     instance("task", task, Task, "pipefit.Task says how a module is trained")
     asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]

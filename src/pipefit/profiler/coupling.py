@@ -1,11 +1,11 @@
-"""Whether the samples of a microbatch are coupled: a slice of it then has other numbers than its rows in the whole.
+"""Detection of coupled samples: a local batch then gives other numbers than its rows in the whole microbatch.
 
-Replicas of a stage compute slices, so such a model trains to other numbers on replicas than on one device. Two ways
-find it out. Operators that are known to do so are met as each kind of layer is run over fake tensors: batch norm with
-the statistics of the batch, random draws, and losses that weigh classes. Everything else, such as negatives from the
-batch, a sum over samples, or a mean over the words that count, shows in numbers: real microbatches, and their halves,
-go forward through a copy of the module on one core. Where that would take more than `LONGEST_SECONDS` or `MOST_BYTES`,
-random outputs go through the loss alone; then only the trainer compares the rest, as it starts
+Replicas of a stage compute local batches, so such a model trains to other numbers on replicas than on one
+device. Known operators are detected while each kind of layer runs over fake tensors: batch norm with batch
+statistics, random draws, and losses with class weights. All other cases, such as in-batch negatives, a sum
+over samples, or a mean over the words that count, show in numbers: real microbatches, and their halves, run
+forward through a copy of the module on one core. If that would need more than `LONGEST_SECONDS` or
+`MOST_BYTES`, random outputs run through the loss alone; the rest is then compared when the trainer starts
 (`runtime.checks.comparison`).
 """
 
@@ -38,20 +38,21 @@ _SAMPLES, _SEEDS = 4, (0, 1)
 _NORMALIZES = "normalizes over the batch"
 _WEIGHS = "divides by the weights of the targets that a slice has"
 _APART = "is another one for a microbatch than its halves have on average"
-_TRAINING, _SHARES = frozenset({"train", "training"}), ("p", "dropout_p", "dropout")  # of arguments
+_TRAINING, _SHARES = frozenset({"train", "training"}), ("p", "dropout_p", "dropout")  # names of arguments
 _WEIGHING = "aten::nll_loss_forward", "aten::nll_loss2d_forward"
 _LEAVES_OUT = "is a mean over targets, of which some samples have fewer that count"
-_MEAN = 1  # of the reductions of torch's losses
+_MEAN = 1  # the number of the reduction "mean" in torch
 
 
 def coupling(func: Any, given: Mapping[str, Any]) -> str:
-    """Why a call of an operator couples the samples of a microbatch, in words that go on behind its layer; or nothing.
+    """Return why an operator call couples the samples of a microbatch, as a phrase to follow a layer's name,
+    or "".
 
-    `given` are its arguments by name.
+    `given` are the call's arguments by name.
     """
     name = func._schema.name
     if "batch_norm" in name and "backward" not in name:
-        spreads = given["input"].shape[0] > 1  # what an instance norm hands to its kernel has one row
+        spreads = given["input"].shape[0] > 1  # an instance norm passes one row to this kernel
         return _NORMALIZES if spreads and (_trains(given) or "with_update" in name) else ""
     if name in _WEIGHING and given.get("weight") is not None and given.get("reduction") == _MEAN:
         return _WEIGHS
@@ -59,7 +60,7 @@ def coupling(func: Any, given: Mapping[str, Any]) -> str:
 
 
 def draws(func: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers."""
+    """Return whether a call of an operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | dict(given)
@@ -72,7 +73,7 @@ def _trains(given: Mapping[str, Any]) -> bool:
 
 
 def with_coupling(profile: ModelProfile, reason: str) -> ModelProfile:
-    """The profile whose loss is coupled for a `reason` that `measured_coupling` has found."""
+    """Return the profile, with its loss marked as coupled if `measured_coupling` returned a `reason`."""
     if not reason:
         return profile
     measurements = (replace(one, loss=replace(one.loss, coupled=reason)) for one in profile.measurements)
@@ -80,14 +81,16 @@ def with_coupling(profile: ModelProfile, reason: str) -> ModelProfile:
 
 
 def measured_coupling(task: Task, profile: ModelProfile) -> str:
-    """Why the loss of a microbatch is not the mean of those of its halves; nothing where it is, where its layers are
-    known to be coupled, or where it cannot be known: batches or kernels fail, or it would take too long.
+    """Return why the loss of a microbatch is not the mean of the losses of its halves, or "".
+
+    Also returns "" if layers are already known to be coupled, or if the comparison is impossible: batches or
+    kernels fail, or it would take too long.
     """
     largest = max(profile.measurements, key=lambda one: one.microbatch_size)
     if profile.coupled:
         return ""
     every = (*largest.costs, largest.loss)
-    trains = not any(cost.alone or cost.draws for cost in every)  # else no two forwards are alike but in evaluation
+    trains = not any(cost.alone or cost.draws for cost in every)  # otherwise two forwards are equal in evaluation only
     tried = _through_the_module(task) if _is_cheap(largest) else _through_the_loss(task, largest)
     with _one_thread(), warnings.catch_warnings(), suppress(PipefitError):
         warnings.simplefilter("ignore")
@@ -100,7 +103,7 @@ def measured_coupling(task: Task, profile: ModelProfile) -> str:
 
 
 def _through_the_module(task: Task) -> Iterator[tuple[Task, Sample]]:
-    """The task with its module built, and small batches of it."""
+    """Yield the task with its module built, and small batches."""
     whole = built(task)
     for seed in _SEEDS:
         batch = sample(whole, _SAMPLES, seed=seed)
@@ -109,7 +112,7 @@ def _through_the_module(task: Task) -> Iterator[tuple[Task, Sample]]:
 
 
 def _through_the_loss(task: Task, measurement: Measurement) -> Iterator[tuple[Task, Sample]]:
-    """A task of nothing but the loss, and what it may be given: random numbers like what the module returns."""
+    """Yield a task of the loss alone, and random tensors like the module's outputs."""
     samples, (last, *others) = measurement.microbatch_size, measurement.costs[-1].outputs
     nbytes = last.nbytes * _SAMPLES // samples
     if task.loss is None or others or last.shape[:1] != (samples,) or nbytes > MOST_LOGITS_BYTES:
@@ -122,7 +125,7 @@ def _through_the_loss(task: Task, measurement: Measurement) -> Iterator[tuple[Ta
 
 
 def _is_apart(whole: Task, batch: Sample, *, training: bool) -> bool:
-    """Whether a batch has another loss than its halves on average; not where that cannot be known."""
+    """Return whether a batch's loss differs from the mean of its halves; False if that cannot be determined."""
     assert isinstance(whole.module, nn.Module)
     half = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // 2
     asked = [batch, batch, _rows(batch, 0, half), _rows(batch, half, 2 * half)]
@@ -138,7 +141,7 @@ def _rows(batch: Sample, first: int, end: int) -> Sample:
 
 
 def _is_cheap(measurement: Measurement) -> bool:
-    """Whether a comparison takes little, by what one of this microbatch takes in training."""
+    """Return whether a comparison is cheap, judged by the costs of this microbatch in training."""
     share = len(_SEEDS) * _SAMPLES / measurement.microbatch_size
     needed = host_bytes(measurement) * max(1, _SAMPLES // measurement.microbatch_size)
     return share * host_seconds(measurement) <= LONGEST_SECONDS and needed <= min(MOST_BYTES, free_bytes() // 2)
@@ -146,7 +149,7 @@ def _is_cheap(measurement: Measurement) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Inside, kernels have one thread: a process that is forked later has no others to miss."""
+    """Run kernels in the body on one thread, so a process forked later does not miss threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

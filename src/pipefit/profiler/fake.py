@@ -1,8 +1,10 @@
-"""The fake profiler: what every layer costs, found with fake tensors. It needs no hardware, no data and no memory.
+"""The fake profiler: costs of every layer, found with fake tensors. It needs no hardware, no data and no
+memory.
 
-Each kind of layer is built and run under a meter once, however often the model repeats it. For the target `cpu`, each
-operation that has not been measured on this machine yet is run once with real tensors, for the workspace of its kernel.
-Bytes are exact for the target's kernels; seconds come from `pipefit.timing` or from the measured profiler.
+Each kind of layer is built and run under a meter once, however often the model repeats it. For the target
+`cpu`, each operation that has not been measured on this machine yet runs once with real tensors, for the
+workspace of its kernel. Bytes are exact for the target's kernels; seconds come from `pipefit.timing` or from
+the measured profiler.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ def profile_sizes(
     progress: Progress | None = None,
     chains: Chains | None = None,
 ) -> ModelProfile:
-    """The profile of `task` at each of these numbers of samples, as `profile_fake` makes it at one.
+    """Return the profile of `task` at each of these numbers of samples; see `profile_fake` for a single one.
 
-    With `chains`, chains are those that they have; by default each is traced.
+    `chains` supplies the chains; by default each is traced.
 
     Raises:
-        UsageError: the model has other layers at one size than at another, such as a trace with other branches.
+        UsageError: the model has other layers at one size than at another, as if a trace takes other
+            branches.
     """
     chains = chains or Chains(task)
     first, *others = (
@@ -87,26 +90,27 @@ def profile_fake(
     sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """The profile of a task at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads.
+    """Return the profile of a task at `microbatch_size` samples, for `target`'s kernels with `threads` CPU
+    threads.
 
-    Layers are measured whole, and divided between each number of ranks in `tensor`; by `sequences` also along
-    positions.
+    Layers are measured whole, and divided between each number of ranks in `tensor`; with `sequences` also
+    along positions.
 
     Raises:
-        UsageError: so many ranks divide nothing of the model, a layer cannot be followed, or the optimizer needs whole
-            parameters.
+        UsageError: a number of ranks divides nothing of the model, a layer cannot be traced, or the optimizer
+            needs whole parameters.
     """
     task = chains.task
     like = sample(task, microbatch_size)
     check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
-        divides = any(degree > 1 for degree in tensor)  # which runs layers, to trace them
+        divides = any(degree > 1 for degree in tensor)  # runs layers, to trace them
         chain = (chains.of if divides else chains.unrun)(microbatch_size, fake, like)
         made = fingerprint(task, chain)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
-        divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer is run
+        divided = sharded_chains(chain, tensor, values, targets, sequences=sequences)  # before any layer runs
         whole = survey(task, kernels, chain, values, targets, progress, lambda layer: layers_again((layer,), fake)[0])
         measurements = [whole]
         for sharded in divided:
@@ -121,7 +125,7 @@ def profile_fake(
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
-    """The profile with the workspaces of the CPU's kernels, and the processor on which they were measured."""
+    """Return the profile with the workspaces of CPU kernels, and the processor on which they were measured."""
     kernels.keep()
     machine = this_machine(kernels.threads)
     assumptions = replace(
@@ -139,7 +143,7 @@ def _profile(
     target: Target,
     threads: int,
 ) -> ModelProfile:
-    """The profile that holds measurements: with names, fingerprint and assumptions."""
+    """Return the profile of the measurements, with names, fingerprint and assumptions."""
     return ModelProfile(
         model=chain.name,
         fingerprint=made.fingerprint,

@@ -1,15 +1,16 @@
-"""What a forward computes with and changes: where a second forward would not be like the first.
+"""Values with which a forward computes and those that it changes: reasons for which a second forward could
+differ.
 
-Some layers compute with a buffer that they change: spectral norm, moving averages that feed back, observers that
-quantise by what they have observed. Their second forward starts from copies of these buffers, made before the first.
-Batch norm in training is not of this kind: it changes its statistics, and computes with those of the batch. A layer may
-also change what no copy is made of (a plain attribute, a parameter), or draw from a generator of its own. It is named,
-so that it is not recomputed.
+Some layers compute with a buffer that they change: spectral norm, moving averages that feed back, observers
+that quantize by earlier values. Their second forward starts from copies of these buffers, made before the
+first. Batch norm in training does not feed back: it changes its statistics, and computes with those of the
+batch. A layer may also change state that is not copied (a plain attribute, a parameter), or draw from its own
+generator. Such a layer is reported and not recomputed.
 
-This is found in one forward over fake tensors, in which every value is followed back to the buffers that it was
-computed from. Tensors in one storage count as one. A forward that reads a number, as every condition on a tensor does,
-may do something else when the number is another: an observer takes its first microbatch as it is and averages over the
-later ones. Nothing is known of what it would compute with then, so all of its buffers count as those that feed back.
+One forward over fake tensors finds this: every value is traced back to the buffers that it was computed from.
+Tensors in one storage count as one. A forward that reads a number, as every condition on a tensor does, may
+behave differently for another number: an observer takes its first microbatch as it is and averages over later
+ones. Since the buffers that it would then use are unknown, all of them count as fed back.
 """
 
 from __future__ import annotations
@@ -35,28 +36,26 @@ from pipefit.capture.refusals import Refusal
 from pipefit.capture.storages import storage_key
 from pipefit.profiler.coupling import coupling, draws
 
-# ----------------------------------------------------------------------------------------------------
-# What a forward may count in: numbers, texts, flags, containers of them, random generators of Python and
-# NumPy.
+# ---- State in which a forward may count: numbers, strings, flags, containers of these, random generators
 #
-# They are attributes of a module, of its class or of another object, variables of the functions that these
-# hold (closures), and variables of the Python module that a class or function names (globals); and whether a
-# parameter is trained. A forward that changes one of them may compute something else when it runs again.
-# Tensors are not plain. What lies deep inside, or in an object of a C extension, is not seen, nor are globals
-# of functions that a forward calls. Microseconds an attribute.
+# Such state is in attributes of a module, of its class or of another object, in closures of functions that
+# these hold, in globals that a class or function names, and in `requires_grad` of parameters. A forward that
+# changes it may compute something else on its next run. Not seen: state deeper than `_DEPTH` levels, in
+# objects of C extensions, and in globals of functions that a forward calls. Takes microseconds for each
+# attribute.
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _OPAQUE = (type, ModuleType, nn.Module)
-_LIBRARIES = ("torch", "pipefit", "builtins")  # whose classes and functions count nothing
+_LIBRARIES = ("torch", "pipefit", "builtins")  # whose classes and functions do not count
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_DEPTH = 6  # of containers and objects inside of one another
+_DEPTH = 6  # levels of nested containers and objects
 
 Plain = Mapping[str, object]
 
 
 class _Same:
-    """Equal for one object alone, which it keeps, so that no other one is created in its place."""
+    """Equal for one object only; holds the object, so that no other is created at its address."""
 
     __slots__ = ("item",)
     __hash__ = None  # type: ignore[assignment]
@@ -69,9 +68,9 @@ class _Same:
 
 
 def plain_attributes(owner: object) -> Plain:
-    """The attributes of a module and its parts, or of another object, by their paths, as values that can be compared.
+    """Return the attributes of a module and its parts, or of another object, by path, as comparable values.
 
-    For a method they are those of the object that it belongs to.
+    For a method, these are the attributes of its object.
     """
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
     parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
@@ -79,7 +78,7 @@ def plain_attributes(owner: object) -> Plain:
 
 
 def _attributes(part: object) -> Iterator[tuple[str, object]]:
-    """Those of one module, or of another object or function, its class's and the globals that it names among them."""
+    """Yield the attributes of one module, object or function, with its class's and the globals that it names."""
     own = getattr(part, "__dict__", {})
     classes = [each for each in type(part).__mro__ if not _of_a_library(each)]
     functions = [part, *(item for each in classes for item in vars(each).values())]
@@ -93,7 +92,7 @@ def _attributes(part: object) -> Iterator[tuple[str, object]]:
 
 
 def _globals(functions: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """What functions may count in among the variables of their Python modules, by name."""
+    """Yield the globals in which functions may count, by name."""
     for function in functions:
         if isinstance(function, FunctionType) and not _of_a_library(function):
             names = _names(function.__code__)
@@ -101,7 +100,7 @@ def _globals(functions: Iterable[object]) -> Iterator[tuple[str, object]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function, and the functions inside of it, look up."""
+    """Yield the names that a function, and the functions inside it, look up."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -109,12 +108,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _countable(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
-    """Those that are numbers, texts, flags or containers, without Python's own."""
+    """Yield the items that are numbers, strings, flags or containers, without dunder names."""
     return ((n, i) for n, i in items if isinstance(i, (*_PLAIN, *_CONTAINERS, Mapping)) and not n.startswith("__"))
 
 
 def _closure(function: FunctionType) -> list[tuple[str, object]]:
-    """The variables around a function, by name, that have a value."""
+    """Return the variables of a function's closure that have a value, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return [(name, cell.cell_contents) for name, cell in cells if not is_empty(cell)]
 
@@ -124,7 +123,9 @@ def _of_a_library(item: Any) -> bool:
 
 
 def comparable(item: Any, depth: int = _DEPTH) -> object:
-    """What is equal as long as `item` has not changed, nor what is in it and its attributes, `depth` levels down."""
+    """Return a value that is equal as long as `item`, its parts and its attributes, `depth` levels deep, are
+    unchanged.
+    """
     match item:
         case Tensor():
             return Tensor
@@ -148,7 +149,7 @@ def comparable(item: Any, depth: int = _DEPTH) -> object:
 
 
 def _inside(item: Any) -> Mapping[str, object]:
-    """What an object has, or a function holds, by name."""
+    """Return the attributes of an object, or the objects that a function holds, by name."""
     match item:
         case MethodType():
             return {"self": item.__self__}
@@ -161,17 +162,16 @@ def _inside(item: Any) -> Mapping[str, object]:
 
 
 def changed_name(before: Plain, after: Plain) -> str | None:
-    """The first attribute that has changed, is new or is gone."""
+    """Return the first attribute that was changed, added or removed."""
     names = dict.fromkeys((*before, *after))
     return next((name for name in names if before.get(name, ...) != after.get(name, ...)), None)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The graph that autograd has recorded behind some tensors.
+# ---- Autograd graphs
 
 
 def nodes(values: Sequence[Tensor]) -> set[Any]:
-    """Every node of the graph of `values`."""
+    """Return every node of the graph of `values`."""
     found: set[Any] = {value.grad_fn for value in values if value.grad_fn is not None}
     pending = list(found)
     while pending:
@@ -181,18 +181,16 @@ def nodes(values: Sequence[Tensor]) -> set[Any]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which storages an operation is given, and which it changes in place, by its schema: whatever alias they came
-# by, `x.data` too.
+# ---- Storages that an operation takes, and those that its schema changes, through any alias such as `x.data`
 
 
 def changed_arguments(func: Any) -> set[str]:
-    """Their names; none for an operation that changes nothing."""
+    """Return the names of the arguments that an operation changes in place."""
     return {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
 
 
 def written_storages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The storages of tensors that a call of `func` changes in place."""
+    """Return the storages of tensors that a call of `func` changes in place."""
     if not func._schema.is_mutable:
         return set()
     given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
@@ -201,15 +199,15 @@ def written_storages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def given_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The storages of all tensors among the arguments of an operation."""
+    """Return the storages of all tensors among the arguments of an operation."""
     return {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
 
 
 def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: Set[int]) -> frozenset[int]:
-    """The numbers of the inputs that a forward has changed, by their versions before it.
+    """Return the numbers of the inputs that a forward changed, by their version counters before it.
 
     Raises:
-        Refusal: it changed one, as the storages say that it has `written` to, and no version tells.
+        Refusal: the forward `written` to an input's storage without a change of its version.
     """
     changed = frozenset(number for number, value in enumerate(inputs) if value._version != versions[number])
     if any(storage_key(value) in written for number, value in enumerate(inputs) if number not in changed):
@@ -221,7 +219,7 @@ def changed_inputs(inputs: Sequence[Tensor], versions: Sequence[int], written: S
     return changed
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Feedback of a forward
 
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")
@@ -229,29 +227,29 @@ _TRAINING = ("training", "train", "use_input_stats")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """What makes a second forward of a layer differ from its first: buffers by name, and what no copy helps against."""
+    """Reasons for which a second forward of a layer differs from its first: fed-back buffers, and
+    unrepeatable changes.
+    """
 
-    changed: frozenset[str]  # buffers that it changes
-    fed_back: tuple[
-        str, ...
-    ]  # those of them with which it computes; all that it has, where what it does depends on values
+    changed: frozenset[str]  # buffers that the forward changes
+    fed_back: tuple[str, ...]  # changed buffers that it computes with; all its buffers if it reads numbers
     fed_back_bytes: int
-    unrepeatable: str  # in words; empty if there is nothing else
-    parameters: frozenset[str]  # that it changes
-    unseen: tuple[str, ...]  # tensors that it changes without autograd, as by `x.data`
-    in_place: frozenset[str]  # all tensors that it changes and does not replace
-    runs_python: bool  # whether its backward does, in a custom function or a hook of a module
-    read: frozenset[str]  # all with which it computes
-    coupled: str  # why it couples the samples of a microbatch, in words; or empty
+    unrepeatable: str  # in words; empty if copies of buffers suffice
+    parameters: frozenset[str]  # parameters that it changes
+    unseen: tuple[str, ...]  # tensors that it changes unseen by autograd, as by `x.data`
+    in_place: frozenset[str]  # all tensors that it changes in place
+    runs_python: bool  # whether its backward runs Python: a custom function or a module hook
+    read: frozenset[str]  # all tensors that it computes with
+    coupled: str  # why it couples the samples of a microbatch, in words, or empty
     draws: bool  # whether it draws random numbers
 
 
 def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
-    """What `forward`, which runs `module`, changes and computes with. Buffers that it replaces are put back.
+    """Return what `forward`, which runs `module`, changes and computes with. Replaced buffers are restored.
 
     Args:
-        owner: whose plain attributes it may change: the module or, for a loss, the function.
-        before: these attributes before any forward, as a first one may differ from the others.
+        owner: the object whose plain attributes may change: the module or, for a loss, the function.
+        before: these attributes before any forward, because a first one may differ from the others.
     """
     buffers = [_Seen.now(name, b) for name, b in module.named_buffers(remove_duplicate=False)]
     others = [_Seen.now(name, p) for name, p in module.named_parameters(remove_duplicate=False)]
@@ -288,7 +286,9 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
 
 
 def _toggles(before: Plain, after: Plain) -> bool:
-    """Whether the next forward is in another mode, in which it may change statistics with which this one computes."""
+    """Return whether a `training` attribute changed: the next forward may then change statistics that this
+    one reads.
+    """
     return any(before[name] != after.get(name) for name in before if name.rpartition(".")[2] == "training")
 
 
@@ -299,7 +299,7 @@ def _unrepeatable(changed: Sequence[str], *, draws: bool) -> str:
 
 
 class _Seen(NamedTuple):
-    """A tensor as it is before a forward."""
+    """A tensor's storage and version before a forward."""
 
     name: str
     tensor: Tensor
@@ -308,20 +308,20 @@ class _Seen(NamedTuple):
 
     @staticmethod
     def now(name: str, tensor: Tensor) -> _Seen:
-        """What the tensor is now."""
+        """Return the current storage and version of a tensor."""
         return _Seen(name, tensor, storage_key(tensor), tensor._version)
 
     def is_changed(self, written: Set[int]) -> bool:
-        """Whether it is another since, given the storages that were written to."""
+        """Return whether the tensor has changed since, given the storages that were written to."""
         now = storage_key(self.tensor), self.tensor._version
         return self.storage in written or now != (self.storage, self.version)
 
     def is_in_place(self, written: Set[int]) -> bool:
-        """Whether its numbers are others since, or it has been given others (`x.data = ...`)."""
+        """Return whether its values were written to, or its storage replaced (`x.data = ...`)."""
         return self.storage in written or storage_key(self.tensor) != self.storage
 
     def is_unseen(self, written: Set[int]) -> bool:
-        """The same, if autograd does not know it."""
+        """Return whether it was changed in place without a change of its version counter."""
         return self.is_in_place(written) and self.tensor._version == self.version
 
 
@@ -332,17 +332,19 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
 
 
 class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows, for every storage, the storages of the buffers from which its content was computed.
+    """A mode that tracks, for every storage, the buffers' storages from which its content was computed.
 
-    `written` are the storages that were written to, `in_place` those of them that are no norm's statistics; `draws` is
-    whether random numbers came from another generator than torch's default; `reads_numbers` whether a number was
-    read whose value is unknown; `coupled` is why samples are coupled and
-    `draws_any` whether there are random numbers at all (`profiler.coupling`).
+    - `written` are the storages that were written to, `in_place` those among them that are not statistics of
+      a norm.
+    - `draws` says that random numbers came from another generator than torch's default, `draws_any` that
+      there were any.
+    - `reads_numbers` says that a number of unknown value was read.
+    - `coupled` is the reason for which samples are coupled (`profiler.coupling`).
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept, so that no address is used twice
+        self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept alive, so that no address is reused
         self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
         self.written: set[int] = set()
         self.in_place: set[int] = set()
@@ -350,7 +352,7 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.coupled, self.draws_any = "", False
 
     def of(self, tensor: Tensor) -> frozenset[int]:
-        """The storages of the buffers."""
+        """Return the storages of the buffers from which `tensor` was computed."""
         return self._known.get(storage_key(tensor), frozenset())
 
     def __torch_dispatch__(
@@ -379,12 +381,12 @@ class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_of_a_layer(node: object) -> bool:
-    """Whether a node of a graph is a custom function, and none of our own."""
+    """Return whether a graph node is a custom function that is not pipefit's."""
     return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith("pipefit.")  # type: ignore[attr-defined]
 
 
 def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What custom functions keep for a backward, which their results may not show."""
+    """Yield the tensors that custom functions keep for a backward, which their results may not depend on."""
     for node in nodes(outputs):
         if isinstance(node, BackwardCFunction):
             yield from _tensors([node.saved_tensors, list(vars(node).values())])

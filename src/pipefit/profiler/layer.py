@@ -1,7 +1,8 @@
-"""Measures what one layer costs: runs its forward, its backward and its optimizer step under a meter.
+"""Measurement of one layer: its forward, its backward and its optimizer step run under a meter.
 
-The layer runs between an `enter` and a `leave`, as a stage does in the runtime, so that its bytes are the same there.
-There are three runs: one to see what autograd saves, one as the first microbatch of a step, and one as a later one.
+The layer runs between `enter` and `leave`, as in a stage of the runtime, so its bytes are equal there. There
+are three runs: one to see what autograd saves, one as the first microbatch of a step, and one as a later
+microbatch.
 """
 
 from __future__ import annotations
@@ -46,13 +47,11 @@ from pipefit.schema.layer_costs import GradientOrigin, LayerCost, Origin, Parame
 from pipefit.schema.trace import Category
 from pipefit.texts import dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# What a forward keeps: the tensors that autograd saved, which operation saved each, and whose storages those
-# are.
+# ---- Saved tensors: which operation saved each, and whose storage each has
 
 
 class Packed:
-    """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
+    """A saved tensor as a graph node holds it: it dies with the node if the forward drops the node's result.
 
     The tensor is detached, because a node that saves its own output would otherwise keep itself alive.
     """
@@ -64,9 +63,9 @@ class Packed:
 
 
 class LayerStorages:
-    """The storages behind a layer's tensors: of parameters and buffers, of its inputs, and its own.
+    """Origins of the storages of a layer's tensors: parameters and buffers, inputs, or the layer's own.
 
-    `own` has the bytes of its own storages, in the order in which they were first asked about.
+    `own` has the bytes of the layer's own storages, in the order of the first calls of `origin`.
     """
 
     def __init__(self, meter: PassMeter, statics: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -75,7 +74,9 @@ class LayerStorages:
         self._origins |= {storage_key(t): Origin(kind="input", index=k) for k, t in enumerate(inputs)}
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Whose storage a tensor has. One that a loss holds, as weights of classes, is nobody's, like a parameter."""
+        """Return the origin of a tensor's storage; tensors of a loss, such as class weights, count as
+        parameters.
+        """
         key = storage_key(tensor)
         if key not in self._origins:
             known = self._meter.counts(tensor)
@@ -84,7 +85,7 @@ class LayerStorages:
         return self._origins[key]
 
     def add(self, nbytes: int) -> Origin:
-        """One more storage of the layer's own."""
+        """Add a storage of the layer's own, and return its origin."""
         self.own.append(nbytes)
         return Origin(kind="own", index=len(self.own) - 1)
 
@@ -92,7 +93,7 @@ class LayerStorages:
 def saved_tensors(
     packed: Sequence[Packed | None], operations: dict[object, list[str]], storages: LayerStorages
 ) -> list[SavedTensor]:
-    """The tensors that autograd still keeps, in the order in which they were saved; None stands for one it dropped."""
+    """Return the tensors that autograd still holds, in the order of saving; None stands for a dropped one."""
     kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
     return [
         SavedTensor(
@@ -108,10 +109,10 @@ def saved_tensors(
 
 
 def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorages) -> list[SavedTensor]:
-    """The tensors that custom functions in the graph of `values` keep as attributes of their contexts.
+    """Return the tensors that custom functions in the graph of `values` keep as attributes of their contexts.
 
-    Autograd knows nothing of them: they end with the graph, not with the backward of their function. They are numbered
-    from `first` on.
+    Autograd does not know these tensors: they live as long as the graph, past the backward of their function.
+    They are numbered from `first` on.
     """
     kept = [
         (node.name().rpartition("Backward")[0], leaf)
@@ -134,7 +135,7 @@ def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorage
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
-    """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
+    """Return the operations in the graph of `values` that saved each tensor, in the order in which they ran."""
     found: dict[object, list[str]] = defaultdict(list)
     for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
         operation = node.name().rpartition("Backward")[0]
@@ -145,35 +146,34 @@ def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors with the same storage, offset, shape and strides."""
+    """Return a key that is equal for tensors with the same storage, offset, shape and strides."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a backward has to do with the tensors that its layer holds, past what autograd has saved for it.
+# ---- Backwards that use tensors of their layer which autograd has not saved for them
 #
-# In plain training the backward of a microbatch comes before the forward of the next, so that it finds what
-# its own forward has left. In a pipeline other forwards come between. Autograd checks what it has saved. A
-# context's attributes, the module itself on a context and hooks on gradients are checked by nobody: a layer
-# whose backward so reads what its forward changes, or changes what its forward reads, would train other
-# gradients. It is refused by name.
+# In plain training the backward of a microbatch precedes the forward of the next, so it finds the values that
+# its own forward left. In a pipeline other forwards come between. Autograd checks the tensors that it saved,
+# but not attributes of a context, the module itself on a context, or hooks on gradients: a layer whose
+# backward reads through these what its forward changes, or changes what its forward reads, would train with
+# wrong gradients. It is refused by name.
 #
-# Only layers that change what they hold are run once more for this, and not those that only count in
-# integers, as batch norm does, unless their backward runs code of Python's.
+# Only layers that change their tensors run once more for this check. Layers that change only integer counts,
+# as batch norm does, are skipped unless their backward runs Python code.
 
 
 def check_backward(
     forward: Callable[[GraphEnds], Values], module: nn.Module, found: Feedback, written: Set[str]
 ) -> None:
-    """Check that a backward of `module` does not depend on how many other microbatches went forward before it.
+    """Check that a backward of `module` does not depend on how many other forwards preceded it.
 
     Args:
-        forward: runs it, at the start of a graph.
-        found: what its forward changes and reads.
-        written: the names of what its backward changes in place.
+        forward: runs the layer forward, at the start of a graph.
+        found: the tensors that the forward changes and reads.
+        written: the names of tensors that the backward changes in place.
 
     Raises:
-        Refusal: it does; names the tensor.
+        Refusal: the backward depends on them. The message names the tensor.
     """
     for name in sorted(written & found.read):
         raise Refusal(
@@ -193,7 +193,7 @@ def check_backward(
 
 
 def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> set[str]:
-    """The names of what a backward reads of what `module` holds, besides what autograd has saved for it."""
+    """Return the names of tensors of `module` that a backward reads, except those that autograd saved for it."""
     graph, saved, reads = GraphEnds(), Saved(), Reads()
     with saved:
         values = forward(graph)
@@ -207,7 +207,7 @@ def _read_unsaved(forward: Callable[[GraphEnds], Values], module: nn.Module) -> 
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, a pass runs; `storages` are those that operations were given."""
+    """A mode whose `storages` are those that operations took."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,7 +221,9 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, a forward runs; `versions` are those of what autograd saves for the backward and checks, by storage."""
+    """Hooks that record the `versions` of the tensors that autograd saves for the backward and checks, by
+    storage.
+    """
 
     def __init__(self) -> None:
         self.versions: dict[int, int] = {}
@@ -229,22 +231,21 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.versions[storage_key(tensor)] = tensor._version
-        return tensor.detach()  # the tensor itself may be the result of the node that keeps it
+        return tensor.detach()  # the tensor itself may be the result of the node that saves it
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a loss changes of the tensors that it holds, such as a centre that follows what it has seen.
+# ---- Tensors of a loss that its forward changes, such as a center that follows earlier values
 #
-# A loss runs once for each microbatch, on the last stage, in the order of plain training. What it changes is
-# there once: it is not recomputed, nor are there replicas of it. No copies of its tensors are made, as they
-# are of layers' buffers.
+# A loss runs once for each microbatch, on the last stage, in the order of plain training. Its changes happen
+# once: it is neither recomputed nor replicated. Its tensors are not copied, unlike the buffers of layers.
 
 
 def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
-    """What `forward`, which runs `loss` over fake tensors, changes, as words that go on behind "which"; or nothing.
+    """Return what `forward`, which runs `loss` over fake tensors, changes, as a phrase to follow "which"; or
+    "".
 
     Raises:
-        Refusal: it changes what it has saved for its backward where autograd does not see it.
+        Refusal: it changes a tensor that it saved for its backward, unseen by autograd.
     """
     saved, before = Saved(), [one for one in reachable(loss) if isinstance(one, Tensor)]
     with noticing() as stood_in, Reads() as reads, Sources(()) as sources, saved:
@@ -254,7 +255,7 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
     names = {id(tensor): repr(name) for name, tensor in held.items()}
     for real, fake in stood_in.pairs:
         key = storage_key(fake)
-        if key in sources.in_place and saved.versions.get(key) == 0:  # a change that autograd sees would be counted
+        if key in sources.in_place and saved.versions.get(key) == 0:  # autograd counts changes that it sees
             raise Refusal(
                 f"it changes {names.get(id(real), 'a tensor')}, which it saves for its backward, where autograd does "
                 "not see it (x.data): with several microbatches in flight it would compute with another one's",
@@ -269,19 +270,17 @@ def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
     return f"changes {names.get(id(changed[0]), 'a tensor')} in every forward" if changed else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# The gradients that a layer's backward leaves for its inputs: whose storages they live in, and how they lie
-# there.
+# ---- Gradients that a backward returns for its inputs: their storages and layouts
 
 
 class Gradients(NamedTuple):
-    """The origins of the inputs' gradients, and the bytes of the storages among them that are the layer's own."""
+    """Origins of the inputs' gradients, and bytes of their storages that are the layer's own."""
 
     origins: tuple[GradientOrigin, ...]
     storages: tuple[int, ...]
 
     def also_as(self, others: Sequence[Gradients]) -> Gradients:
-        """What holds here and in all `others`: gradients contiguous in each, storages the largest."""
+        """Return what holds here and in all `others`: gradients contiguous in each, the largest storages."""
         alike = [one for one in others if len(one.storages) == len(self.storages)]
         origins = tuple(
             replace(origin, contiguous=all(one.origins[number].contiguous for one in others))
@@ -291,7 +290,7 @@ class Gradients(NamedTuple):
 
 
 class BackwardPass(NamedTuple):
-    """A first backward and a later one, and the gradients that they leave."""
+    """A first backward and a later one, and the gradients that they return."""
 
     first: tuple[Span, ...]
     later: tuple[Span, ...]
@@ -305,9 +304,9 @@ def gradients_of(
     given: Sequence[Tracked | None],
     usual: Sequence[GradientOrigin],
 ) -> Gradients:
-    """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`.
+    """Return whether inputs' gradients have their own storages, or those of the outputs' gradients, `given`.
 
-    Several of these may share a storage; then `usual`, if there are any, tells which of them is passed on.
+    Several of `given` may share a storage; then `usual`, if given, says which of them is passed on.
     """
     own: list[Tracked] = []
 
@@ -327,15 +326,15 @@ def gradients_of(
     return Gradients(origins, tuple(tracked.nbytes for tracked in own))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The meter of a layer
 
 Call = Callable[[Values], Values]
 
 
 class _Kept(NamedTuple):
-    """What exists after a forward. `outputs` are tensors like those that it returned."""
+    """Results of a forward. `outputs` are tensors like those that it returned."""
 
-    storages: tuple[int, ...]  # bytes of the layer's own
+    storages: tuple[int, ...]  # bytes of the layer's own storages
     saved: tuple[SavedTensor, ...]
     output_origins: tuple[Origin, ...]
     outputs: Values
@@ -356,10 +355,10 @@ class _Microbatch(NamedTuple):
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `shared` are those of its trained parameters that other layers have too. `owner` has the plain attributes that a
-    call may change; by default it is `module`. After a measurement `changed_buffers` are the names of the buffers that
-    a forward changes, `changed_inputs` the numbers of the inputs on which it works in place, and `layouts` tells how
-    the gradients of the inputs lie.
+    `shared` are its trained parameters that other layers have too. `owner` has the plain attributes that a
+    call may change; by default it is `module`. After a measurement, `changed_buffers` names the buffers that
+    a forward changes, `changed_inputs` numbers the inputs that it changes in place, and `layouts` has the
+    layouts of the inputs' gradients.
     """
 
     def __init__(
@@ -381,16 +380,17 @@ class LayerMeter:
         self.meter = PassMeter(kernels, device)
         self.changed_buffers, self.changed_inputs = frozenset[str](), frozenset[int]()
         self.layouts: Layouts = ()
-        self._by_value = False  # whether something was assumed of the forward, since it depends on values
+        self._by_value = False  # whether the forward depends on values, so results were assumed
         self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self._left = set[str]()  # what a backward changes in place
+        self._left = set[str]()  # names of tensors that a backward changes in place
 
     def measure(
         self, optimizer: MakeOptimizer, groups: LayerGroups = (), *, arriving: Layouts | None = None
     ) -> tuple[LayerCost, Values]:
-        """The cost of the layer with these parameter groups, and tensors like those that it returned.
+        """Return the cost of the layer with these parameter groups, and tensors like its outputs.
 
-        Its backward starts from gradients of the outputs that lie as `arriving` says, by default a dense one for each.
+        Its backward starts from gradients of the outputs with the layouts `arriving`, by default a dense one
+        for each output.
         """
         attributes, shapes = plain_attributes(self.owner), _buffer_shapes(self.module)
         with self.meter:
@@ -450,9 +450,9 @@ class LayerMeter:
         return cost, kept.outputs
 
     def measure_again(self, arriving: Layouts, usual: Sequence[GradientOrigin]) -> BackwardPass:
-        """Backward passes whose outputs' gradients have the layouts `arriving`.
+        """Measure backward passes whose outputs' gradients have the layouts `arriving`.
 
-        `usual` are the origins of the inputs' gradients where each output's gradient is in a storage of its own.
+        `usual` are the origins of the inputs' gradients if each output's gradient has its own storage.
         """
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
@@ -461,25 +461,27 @@ class LayerMeter:
         return BackwardPass(first.spans, later.spans, later.gradients, later.layouts)
 
     def _gradient_bytes(self) -> int:
-        """Bytes of the parameters' gradients that exist when a step is made."""
-        for parameter in self.shared:  # one that this layer leaves unused has its gradient from another one
+        """Return the bytes of the parameters' gradients at an optimizer step."""
+        for parameter in self.shared:  # a parameter unused here has a gradient from another layer
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return sum(gradient.untyped_storage().nbytes() for gradient in gradients)
 
     def _drop_gradients(self) -> None:
-        """Another layer that shares a parameter with this one is measured from the start."""
+        """Drop gradients, so that another layer with a shared parameter is measured from the start."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def _statics(self) -> list[Tensor]:
-        """What exists as long as the layer does. A forward may replace a buffer, so no list of them is kept."""
+        """Return the tensors that live as long as the layer. Not cached, because a forward may replace a
+        buffer.
+        """
         copies = [copy.tensor for _, copy in self._copied]
         return [*self.module.parameters(), *self.module.buffers(), *constants(self.module), *copies]
 
     def _copy_weights(self) -> None:
-        """See of which weights autocast keeps copies, and make them as the runtime does."""
+        """Find the weights that autocast copies, and make the copies as the runtime does."""
         if self._autocast is not None:
             given = self._enter(GraphEnds(), [torch.empty_like(value, requires_grad=False) for value in self.like])
             cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
@@ -490,7 +492,7 @@ class LayerMeter:
             self.meter.read.clear()
 
     def _follow(self) -> None:
-        """Let the copies have the values of their weights."""
+        """Update the copies to the values of their weights."""
         for weight, copy in self._copied:
             copy.fresh = False
             copy.follow(weight)
@@ -501,7 +503,7 @@ class LayerMeter:
             return self._call(values)
 
     def _parameter(self, name: str, parameter: Tensor, second: Feedback, read: Set[int]) -> Parameter:
-        """What is known of a parameter; `read` are the storages of copied weights that passes read themselves."""
+        """Describe a parameter; `read` are the storages of copied weights that passes read directly."""
         copies = (copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter)
         copy_bytes = sum(copies)
         return Parameter(
@@ -518,10 +520,11 @@ class LayerMeter:
     # ---------------------------------------------------------------- the runs
 
     def _feedback(self, attributes: Plain) -> Feedback:
-        """Run a forward, and see what a second one would find changed.
+        """Run a forward to find what a second one would find changed.
 
-        Like every run it is under the meter, for results lie as those of the target's kernels only there: otherwise
-        views of them could fail, and values would leave the layer in other orders than where it is measured.
+        It runs under the meter, like every run, because only there results have the strides of the target's
+        kernels: otherwise views of them could fail, and values would leave the layer in other orders than in
+        the measurement.
         """
         with self.meter:
             found = feedback(self._forward, self.module, self.owner, attributes)
@@ -529,7 +532,7 @@ class LayerMeter:
         return found
 
     def _check_backward(self, second: Feedback) -> None:
-        """Check that a backward does not depend on how many other microbatches went forward before it.
+        """Check that a backward does not depend on how many other forwards preceded it.
 
         Raises:
             Refusal: it does.
@@ -540,7 +543,9 @@ class LayerMeter:
         self._drop_gradients()
 
     def changed_by_loss(self, loss: object) -> str:
-        """What a forward of the loss changes of its own tensors, in words; see `changed_by_loss`."""
+        """Return what a forward of the loss changes among its own tensors; see the function
+        `changed_by_loss`.
+        """
         with self.meter:
             found = changed_by_loss(self._forward, loss)
             self.meter.forget_graphs()
@@ -552,7 +557,7 @@ class LayerMeter:
         return self.call(self._enter(graph or GraphEnds(), inputs))
 
     def _kept_by_forward(self) -> _Kept:
-        """Run a forward, and see what exists after it."""
+        """Run a forward, and return what exists after it."""
         packed: list[ReferenceType[Packed]] = []
 
         def pack(tensor: Tensor) -> Packed:
@@ -577,7 +582,7 @@ class LayerMeter:
             index, origin = len(packed) + len(lasting), storages.add(hidden)
             saved.append(SavedTensor(index=index, nbytes=hidden, dtype="uint8", origin=origin, hidden=True))
         self._by_value = assumptions() > known
-        if self._by_value:  # with other values it may keep others, and number them otherwise
+        if self._by_value:  # other values may change which tensors are saved
             saved = [replace(one, hidden=True) for one in saved]
         kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
@@ -587,7 +592,7 @@ class LayerMeter:
         return kept
 
     def _refuse_strangers(self, values: Values) -> None:
-        """Check that the trained parameters behind `values` are the layer's own.
+        """Check that the trained parameters in the graph of `values` are the layer's own.
 
         Raises:
             Refusal: one belongs to another layer or to none.
@@ -598,7 +603,7 @@ class LayerMeter:
             raise Refusal(*STRANGER)
 
     def _checkpoint(self) -> Peak:
-        """The peak of a forward that saves nothing. Sees which inputs it changes in place."""
+        """Return the peak of a forward that saves nothing; set `changed_inputs`."""
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         self.meter.start()
         versions = [value._version for value in inputs]
@@ -609,7 +614,7 @@ class LayerMeter:
         return Peak.of(self.meter)
 
     def _microbatch(self, arriving: Layouts | None, usual: Sequence[GradientOrigin] = ()) -> _Microbatch:
-        """Run a forward and its backward, from gradients of the outputs that lie as `arriving` says, or dense ones."""
+        """Run a forward and its backward, from gradients with the layouts `arriving`, by default dense ones."""
         graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         arrived = self.meter.storages(inputs)
@@ -635,7 +640,7 @@ class LayerMeter:
         return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
 
     def _outgoing(self, graph: GraphEnds) -> Sequence[Tensor | None]:
-        """The gradients of the inputs. Where values decide which there are, it is all that there can be."""
+        """Return the gradients of the inputs; all possible ones if values decide which exist."""
         found = graph.outgoing or (None,) * len(self.like)
         if not self._by_value:
             return found
@@ -651,7 +656,7 @@ class LayerMeter:
 
 
 def _like(value: Tensor) -> Tensor:
-    """A new tensor with the layout and `requires_grad` of `value`, and without its graph."""
+    """Return a new tensor with the layout and `requires_grad` of `value`, without its graph."""
     return torch.empty_like(value, requires_grad=False).requires_grad_(value.requires_grad)
 
 
@@ -666,16 +671,16 @@ def _value(tensor: Tensor, has_gradient: bool) -> Value:
 
 
 def _buffer_shapes(module: nn.Module) -> dict[str, object]:
-    """Shape and dtype of every buffer, None where there is none yet."""
+    """Return shape and dtype of every buffer; None for an unset one."""
     buffers = ((f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items())
     return {name.removeprefix("."): None if b is None else (b.shape, b.dtype) for name, b in buffers}
 
 
 def _check_buffer_shapes(before: dict[str, object], after: dict[str, object]) -> None:
-    """Check that buffers are as large as they were before the first forward.
+    """Check that buffers have the shapes and dtypes that they had before the first forward.
 
     Raises:
-        Refusal: one is not; names it.
+        Refusal: one does not. The message names it.
     """
     name = changed_name(before, after)
     if name is not None:

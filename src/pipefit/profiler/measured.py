@@ -1,9 +1,10 @@
-"""The measured profiler: adds seconds to a profile, by running every kind of layer on a real device.
+"""The measured profiler: seconds for a profile, from runs of every kind of layer on a real device.
 
-Bytes come from the fake profiler, which is exact. This one times the forward, backward and update of each kind, one
-layer after the other, on the task's own data. So the device needs memory for one layer, and the host for the whole
-model; for two models if the task's module is not built by a function, because an existing module is copied, not used.
-On a GPU the seconds are those between events on it, not those in which the host launched its kernels.
+Bytes come from the fake profiler, which is exact. This profiler times the forward, backward and update of
+each kind, one layer after the other, on the task's own data. So the device needs memory for one layer, and
+the host for the whole model; for two models if a function does not build the task's module, because an
+existing module is copied, not used. On a GPU, seconds are measured between events on the GPU, not by kernel
+launches on the host.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ from pipefit.tensor_parallel import Alone, shard_chain
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
-_LEAST_SECONDS = 0.1  # for the repeats of one layer, unless their number reaches the most
+_LEAST_SECONDS = 0.1  # for the repeats of one layer, unless they reach _MOST_REPEATS
 
 
 def add_seconds(
     profile: ModelProfile, task: Task, *, device: torch.device, threads: int, progress: Progress | None = None
 ) -> ModelProfile:
-    """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
+    """Return `profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes.
+
+    Raises:
+        UsageError: there is no CUDA device to measure on.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
     check_backwards([device])
@@ -73,7 +78,7 @@ class _Clock:
         self.chain = _of_rank(chain, measurement, self.inputs, self.targets).measured(measurement)
 
     def measure(self) -> Measurement:
-        """The measurement, with seconds."""
+        """Return the measurement with seconds."""
         measurement, targets = self.measurement, self.chain.flatten_targets(self.targets)
         values: Values = tuple(value.to(self.device) for value in self.chain.flatten(self.inputs))
         timed: dict[int, LayerCost] = {}
@@ -85,7 +90,7 @@ class _Clock:
                 timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values, layer.autocast)
             with torch.no_grad():
                 values = layer(values)
-            layer.module.to("cpu")  # so that the device holds one layer at a time
+            layer.module.to("cpu")  # so the device holds one layer at a time
         loss = self._time(
             measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets))
         )
@@ -102,7 +107,7 @@ class _Clock:
         values: Values,
         autocast: torch.dtype | None = None,
     ) -> LayerCost:
-        """`cost` with the median seconds of each pass; copies of weights are made with the update, once a step."""
+        """Return `cost` with the median seconds of each pass; the update includes new copies of weights."""
         copied = [(p, WeightCopy.of(p, autocast)) for p in copied_weights(module, cost)] if autocast else []
 
         def forward(values: Values) -> Values:
@@ -135,9 +140,9 @@ class _Clock:
         stepper: torch.optim.Optimizer | MasterWeights | None,
         copied: Copied,
     ) -> tuple[float, float, float]:
-        """Seconds of one forward, backward and update."""
+        """Return the seconds of one forward, backward and update."""
         graph, flags = GraphEnds(), tuple(value.requires_grad for value in cost.inputs)
-        fresh = tuple(value.clone() for value in values)  # a layer may work on its inputs in place
+        fresh = tuple(value.clone() for value in values)  # a layer may change its inputs in place
         began = self.watch.mark()
         entered = enter(graph, fresh, flags, self.anchor) if any(flags) else fresh
         outputs = call(entered)
@@ -151,17 +156,17 @@ class _Clock:
         if stepper is not None:
             with torch.no_grad():
                 for group in stepper.param_groups:
-                    group["lr"] = group["lr"] * 0  # so that the next repeat has the same weights
+                    group["lr"] = group["lr"] * 0  # so the next repeat has the same weights
             stepper.step()
         for weight, copy in copied:
             copy.fresh = False
             copy.follow(weight)
-        times = self.watch.read([began, forwarded, ready, returned, self.watch.mark()])  # of a GPU: waits for it once
+        times = self.watch.read([began, forwarded, ready, returned, self.watch.mark()])  # on a GPU, waits for it once
         return times[1] - times[0], times[3] - times[2], times[4] - times[3]
 
 
 def _of_rank(chain: Chain, measurement: Measurement, inputs: Any, targets: Any) -> Chain:
-    """The chain of one rank, whose peers are not there, where the measurement is of divided layers."""
+    """Return the chain of a single tensor-parallel rank, without peers, for a measurement of divided layers."""
     if measurement.tensor == 1:
         return chain
     given, wanted, sequences = chain.flatten(inputs), chain.flatten_targets(targets), measurement.sequences

@@ -1,9 +1,9 @@
-"""Profiles of a task that are made when a planner asks for one: for the microbatch sizes and numbers of tensor-parallel
-ranks among which it chooses.
+"""Profiles on demand of a planner: for each microbatch size and number of tensor-parallel ranks that it
+considers.
 
-Of the sizes among which it chooses the smallest and the largest are traced, and chains for those between are written
-from these two where that can be done (`pipefit.fake_cuda.chain`). `checked` holds the sizes of a plan against traces.
-Sizes that are going to be asked for are profiled beside the first one (`pipefit.processes`).
+Of the sizes that the planner chooses from, the smallest and the largest are traced, and chains for sizes in
+between are derived from these two if possible (`pipefit.fake_cuda.chain`). `checked` compares the sizes of a
+plan with traces. Sizes that will be needed are profiled in parallel with the first one (`pipefit.processes`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from pipefit.schema.validation import whole
 
 T = TypeVar("T")
 
-_MANY = 3  # cores
+_MANY = 3  # cores, at least, to profile in another process
 
-_Wanted = tuple[int, tuple[int, ...], bool]  # a size of microbatches, numbers of ranks, and whether positions too
+_Wanted = tuple[int, tuple[int, ...], bool]  # microbatch size, numbers of ranks, sequence parallelism
 
 
 class OnDemand:
-    """A function that profiles `task`, for every size and numbers of ranks once; arguments are those of `profile`.
+    """A function that profiles `task` once for every size and numbers of ranks; arguments are those of
+    `profile`.
 
-    `sizes` are those that may be asked for, as far as they are known; `ahead` says in which order they are going to be.
-    `chains` are the task's own, if there are some.
+    `sizes` are those that may be needed, if known; `ahead` is the order in which they will be. `chains` are
+    the task's existing chains, if any.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class OnDemand:
         self._task, self._target, self._threads, self._progress = task, target, threads, progress
         self._known: dict[_Wanted, ModelProfile] = {}
         self._ahead = () if target == "cpu" else tuple(ahead)
-        self._coupling: str | None = None  # what a comparison of microbatches with their halves has found
+        self._coupling: str | None = None  # result of comparing microbatches with their halves
         self._begun: dict[_Wanted, Callable[[], ModelProfile]] = {}
 
     def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
-        """The profile of layers that are whole, and divided between each of these numbers of ranks; by `sequences`
-        along positions too.
+        """Return the profile of whole layers, and of layers divided between each of these numbers of ranks.
+
+        With `sequences`, ranks divide positions too.
         """
         wanted = microbatch_size, tuple(sorted({degree for degree in tensor if degree > 1})), sequences
         if wanted not in self._known:
@@ -79,16 +81,16 @@ class OnDemand:
         return self._known[wanted]
 
     def report_to(self, progress: Progress | None) -> None:
-        """Tell `progress` from now on what is done."""
+        """Report progress to `progress` from now on."""
         self._progress = progress
 
     def _say(self, what: str) -> None:
-        """What is done now, which takes nobody knows how long."""
+        """Report the current activity, of unknown duration."""
         if self._progress is not None:
             self._progress(0, 0, what)
 
     def _begin(self, first: _Wanted) -> None:
-        """Begin to profile other sizes, beside the first one."""
+        """Begin to profile other sizes in parallel with the first one."""
         others = [(size, *first[1:]) for size in self._ahead if size != first[0]]
         self._ahead = ()
         if others:
@@ -98,8 +100,10 @@ class OnDemand:
             self._begun = dict(zip(others, profiled_beside(self._target, *works), strict=True))
 
     def _first(self, wanted: _Wanted) -> Callable[[], ModelProfile]:
-        """What makes a profile that is waited for: another process, where there are so many cores that a dry run will
-        have some. Torch refuses backwards in all forks of a process that has run one.
+        """Return a function that makes an awaited profile, in another process if a dry run keeps enough
+        cores.
+
+        Torch refuses backwards in all forks of a process that has run one, so this process avoids them.
         """
         if self._target == "cpu" or forks_left() < _MANY:
             return partial(self._made, wanted, self._progress)
@@ -108,7 +112,7 @@ class OnDemand:
         return profiled_beside(self._target, partial(self._made, wanted, None))[0]
 
     def chain(self) -> Chain:
-        """The chain of the smallest size. Costs its trace, and no profile."""
+        """Return the chain of the smallest size, at the cost of a trace but no profile."""
         self._say("tracing the model")
         with _profiling(), FakeTarget(self._target) as fake:
             return self.chains.of(min(self.sizes, default=1), fake)
@@ -127,11 +131,12 @@ class OnDemand:
         )
 
     def checked(self, sizes: Iterable[int] | None = None) -> Callable[[], bool]:
-        """Begin to trace the model at these sizes, by default at all that were asked for: a function that tells whether
-        it does there what their profiles say.
+        """Begin to trace the model at these sizes; return a function that compares the traces with the
+        profiles.
 
-        Where it does something else at one of them, as a model may that asks how many samples there are, all profiles
-        are forgotten, and each is made of a trace from then on.
+        By default the sizes are all that have been requested. The function returns False if one differs, as
+        for a model that reads its number of samples; then all profiles are dropped, and new ones are made
+        from traces.
         """
         self._begun = {}
         wanted = sorted({size for size, *_ in self._known} if sizes is None else set(sizes))
@@ -150,14 +155,15 @@ class OnDemand:
 
 
 def profiled_beside(target: Target, *works: Callable[[], T]) -> tuple[Callable[[], T], ...]:
-    """Begin with works that profile (`pipefit.processes`). Those for the CPU run kernels, whose threads a fork has
-    not.
+    """Start works that profile in other processes (`pipefit.processes`); works for the CPU do not fork.
+
+    Kernels on the CPU use threads, which a fork does not have.
     """
     return beside(*works, forks=target != "cpu", check=run_a_backward)
 
 
 @contextmanager
 def _profiling() -> Iterator[None]:
-    """Inside, errors name what is done, and no random generator of the caller changes."""
+    """Name profiling in errors of the body, and restore the caller's random generators."""
     with recording("profiling"), torch.random.fork_rng(devices=[]):
         yield

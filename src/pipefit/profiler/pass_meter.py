@@ -1,4 +1,4 @@
-"""A meter of one pass of a layer, which also counts the work, and sees when a backward releases its inputs."""
+"""A meter of one pass of a layer that also counts the work and detects when a backward releases its inputs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pipefit.schema.layer_costs import Alike, Span, Work
 from pipefit.schema.trace import CATEGORIES, Category
 from pipefit.texts import dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# How the gradients of values lie in memory: each in a storage of its own, or several as parts of one, or
-# expanded.
+# ---- Layouts of gradients: each in its own storage, several in one, or expanded
 #
 # A layer's backward may copy a gradient that is not dense before it computes with it. So layers are measured
-# with gradients that lie as the next layer, or the loss, hands them on.
+# with gradients in the layouts in which the next layer, or the loss, passes them on.
 
 
 @dataclass(frozen=True, slots=True)
 class GradientLayout:
-    """A gradient: the number of its storage among those that arrive together, that storage's bytes, its place there."""
+    """A gradient's layout: the number of its storage among those that arrive together, bytes, shape, strides
+    and offset.
+    """
 
     storage: int
     nbytes: int
@@ -38,11 +38,11 @@ class GradientLayout:
     dtype: torch.dtype
 
 
-Layouts = tuple[GradientLayout | None, ...]  # None where a value has no gradient
+Layouts = tuple[GradientLayout | None, ...]  # None for a value without a gradient
 
 
 def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
-    """How these gradients lie."""
+    """Return the layouts of these gradients."""
     numbers: dict[int, int] = {}
     return tuple(None if gradient is None else _layout(gradient, numbers) for gradient in gradients)
 
@@ -55,24 +55,24 @@ def _layout(gradient: Tensor, numbers: dict[int, int]) -> GradientLayout:
 
 
 def dense(values: Sequence[Tensor]) -> Layouts:
-    """How gradients lie that a stage receives, or that are measured first: each alone, in the order of its value."""
+    """Return the layouts of dense gradients, as a stage receives them: separate, in the order of the values."""
     return layouts_of(gradients_like(values))
 
 
 def dense_alike(layouts: Layouts, dense_ones: Layouts) -> Layouts:
-    """The `dense_ones` without those that `layouts` have no gradient for: what a stage that ends here receives."""
+    """Return the `dense_ones` of values with a gradient in `layouts`: what a stage that ends here receives."""
     left = [one if layout is not None else None for layout, one in zip(layouts, dense_ones, strict=True)]
     numbers = {one.storage: number for number, one in enumerate(filter(None, left))}
     return tuple(None if one is None else replace(one, storage=numbers[one.storage]) for one in left)
 
 
 def gradients_like(values: Sequence[Tensor]) -> list[Tensor | None]:
-    """A dense gradient for every value that requires one."""
+    """Return a dense gradient for every value that requires one."""
     return [torch.empty_like(value, requires_grad=False) if value.requires_grad else None for value in values]
 
 
 def gradients_in(layouts: Layouts, device: torch.device) -> list[Tensor | None]:
-    """Gradients that lie so."""
+    """Return gradients with these layouts."""
     storages: dict[int, Tensor] = {}
     found: list[Tensor | None] = []
     for layout in layouts:
@@ -87,11 +87,11 @@ def gradients_in(layouts: Layouts, device: torch.device) -> list[Tensor | None]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The meter of a pass
 
 _WORKSPACE = CATEGORIES.index(Category.WORKSPACE)
 
-# These operations only allocate, or ask a fake tensor for its device; they move no bytes.
+# These operations only allocate, or query a fake tensor's device; they move no bytes.
 _MOVE_NOTHING = frozenset(
     {
         torch.ops.prim.device.default,
@@ -103,7 +103,7 @@ _MOVE_NOTHING = frozenset(
     }
 )
 
-# These read as much of their first argument, a table, as they return
+# These read only the returned rows of their first argument, a table
 _READ_ROWS = frozenset(
     {
         torch.ops.aten.embedding.default,
@@ -115,7 +115,7 @@ _READ_ROWS = frozenset(
 
 
 class PassMeter(Meter):  # type: ignore[no-untyped-call]
-    """Measures one pass of one layer: its peak and spans, above the level at its start, and its work."""
+    """Measures one pass of one layer: peak and spans, above the level at its start, and work."""
 
     def __init__(self, kernels: Kernels | None, place: torch.device | None = None) -> None:
         super().__init__(device=0, kernels=kernels, place=place)
@@ -123,21 +123,21 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._operations: Counter[tuple[int, int, str]] = Counter()  # how many of so many FLOPs and bytes moved
-        self.written: set[int] = set()  # the storages that operations of the pass changed in place
-        self.watched: frozenset[int] = frozenset()  # storages of which is to be known whether operations read them
-        self.read: set[int] = set()  # those of them that operations of any pass were given, but to make views of them
+        self._operations: Counter[tuple[int, int, str]] = Counter()  # (FLOPs, bytes moved, dtype) -> operations
+        self.written: set[int] = set()  # storages that operations of the pass changed in place
+        self.watched: frozenset[int] = frozenset()  # storages whose reads are recorded
+        self.read: set[int] = set()  # watched storages that any pass read, except for views
 
     def storages(self, tensors: Sequence[Tensor]) -> list[Tracked]:
-        """The tensors' storages, without holding them."""
+        """Return the tensors' storages, without keeping them alive."""
         return [self._track(tensor) for tensor in tensors]
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is among those that are counted."""
+        """Return whether the tensor's storage is counted."""
         return tensor.untyped_storage()._cdata in self._live
 
     def start(self, inputs: Sequence[Tracked] = ()) -> None:
-        """Begin a pass, and watch when each of the `inputs` that still exist is released."""
+        """Begin a pass, and watch for the release of each of the `inputs` that still exists."""
         self.begin("pass")
         self._base = self.total
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
@@ -147,17 +147,19 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the pass so far, above its start."""
+        """Peak of the pass so far, above its start."""
         return self._peak - self._base
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes of that peak that are the workspace of a kernel."""
+        """Bytes of kernel workspace in that peak."""
         return self._peak_bytes[_WORKSPACE]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The pass, divided where it released inputs. A span that is no higher than an earlier one is left out."""
+        """Spans of the pass, divided at releases of inputs, without spans that are not higher than earlier
+        ones.
+        """
         kept: list[Span] = []
         for span in (*self._spans, self._span()):
             if not kept or span.peak_bytes > max(s.peak_bytes for s in kept):
@@ -166,7 +168,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def work(self) -> Work:
-        """The work of the pass so far."""
+        """Work of the pass so far."""
         return Work.of(Alike(number, *each) for each, number in self._operations.items())
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +194,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def _span(self) -> Span:
-        """The span since the last release, with the peak that it would have if all inputs had been kept."""
+        """Return the span since the last release, with its peak as if all inputs had been kept."""
         gone = sum(nbytes for _, nbytes in self._released)
         return Span(
             peak_bytes=self._peak - self._base + gone,
@@ -202,7 +204,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
 
 def _dtype(args: tuple[Any, ...]) -> str:
-    """The dtype of the first floating-point operand; empty where there is none."""
+    """Return the dtype of the first floating-point operand; empty if there is none."""
     return next((dtype_name(a.dtype) for a in args if isinstance(a, Tensor) and a.is_floating_point()), "")
 
 

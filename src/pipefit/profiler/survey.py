@@ -1,8 +1,8 @@
 """A survey of a model's layers: each kind of layer is measured once, however often the model repeats it.
 
-Layers are met in order, each on fake tensors like those that the one before returned. Then gradients are followed from
-the loss back to the first layer: where there is none for a value, the layer is measured again without, and where one
-may not lie dense in memory, so is the layer's backward.
+Layers are visited in order, each on fake tensors like the outputs of the layer before it. Then gradients are
+followed from the loss back to the first layer: a layer is measured again without gradients for outputs that
+receive none, and its backward again with gradients that may not be dense.
 """
 
 from __future__ import annotations
@@ -45,27 +45,24 @@ from pipefit.tensor_parallel import ShardedChain, shard_traced, trace_chain
 from pipefit.tensor_parallel.forms import Split
 from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin
 
-# ----------------------------------------------------------------------------------------------------
-# Which layers cost the same, so that one of them need be measured.
+# ---- Layers that cost the same, so only one of them is measured
 #
 # Two modules cost the same if they have the same class, the same settings, parameters and buffers of the same
 # shapes and dtypes, and submodules for which this holds too. A module with hooks, or with a setting that
-# cannot be compared, is like no other.
+# cannot be compared, differs from all others.
 
 
 def cost_key(module: nn.Module) -> object:
-    """A key that is equal for modules that cost the same on the same inputs.
+    """Return a key that is equal for modules that cost the same on the same inputs.
 
-    Keys may be compared within this process, as long as their modules exist.
+    Keys are comparable within this process, as long as their modules exist.
     """
     return module_settings(module, id)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which of the values between two layers share memory, so that a layer that works in place on one changes
-# another.
+# ---- Values between two layers that share memory, so that an in-place layer would change both
 #
-# Where a stage ends between the two layers, each value is sent by itself, and the other would not change. So
+# If a stage ends between the two layers, each value is sent separately, and the other would not change. So
 # such a layer is refused wherever stages end: a plan never changes the numbers. Traced models are not cut
 # between such layers.
 
@@ -73,17 +70,20 @@ _FIXED = -1  # the memory of parameters, buffers and constants
 
 
 class ValueMemory:
-    """The memory of the values before a layer: numbers, equal for values that share it. A model's inputs share none."""
+    """Memory of the values before a layer, as numbers that are equal for values that share memory.
+
+    The inputs of a model do not share memory.
+    """
 
     def __init__(self) -> None:
         self._new = count()
         self._before: list[int] | None = None  # None before the first layer
 
     def check(self, changed: Iterable[int], what: str) -> None:
-        """Check that a layer which works in place on inputs `changed` changes these alone.
+        """Check that a layer that changes the inputs `changed` in place changes these alone.
 
         Raises:
-            UsageError: such an input shares its memory with another one, or with a parameter or buffer.
+            UsageError: such an input shares its memory with another input, or with a parameter or buffer.
         """
         before = self._before or []
         for number in changed:
@@ -95,7 +95,7 @@ class ValueMemory:
                 _refuse(what, number, f"with input {others[0]}, which would not change with it on another device")
 
     def go_on(self, origins: Sequence[Origin]) -> None:
-        """The next values are those that a layer returns, with storages of these origins."""
+        """Proceed to the values that a layer returns, with storages of these origins."""
         inputs = [o.index for o in origins if o.kind == "input"]
         before = self._before or [next(self._new) for _ in range(max(inputs, default=-1) + 1)]
         own = {o.index: next(self._new) for o in origins if o.kind == "own"}
@@ -111,20 +111,20 @@ def _refuse(what: str, number: int, reason: str) -> NoReturn:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The survey
 
 Progress = Callable[[int, int, str], None]
 
 
 class _Form(NamedTuple):
-    """How values cross to the next layer."""
+    """Form in which values pass to the next layer."""
 
     packing: Packing = "bare"
     orders: Orders = ()
 
 
 class _Metered(NamedTuple):
-    """The meter of a kind, with the layer that was measured, and how gradients lay that arrived and that were left."""
+    """The meter of a kind, the measured layer, and the layouts of arriving and returned gradients."""
 
     layer: ChainLayer
     meter: LayerMeter
@@ -141,12 +141,13 @@ def survey(
     progress: Progress | None,
     own: Callable[[ChainLayer], ChainLayer],
 ) -> Measurement:
-    """The costs of a chain's layers and loss for inputs like `values`, of as many samples as the first of them has.
+    """Return the costs of a chain's layers and loss for inputs like `values`; the first gives the number of
+    samples.
 
-    Of every kind a layer is run that is the chain's `own`, such as a copy.
+    For every kind, the layer that runs is `own(layer)`, such as a copy.
 
     Raises:
-        UsageError: a layer, the loss or the optimizer cannot be run, or changes what it may not.
+        UsageError: a layer, the loss or the optimizer cannot run, or makes a forbidden change.
     """
     found = Survey(task, kernels, chain.shared, own, packing=chain.layers[0].packing)
     count, samples = len(chain.layers), len(values[0])
@@ -167,10 +168,10 @@ def survey(
 
 
 class Survey:
-    """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order.
+    """The kinds of layers so far: `kinds` has the cost of each, `layers` the kind of every layer in order.
 
-    `shared` are the parameters that several layers use, `own` is as `survey` has it, and `packing` that of the model's
-    inputs.
+    `shared` are the parameters that several layers use, `own` is that of `survey`, and `packing` is that of
+    the model's inputs.
     """
 
     def __init__(
@@ -187,17 +188,17 @@ class Survey:
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
-        self._meters: list[_Metered] = []  # by kind, as kinds are numbered until all are measured
-        self._met: list[int] = []  # the kind of every layer as it was first met
+        self._meters: list[_Metered] = []  # by kind, in the numbering before `_number_again`
+        self._met: list[int] = []  # the first kind of every layer
         self._fewer: dict[tuple[int, Layouts], int] = {}
         self._again: dict[tuple[int, tuple[Layouts, ...]], tuple[int, tuple[Layouts, ...]]] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], _Form]] = {}
-        self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
+        self._changed: list[frozenset[str]] = []  # by kind: names of buffers that a forward changes
         self.form = _Form(packing)
-        self._memory = ValueMemory()  # of the values before the next layer
+        self._memory = ValueMemory()  # memory of the values before the next layer
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor], *, is_last: bool) -> Sequence[Tensor]:
-        """What the layer returns for `values`, in the `form` of the survey; its kind is measured unless it is known."""
+        """Return the layer's outputs for `values`, in the survey's `form`; measure its kind unless known."""
         layer = replace(layer, packing=self.form.packing, orders=self.form.orders)
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
         shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
@@ -214,8 +215,9 @@ class Survey:
     def _measure(
         self, layer: ChainLayer, values: Sequence[Tensor], shared: Sequence[str], *, is_last: bool
     ) -> tuple[int, Sequence[Tensor], _Form]:
-        """Measure a new kind, of which other layers have the parameters `shared`: its number, what it returns, and in
-        which form.
+        """Measure a new kind, whose parameters `shared` other layers use too.
+
+        Returns its number, its outputs, and their form.
         """
         form = _Form()
 
@@ -231,7 +233,9 @@ class Survey:
         return *self._add(_Metered(layer, meter), None), form
 
     def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
-        """Measure a new kind, with gradients of its outputs that lie so: its number, and what it returns."""
+        """Measure a new kind for gradients of its outputs with these layouts; return its number, and its
+        outputs.
+        """
         layer, meter = metered.layer, metered.meter
         what = f"layer {layer.name} ({type(layer.module).__name__})"
         with named(what, meter.like), refusing(traced=False), unchanged_constants(layer.module):
@@ -243,10 +247,12 @@ class Survey:
         return len(self.kinds) - 1, outputs
 
     def backward(self, arriving: Layouts) -> None:
-        """Measure again, from the last layer to the first, layers to which the next one hands on fewer gradients than
-        they have outputs that require one, or such as are not dense. `arriving` are those that the loss hands on.
+        """Measure layers again, from the last to the first, that receive fewer gradients than dense ones for
+        each output.
 
-        How gradients lie inside a stage may depend on where it ends, as it receives dense ones there.
+        `arriving` are the layouts of the gradients that the loss passes on. A layer is measured again if an
+        output that requires a gradient receives none, or one that is not dense. Layouts inside a stage may
+        depend on the end of the stage, which receives dense gradients.
         """
         ways: tuple[Layouts, ...] = (arriving,)
         for number in reversed(range(len(self.layers))):
@@ -257,7 +263,7 @@ class Survey:
         self._number_again()
 
     def _with_fewer(self, kind: int, arriving: Layouts) -> int:
-        """The kind with dense gradients for those outputs alone that have one among `arriving`."""
+        """Return the kind with dense gradients for only those outputs that have one in `arriving`."""
         metered = self._meters[kind]
         fewer = dense_alike(arriving, metered.arriving)
         if fewer == metered.arriving:
@@ -267,9 +273,9 @@ class Survey:
         return self._fewer[kind, fewer]
 
     def _number_again(self) -> None:
-        """Leave out the kinds that no layer is of any more, and those that cost what an earlier one does.
+        """Drop the kinds that no layer has any more, and merge kinds of equal cost.
 
-        The last layer is measured apart, since the loss gets its outputs as they lie.
+        The last layer is measured separately, because the loss gets its outputs with their own strides.
         """
         numbers: dict[tuple[LayerCost, frozenset[str]], int] = {}
         told = {
@@ -280,10 +286,11 @@ class Survey:
         self.kinds, self._changed = [cost for cost, _ in numbers], [changed for _, changed in numbers]
 
     def in_turn(self) -> Iterator[LayerCost]:
-        """The kinds as an optimizer updates them one after the other, which may hold temporaries of the one before.
+        """Yield the kinds with the update temporaries that the optimizer may still hold from an earlier
+        layer.
 
-        That may be any layer before it, where replicas divide the others, and until when they are held is not known:
-        these peaks are upper bounds.
+        The earlier layer may be any layer before, if replicas divide the others, and the end of the
+        temporaries' life is unknown: these peaks are upper bounds.
         """
         before, last = [0] * len(self.kinds), 0
         for kind in self.layers:
@@ -295,7 +302,9 @@ class Survey:
             yield replace(cost, update_first_peak_bytes=first + trained, update_peak_bytes=later + trained)
 
     def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
-        """The kind for gradients that arrive in one of several layouts (`ways`), and what it hands on for each."""
+        """Return the kind for gradients that arrive in one of several layouts (`ways`), and its layouts for
+        each.
+        """
         metered = self._meters[kind]
         if ways == (metered.arriving,):
             return kind, (metered.left,)
@@ -304,7 +313,7 @@ class Survey:
         return self._again[kind, ways]
 
     def _measure_inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
-        """A kind whose backward inside a stage has the highest of the peaks that it has in each way."""
+        """Measure a kind whose backward inside a stage has the highest of its peaks over all ways."""
         metered, cost = self._meters[kind], self.kinds[kind]
         dense_one = BackwardPass(
             cost.backward_first,
@@ -331,7 +340,7 @@ class Survey:
         return len(self.kinds) - 1, tuple(one.left for one in found)
 
     def _options(self, layer: ChainLayer) -> object:
-        """The options of a layer's parameter groups, and which of its parameters each is for."""
+        """Return the options of a layer's parameter groups, and the parameters of each."""
         numbers = {id(parameter): number for number, parameter in enumerate(layer.module.parameters())}
         groups = [group for groups in parameter_groups([layer], self.task.groups) for group in groups]
         members = [tuple(numbers[id(parameter)] for parameter in group["params"]) for group in groups]
@@ -339,7 +348,7 @@ class Survey:
         return tuple(zip(members, given, strict=True))
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
-        """The parameters that several layers use."""
+        """Return the parameters that several layers use."""
         return tuple(self._shared_parameter(chain, shared) for shared in self._all_shared)
 
     def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
@@ -349,7 +358,7 @@ class Survey:
         if trainable:
             original = chain.layers[layer].parameter_names[name]
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
-            run = self._meters[self._met[layer]].layer.module.get_parameter(name)  # the chain's own may not be run
+            run = self._meters[self._met[layer]].layer.module.get_parameter(name)  # the chain's own layer may not run
             state, early = state_bytes(run, wanted, self.optimizer, self.kernels)
         copies = {user: self._copy_bytes(user, shared) for user in shared.users}
         copying = tuple(user for user in shared.users if copies[user])
@@ -367,16 +376,16 @@ class Survey:
         )
 
     def _copy_bytes(self, layer: int, shared: Shared) -> int:
-        """Bytes of the half-precision copy of a shared parameter in a layer; 0 where it does not compute with one."""
+        """Return the bytes of a layer's half-precision copy of a shared parameter; 0 without a copy."""
         return sum(one.copy_bytes for one in self._parameters(layer, shared))
 
     def _parameters(self, layer: int, shared: Shared) -> list[Parameter]:
-        """A shared parameter as a layer has it: once, whatever its names there are."""
+        """Return a shared parameter's entries in a layer: one, under any of its names there."""
         names = {name for user, name in shared.places if user == layer}
         return [one for one in self.kinds[self.layers[layer]].parameters if one.name in names]
 
     def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
-        """The buffers, and tensors that are plain attributes, that several layers hold.
+        """Return the buffers, and tensors that are plain attributes, that several layers hold.
 
         Raises:
             UsageError: a forward changes one of them.
@@ -395,7 +404,12 @@ class Survey:
         )
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
-        """The cost of the loss on the last layer's outputs, and how the gradients lie that it hands on."""
+        """Return the cost of the loss on the last layer's outputs, and the layouts of the gradients that it
+        returns.
+
+        Raises:
+            UsageError: the loss requires no gradient although a parameter is trained.
+        """
         count, chain = len(values), replace(chain, packing=self.form.packing)
 
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -420,7 +434,7 @@ class Survey:
 
 
 def shared_name(chain: Chain, shared: Shared) -> str:
-    """The name of a parameter that several layers share: that of the first."""
+    """Return the name of a parameter that several layers share, from the first of them."""
     layer, name = shared.places[0]
     return f"{chain.layers[layer].name}.{name}"
 
@@ -430,7 +444,9 @@ def _name(chain: Chain, shared: SharedStorage) -> str:
 
 
 def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
-    """A copy of the buffer on another device would miss what this layer does to it, and see other microbatches first.
+    """Raise an error for a shared buffer that a layer changes.
+
+    A copy of the buffer on another device would miss the change, and see other microbatches first.
 
     Raises:
         UsageError: always.
@@ -444,29 +460,30 @@ def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
 
 
 def _is_trained(chain: Chain) -> bool:
-    """Whether a layer has a parameter that is trained."""
+    """Return whether a layer has a parameter that is trained."""
     return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Measurements of layers that are divided between tensor-parallel ranks: those of one rank, which stands for
-# all.
+# ---- Measurements of layers divided between tensor-parallel ranks: one rank stands for all
 #
-# The rank's peers are not there: what it would exchange with them has the right memory, and is told as
-# collectives, for the simulator to price. Every rank has as much of everything as the first: parts are equal,
+# The rank runs without peers: tensors that it would exchange have the right memory, and the exchanges are
+# recorded as collectives, whose time the simulator computes. Every rank has the same sizes: parts are equal,
 # or padded to be.
 
-_Collectives = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # of a layer's forward, and of its backward
+_Collectives = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # (forward, backward) of a layer
 
 
 def sharded_chains(
     chain: Chain, degrees: Sequence[int], values: Values, targets: Values, *, sequences: bool = False
 ) -> list[ShardedChain]:
-    """`chain` divided between each of these numbers of ranks, and by `sequences` along positions too; it is traced
-    once.
+    """Return `chain` divided between each of these numbers of ranks, and with `sequences` along positions
+    too.
+
+    The chain is traced once.
 
     Raises:
-        UsageError: so many ranks divide nothing, or nothing along positions; says why. Or a layer cannot be followed.
+        UsageError: a number of ranks divides nothing, or nothing along positions, with the reason; or a layer
+            cannot be traced.
     """
     wanted = [degree for degree in dict.fromkeys(degrees) if degree > 1]
     traced = trace_chain(chain, values, targets) if wanted else None
@@ -481,10 +498,10 @@ def sharded_chains(
 
 
 def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
-    """The chain divided along positions too.
+    """Return the chain divided along positions too.
 
     Raises:
-        UsageError: no sum over ranks is of sequences whose positions they divide.
+        UsageError: no all-reduce sums sequences whose positions the ranks divide.
     """
     found = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
     if ("reduce_scatter", "forward") not in {(one.kind, one.phase) for one in found.collectives}:
@@ -496,16 +513,16 @@ def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
 
 
 def _why(sharded: ShardedChain) -> str:
-    """Why the largest operation stays whole."""
+    """Return why the largest operation stays whole."""
     whole = sharded.shares.whole
     return f"{whole[0].operator} of {whole[0].layer} stays whole, since {whole[0].reason}" if whole else "it has none"
 
 
 def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) -> Measurement:
-    """The measurement of a rank's chain, with what its collectives are; `whole` is that of the whole layers.
+    """Return the measurement of a rank's chain with its collectives; `whole` is that of the whole layers.
 
     Raises:
-        UsageError: values between blocks, or shared parameters, are others than those of the whole layers.
+        UsageError: values between blocks, or shared parameters, differ from those of the whole layers.
     """
     _check_alike(measured, whole, sharded)
     forms = {(shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared}
@@ -529,13 +546,13 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
 
 
 def _form(sharded: ShardedChain, shared: Shared) -> str:
-    """How the ranks divide a shared parameter, as a text; empty where each has all of it."""
+    """Return how the ranks divide a shared parameter, as a string; empty if each rank has all of it."""
     form = sharded.stage.form(shared.parameter)
     return repr(form) if isinstance(form, Split) else ""
 
 
 def _by_layer(sharded: ShardedChain, layers: int) -> Iterator[_Collectives]:
-    """The collectives of every layer, and of the loss behind the last."""
+    """Yield the collectives of every layer, and of the loss after the last."""
     for number in range(layers + 1):
         mine = [each for each in sharded.collectives if each.layer == number]
         forward, backward = (
@@ -555,7 +572,11 @@ def _with(cost: LayerCost, exchanged: _Collectives) -> LayerCost:
 
 
 def _check_alike(measured: Measurement, whole: Measurement, sharded: ShardedChain) -> None:
-    """Check that stages of ranks exchange with others what stages of whole layers do."""
+    """Check that stages of tensor-parallel ranks exchange the same values as stages of whole layers.
+
+    Raises:
+        UsageError: they exchange other values, or share other parameters.
+    """
     chain, between = sharded.chain, f"divided between {sharded.ranks} ranks"
     for edge in blocks_begin(chain):
         one, other = whole.costs[edge].inputs, measured.costs[edge].inputs

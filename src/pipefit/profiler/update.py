@@ -1,7 +1,8 @@
-"""Measures what the updates of a layer cost: two steps of an optimizer that has this layer alone, under a meter.
+"""Measurement of a layer's updates: two steps of an optimizer for this layer alone, under a meter.
 
-An optimizer may read numbers: its count of steps, the norm of a parameter. A profile has none, so that it is given
-others: the same wherever it reads one, and several in turn. If its memory depends on them, it is named.
+An optimizer may read numbers: its step count, the norm of a parameter. A profile has no values, so every read
+returns one assumed number, and several numbers are tried in turn. If memory depends on the number, the read
+is reported.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from pipefit.runtime.optim.updates import Undivided, check_state_apart, step_par
 from pipefit.schema.layer_costs import Work
 from pipefit.texts import dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# Whose exception it is that a model raises while it is profiled: a layer's, the loss's or the optimizer's.
+# ---- Names of layers, the loss and the optimizer in errors
 
 _ASSUMED = (
     ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
@@ -38,10 +38,10 @@ _ASSUMED = (
 
 @contextmanager
 def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, an exception becomes an error that says `what` it is.
+    """Convert an exception of the body into an error that names `what` raised it.
 
     Raises:
-        UsageError: something raised an exception.
+        UsageError: the body raised an exception.
     """
     numbers = Reading()
     try:
@@ -57,49 +57,53 @@ def named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
         raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Updates
 
-_SIDE = 4  # of the parameters that an optimizer is tried on
+_SIDE = 4  # side of the small parameters on which an optimizer is tried
 
-LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
+LayerGroups = Sequence[Sequence[Group]]  # groups of every layer
 MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
 
 
 class Peak(NamedTuple):
-    """The peak of a pass above its start, and how many of these bytes are the workspace of a kernel."""
+    """The peak of a pass above its start, and the bytes of kernel workspace in it."""
 
     nbytes: int
     workspace: int
 
     @staticmethod
     def of(meter: PassMeter) -> Peak:
-        """That of the pass so far."""
+        """Return the peak of the pass so far."""
         return Peak(meter.peak_bytes, meter.workspace_bytes)
 
 
 class Updates(NamedTuple):
-    """The first optimizer step and a later one, and bytes of the optimizer's state: after and before any step."""
+    """Peaks of the first optimizer step and of a later one, and bytes of the optimizer's state.
+
+    `state_bytes` counts the state after a step, `early_state_bytes` before any step.
+    """
 
     first: Peak
     later: Peak
     state_bytes: int
     early_state_bytes: int
     work: Work
-    undivided: str = ""  # why the optimizer updates all layers at once, in words
-    left_bytes: int = 0  # of temporaries that are still there as it has gone through its groups
+    undivided: str = ""  # why the optimizer cannot step layers separately
+    left_bytes: int = 0  # bytes of temporaries left after the loop over its groups
 
 
 class _Passed:
-    """The `most` bytes that there were as a loop over an optimizer's groups came to its end.
+    """Largest number of bytes (`most`) at the end of a loop over an optimizer's groups.
 
-    A step that is written as a loop holds by its variables what it made for the last parameter, until the next one.
+    A step that is written as a loop holds in its variables the tensors of the last parameter, until the next
+    one.
     """
 
     def __init__(self, meter: PassMeter) -> None:
         self.most, self._meter = 0, meter
 
     def of(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups as a list whose loops are watched."""
+        """Return the groups as a list that records memory at the end of each loop."""
         passed = self
 
         class Groups(list[Group]):
@@ -111,7 +115,8 @@ class _Passed:
 
 
 def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
-    """What two steps cost for parameters that have gradients; `follow` is called behind both, as once in an update.
+    """Measure two optimizer steps for parameters that have gradients; `follow` runs once after both, as in an
+    update.
 
     Raises:
         UsageError: the optimizer raised an exception.
@@ -146,15 +151,15 @@ def _updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups,
         with updating(number), suppress(ArithmeticError):
             if steps() == found:
                 continue
-        return steps()  # outside of `updating`, so that what it reads is named
+        return steps()  # outside of `updating`, so the read is reported
     return found
 
 
 def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
-    """Why an optimizer cannot be stepped for some layers alone, in words: it is tried on two small ones, whose first
-    step is in parts too.
+    """Return why an optimizer cannot be stepped for some layers alone, or "".
 
-    Of one that fails without its model nothing is said.
+    It is tried on two small layers, with the first step in parts too. Returns "" if the optimizer fails
+    without its model.
     """
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         tried = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(2)]
@@ -174,8 +179,8 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
 def state_bytes(
     parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
 ) -> tuple[int, int]:
-    """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
-    before the first step.
+    """Return the bytes of the optimizer's state for one parameter with these options: after and before a
+    step.
     """
     meter = PassMeter(kernels, parameter.device)
     alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))

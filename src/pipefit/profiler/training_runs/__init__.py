@@ -1,1 +1,1 @@
-"""Profiling by training runs: bytes of blocks from the peaks of stages, as mCAP finds them."""
+"""Profiling by training runs: bytes of blocks from peaks of stages, the method of mCAP."""

@@ -1,12 +1,14 @@
-"""The incremental profiler: bytes of every block alone and added to others, from training runs of the whole model.
+"""The incremental profiler: bytes of every block, alone and added to others, from training runs of the whole
+model.
 
-It trains a few steps under every partitioning of `profiler.training_runs.runs`, and reads every device's peak. A
-block's `mem_added` is the peak of a stage with it as the last block, minus the peak without it. If a device passes its
-cap, the stages that the run was to measure are run again, with the other blocks placed so that no device is fuller than
-necessary (`profiler.training_runs.incremental`); if that does not fit either, with fewer blocks before the one in
-question. Results are saved after every run, so that after an interruption the same call continues. It takes L - G + 1
-runs for L blocks on G >= 4 devices with L >= 2 G, if all fit. The numbers do not depend on a stage's place in the
-schedule, so only GPipe is accepted, or a single microbatch. (mCAP, section 3.2.)
+It trains a few steps under every partitioning of `profiler.training_runs.runs` and reads every device's peak.
+A block's `mem_added` is the peak of a stage that ends with it, minus the peak of the stage without it. If a
+device exceeds its cap, the stages that the run was to measure run again, with the other blocks placed so that
+the fullest device is as empty as possible (`Placement`); if that does not fit either, with fewer blocks
+before the one in question. Results are saved after every run, so the same call continues after an
+interruption. If everything fits, L blocks on G >= 4 devices with L >= 2 G take L - G + 1 runs. The numbers do
+not depend on a stage's place in the schedule, so only GPipe or a single microbatch is accepted. (mCAP,
+section 3.2.)
 """
 
 from __future__ import annotations
@@ -44,21 +46,20 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, ModelProfile
 from pipefit.schema.training import Training
 
-# ----------------------------------------------------------------------------------------------------
-# Where the other blocks go in a run that measures one stage, so that no device is fuller than necessary.
+# ---- Placement of the other blocks in a run that measures one stage
 #
-# The incremental profiler runs whole models to measure one stage; `Placement` divides the blocks before and
-# after that stage among the other devices. It uses the profile's peaks, under a schedule in which a stage's
-# place makes no difference; stage s is on device s. So if the profile is exact, a run passes a cap only where
-# every run with that stage would. Dynamic programming over (devices, blocks) takes milliseconds for 100
-# blocks on 8 devices, and 8 L^2 bytes.
+# The profiler runs whole models to measure one stage; `Placement` divides the blocks before and after that
+# stage among the other devices to minimize the load of the fullest. It uses the profile's peaks, under a
+# schedule in which a stage's place makes no difference; stage s is on device s. So if the profile is exact, a
+# run exceeds a cap only if every run with that stage would. Dynamic programming over (devices, blocks) takes
+# milliseconds for 100 blocks on 8 devices, and 8 L^2 bytes.
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
 class Placement:
-    """The best places of all other blocks, for any stage. A load is the share of a device's memory that is used."""
+    """Best placements of all other blocks, for any stage. A load is the used share of a device's memory."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
         self.blocks = len(profile.block_names)
@@ -68,14 +69,15 @@ class Placement:
         self._behind = _behind(self._loads)
 
     def load(self, start: int, stop: int) -> float:
-        """The lowest possible load of the fullest device, with blocks `start` to `stop - 1` as one stage.
+        """Return the lowest possible load of the fullest device, with blocks `start` to `stop - 1` as one
+        stage.
 
-        Above 1 there is no such run that fits.
+        Above 1 no such run fits.
         """
         return self._best(start, stop)[0]
 
     def edges(self, start: int, stop: int) -> Edges:
-        """The partitioning with that load."""
+        """Return the partitioning with that load."""
         device = self._best(start, stop)[-1]
         before, end = [start], start
         for number in reversed(range(device)):
@@ -90,7 +92,7 @@ class Placement:
         return (*reversed(before), *behind)
 
     def _best(self, start: int, stop: int) -> tuple[float, float, int]:
-        """The lowest load, the load of the other devices, and the device of the stage."""
+        """Return the lowest load, the load of the other devices, and the device of the stage."""
         ways = []
         for device, loads in enumerate(self._loads):
             others = max(float(self._before[device][0][start]), float(self._behind[device + 1][0][stop]))
@@ -99,7 +101,9 @@ class Placement:
 
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
-    """The peak of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
+    """Return the peaks of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite for empty
+    ranges.
+    """
     blocks = len(profile.block_names)
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
     peaks = np.full((blocks + 1, blocks + 1), np.inf)
@@ -109,7 +113,7 @@ def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> F
 
 
 def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For the first n devices and the first l blocks: the lowest load, and where the last of these stages starts.
+    """Return for the first n devices and the first l blocks the lowest load, and the start of the last stage.
 
     None of these devices may be empty.
     """
@@ -123,7 +127,7 @@ def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
 
 
 def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For devices n and later and blocks l and later: the lowest load, and where the first of these stages stops."""
+    """Return for devices n and later and blocks l and later the lowest load, and the stop of the first stage."""
     nothing = np.full(len(loads[0]), np.inf)
     nothing[-1] = 0
     found = [(nothing, np.zeros(len(nothing), np.intp))]
@@ -135,7 +139,7 @@ def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
     return found[::-1]
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The profiler
 
 Run = Callable[[Plan], tuple[int, ...]]
 
@@ -151,17 +155,18 @@ def profile_incrementally(
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
-    """Bytes of every block alone and added, from runs of the whole model on the devices of `cluster`.
+    """Return the bytes of every block, alone and added, from runs of the whole model on the devices of
+    `cluster`.
 
     Args:
-        profile: of `task`, by any profiler; the trainer takes shapes from it.
-        recompute: the microbatches that every stage recomputes (`pipefit.lowering.passes.recomputation`).
+        profile: a profile of `task` by any profiler; the trainer takes shapes from it.
+        recompute: the microbatches that every stage recomputes (`lowering.passes.recomputation`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
 
     Raises:
-        InfeasibleError: a block does not fit alone, or not together with the one before it.
+        InfeasibleError: a block does not fit alone, or not together with the block before it.
         UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
@@ -179,10 +184,10 @@ def profile_incrementally(
 
 
 def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
-    """The peaks of `plan`'s stages in so many steps of training, in this process. An existing module is copied.
+    """Return the peaks of `plan`'s stages in `steps` training steps in this process; copy an existing module.
 
     Raises:
-        OutOfMemory: a device passed its cap.
+        OutOfMemory: a device exceeded its cap.
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
         trainer = Trainer(on_a_copy(task), plan, numbers=False)
@@ -196,7 +201,7 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
 def plan_of(
     profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
 ) -> Plan:
-    """A plan of these stages, each on the device of its number, recomputed as asked."""
+    """Return a plan of these stages, each on the device with its number, with recomputation as given."""
     edges = profile.edges
     stages = tuple(
         Stage(start=edges[a], stop=edges[b], grid=Grid.of(number)) for number, (a, b) in enumerate(intervals)
@@ -213,18 +218,18 @@ def plan_of(
 
 
 class _BlockBytes:
-    """Single blocks' bytes, derived from the runs; makes further runs if planned ones did not fit."""
+    """Bytes of single blocks, derived from the runs; makes further runs if planned ones did not fit."""
 
     def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:
         self.runs, self.run = runs, run
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the other blocks go; computed when a planned run has not fitted."""
+        """Placement of the other blocks; computed when a planned run did not fit."""
         return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
 
     def attempt(self, stages: Stages) -> None:
-        """Make the run, unless it was made before; if a device passes its cap, no stage is measured."""
+        """Make the run, unless it was made before; if a device exceeds its cap, no stage is measured."""
         self.runs.attempt(stages, lambda: self._outcome(stages))
 
     def _outcome(self, stages: Stages) -> Outcome:
@@ -234,10 +239,10 @@ class _BlockBytes:
             return Outcome(peaks=(None,) * len(stages), failure=str(error))
 
     def alone(self, block: int) -> int:
-        """Peak of a block alone on a device.
+        """Return the peak of a block alone on a device.
 
         Raises:
-            InfeasibleError: every run with it alone passed a cap.
+            InfeasibleError: every run with the block alone exceeded a cap.
         """
         peak = self._measured((block, block + 1))
         if peak is None:
@@ -245,10 +250,11 @@ class _BlockBytes:
         return peak
 
     def added(self, block: int) -> int:
-        """What a block adds to the blocks before it: to the most of them that were run both with it and without it.
+        """Return the bytes that a block adds to the longest run of blocks before it that was measured with
+        and without it.
 
         Raises:
-            InfeasibleError: every run with it and the block before it on a device passed a cap.
+            InfeasibleError: every run of the block with the block before it exceeded a cap.
         """
         for first in range(block):
             without, together = self.runs.peak((first, block)), self.runs.peak((first, block + 1))
@@ -262,10 +268,10 @@ class _BlockBytes:
         raise self._too_large((block - 1, block + 1))
 
     def _firsts(self, block: int) -> Iterator[int]:
-        """First blocks of stages to try that end with this block.
+        """Yield first blocks of stages to try that end with this block.
 
-        First the longest stage that fits by the profile, then shorter ones; at last the one with the lowest load, and
-        the one that holds a single block before this one.
+        The longest stage that fits by the profile comes first, then shorter ones; at last the one with the
+        lowest load, and the one with a single block before this one.
         """
         loads = [
             max(self.placement.load(first, block + 1), self.placement.load(first, block)) for first in range(block)
@@ -278,7 +284,7 @@ class _BlockBytes:
         yield block - 1
 
     def _measured(self, interval: Interval) -> int | None:
-        """The peak of these blocks as a stage, from a run of their own if there is none yet; None if it did not fit."""
+        """Return the peak of these blocks as a stage, from a new run if necessary; None if it did not fit."""
         if self.runs.peak(interval) is None:
             self.attempt(intervals(self.placement.edges(*interval)))
         return self.runs.peak(interval)

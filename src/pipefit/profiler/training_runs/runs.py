@@ -1,7 +1,7 @@
-"""Training runs made to profile a model: which stages ran together and what each needed, saved after every run.
+"""Training runs for profiling: the stages that ran together and their peaks, saved after every run.
 
-A file holds runs made under the same conditions: kind of runs, model, blocks, data, optimizer, training, devices, torch
-and threads. If one of them differs, the file is refused, and the error says which.
+A file holds runs made under equal conditions: kind of runs, model, blocks, data, optimizer, training,
+devices, torch and threads. If a condition differs, the file is refused, and the error says which.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pipefit.schema.validation import validated
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Which stages to run together, so that the bytes of every block can be told from those of its neighbours.
+# ---- Stages to run together, so that the bytes of every block can be separated from its neighbors'
 #
-# The papers call a layer what is a block here; L is the number of blocks and G that of devices.
+# A block here is a layer in the papers; L is the number of blocks and G the number of devices.
 #
-# **Whole models.** For every block l some run must have (a) l alone on a device, and, but for the first block, for some
-# n < l, as small as the number of runs allows, (b) blocks n to l - 1 on a device and (c) blocks n to l on a device.
+# **Whole models.** For every block l some run must have (a) l alone on a device, and, except for the first
+# block, for some n < l, as small as the number of runs allows, (b) blocks n to l - 1 on a device and (c)
+# blocks n to l on a device.
 #
 # With S = L - G, G >= 4 and L >= 2 G, the S + 1 = L - G + 1 runs k = 0 ... S do:
 #
@@ -46,29 +46,28 @@ from pipefit.units import format_bytes
 # 1 ... S: n = 0, in runs l - 1 and l. Block S + 1: n = S; [S] is in run S - 1, [S, S+1] in run S - 2. Block S
 # + 2: n = S + 1; [S+1] is in run S, [S+1, S+2] in run S - 1, where a = 1. Blocks S + 1 + i for i = 2 ... G -
 # 2: n = G - 1; in run k = G - 2 - i the second long stage is [G-1 .. S+1+i], in run k + 1 it is [G-1 .. S+i].
-# Both are before run S - 2, as k + 1 <= G - 3 < S - 2.
+# Both precede run S - 2, as k + 1 <= G - 3 < S - 2.
 #
-# On three devices so few runs are not enough: each block but the first and the last is alone in one split
-# only, which makes L - 2 runs, and none of them has a longer stage that ends with block L - 2. There, L runs
-# are enough, each with n = 0: the first blocks, the next one alone, the rest. Where L < 2 G, only max(4, L //
-# 2) devices are used; and a model of less than eight blocks is padded with empty ones, which are then left
-# out of the runs. (mCAP, section 3.2; the paper chose its runs, and padded, partly by hand.)
+# On three devices L - G + 1 runs are not enough: each block except the first and the last is alone in one
+# split only, which makes L - 2 runs, and none of them has a longer stage that ends with block L - 2. There, L
+# runs are enough, each with n = 0: the first blocks, the next one alone, the rest. If L < 2 G, only max(4, L
+# // 2) devices are used; a model of fewer than eight blocks is padded with empty ones, which are left out of
+# the runs. (mCAP, section 3.2; the paper chose its runs, and padded, partly manually.)
 #
-# **Trimmed models.** With n = l - 1 for every block, all that is needed is each of L blocks alone and each of L - 1
-# pairs; the rest is cut away. G of these 2 L - 1 stages fit into a run, if they share no block: ceil((2 L - 1) / G)
-# runs, but at least three, as a block and the two pairs that it is in are in three runs. First come first served finds
-# so few, or, where that is three, four at most. (CAPSlog, PDP 2024, which takes 15 runs for L = 42 on G = 8; these are
-# 11.)
+# **Trimmed models.** With n = l - 1 for every block, only each of L blocks alone and each of L - 1 pairs is
+# needed; the rest is left out. G of these 2 L - 1 stages fit into a run if they share no block: ceil((2 L -
+# 1) / G) runs, but at least three, as a block and its two pairs are in three runs. First fit finds this
+# number, or four if it is three. (CAPSlog, PDP 2024, takes 15 runs for L = 42 on G = 8; these are 11.)
 
 Edges = tuple[int, ...]  # stage s holds blocks edges[s] to edges[s + 1] - 1
 Interval = tuple[int, int]  # blocks start to stop - 1, on one device
-Stages = tuple[Interval, ...]  # run together, in the model's order, each on a device of its own
+Stages = tuple[Interval, ...]  # run together, in the model's order, each on a separate device
 
-_FEWEST = 4  # devices; with so many, L - G + 1 runs are proven to be enough
+_FEWEST = 4  # devices for which L - G + 1 runs are proven to be enough
 
 
 def partitionings(blocks: int, devices: int) -> list[Edges]:
-    """The runs, in order: `blocks - devices + 1` of them where that is possible.
+    """Return the runs in order: `blocks - devices + 1` of them if that is possible.
 
     Raises:
         UsageError: as `check_devices`.
@@ -83,10 +82,10 @@ def partitionings(blocks: int, devices: int) -> list[Edges]:
 
 
 def check_devices(devices: int) -> None:
-    """Check that incremental runs can be made on so many devices.
+    """Check that incremental runs can be made on this number of devices.
 
     Raises:
-        UsageError: fewer than three, on which no block within the model can be alone.
+        UsageError: fewer than three, on which no block inside the model can be alone.
     """
     if devices < 3:
         raise UsageError(
@@ -96,10 +95,11 @@ def check_devices(devices: int) -> None:
 
 
 def trimmed(blocks: int, devices: int) -> list[Stages]:
-    """The runs of at most `devices` stages, of one or two blocks each, that have every block and every pair once.
+    """Return runs of at most `devices` stages, of one or two blocks each, with every block and every pair
+    once.
 
     Raises:
-        UsageError: no device.
+        UsageError: `devices` is less than 1.
     """
     if devices < 1:
         raise UsageError("profiling needs a device")
@@ -117,7 +117,7 @@ def trimmed(blocks: int, devices: int) -> list[Stages]:
 
 
 def _lengths(blocks: int, devices: int, run: int) -> list[int]:
-    """Lengths of the stages in run number `run`."""
+    """Return the lengths of the stages in run number `run`."""
     spare = blocks - devices
     if run == spare - 2:
         return [run + 1, 1, 2, 2, *[1] * (devices - 4)]
@@ -126,7 +126,7 @@ def _lengths(blocks: int, devices: int, run: int) -> list[int]:
 
 
 def _on_three(blocks: int) -> list[Edges]:
-    """The first blocks, the next alone, the rest."""
+    """Return runs of three stages: the first blocks, the next alone, the rest."""
     return [_edges([n for n in (run, 1, blocks - run - 1) if n]) for run in range(1, blocks)] + [(0, blocks)]
 
 
@@ -139,19 +139,19 @@ def _overlap(one: Interval, other: Interval) -> bool:
 
 
 def intervals(edges: Edges) -> Stages:
-    """First block and stop of every stage."""
+    """Return first block and stop of every stage."""
     return tuple(pairwise(edges))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Outcomes, and their file
 
-_LARGEST_BYTES = 64 << 20  # of a record
-RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by now, the stages of the next one
+_LARGEST_BYTES = 64 << 20  # size of a record, at most
+RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned so far, the stages of the next run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a run: the peak of every stage in bytes, and the message of a device that passed its cap.
+    """Result of a run: the peak of every stage in bytes, and the message of a device that exceeded its cap.
 
     A peak is None if the stage did not fit, or if its run ended early because another stage did not fit.
     """
@@ -162,7 +162,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """All that the peaks of training runs depend on, besides the stages."""
+    """Everything that the peaks of training runs depend on, except the stages."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -178,7 +178,7 @@ class Conditions:
     threads: int
 
     def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
-        """How these differ from `other`, as phrases; `names` are those of the layers."""
+        """Return the differences from `other`, as phrases; `names` are the layers' names."""
         found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
         found += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
@@ -202,10 +202,10 @@ class Conditions:
 
 
 def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> None:
-    """Check that all stages on a cluster take the same memory, whatever their place.
+    """Check that all stages on a cluster need equal memory, whatever their place.
 
     Raises:
-        UsageError: they do not, which additive costs cannot express; or there is no such schedule.
+        UsageError: they do not, which additive costs cannot express; or the schedule does not exist.
     """
     stages = len(cluster.devices)
     met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
@@ -219,10 +219,11 @@ def check_places(cluster: Cluster, training: Training, recompute: Recompute) -> 
 def conditions(
     kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
 ) -> Conditions:
-    """The conditions of runs of the model of `profile`.
+    """Return the conditions of runs of the model of `profile`.
 
     Raises:
-        UsageError: a stage's memory depends on its place in the pipeline, which additive costs cannot express.
+        UsageError: a stage's memory depends on its place in the pipeline, which additive costs cannot
+            express.
     """
     check_places(cluster, training, recompute)
     taken = profile.assumptions
@@ -241,16 +242,17 @@ def conditions(
 
 
 class Runs:
-    """Outcomes by run, on file.
+    """Outcomes of runs, saved in a file.
 
     Args:
         path: a JSON file; outcomes in it are used, and every new one is added at once.
-        kind: of the runs; another kind's file is refused.
+        kind: the kind of the runs; another kind's file is refused.
         progress: called before every run.
 
     Raises:
         UsageError: a schedule under which a stage's memory depends on its place in the pipeline.
-        FileError: the file holds runs under other conditions, and which; or it cannot be read or written.
+        FileError: the file holds runs under other conditions, which the message names; or it cannot be read
+            or written.
     """
 
     def __init__(
@@ -270,7 +272,7 @@ class Runs:
         self.outcomes: dict[Stages, Outcome] = self._load() if os.path.exists(path) else {}
 
     def attempt(self, stages: Stages, run: Callable[[], Outcome]) -> None:
-        """Makes the run and saves what came of it, unless it was made before."""
+        """Make the run and save its outcome, unless it was made before."""
         if stages in self.outcomes:
             return
         if self.progress is not None:
@@ -280,17 +282,17 @@ class Runs:
         self._save()
 
     def peak(self, interval: Interval) -> int | None:
-        """The peak of a stage of these blocks, in the first run that measured it."""
+        """Return the peak of a stage of these blocks, from the first run that measured it; None if none did."""
         for stages, outcome in self.outcomes.items():
             if interval in stages and (peak := outcome.peaks[stages.index(interval)]) is not None:
                 return peak
         return None
 
     def needed(self, interval: Interval) -> int:
-        """The peak of a stage of these one or two blocks.
+        """Return the peak of a stage of these one or two blocks.
 
         Raises:
-            InfeasibleError: it was measured in no run.
+            InfeasibleError: no run measured it.
         """
         peak = self.peak(interval)
         if peak is None:
@@ -298,8 +300,8 @@ class Runs:
         return peak
 
     def too_large(self, interval: Interval, hint: str = "") -> InfeasibleError:
-        """What to raise where every run with these one or two blocks in a stage of their own passed a cap; `hint` says
-        what would do.
+        """Return the error for one or two blocks with which every run exceeded a cap; `hint` says what would
+        suffice.
         """
         names = self.profile.block_names[slice(*interval)]
         what = f"{names[0]} alone" if len(names) == 1 else f"{' and '.join(names)} together"
@@ -327,7 +329,7 @@ class Runs:
         return outcomes
 
     def _save(self) -> None:
-        """Replace the file as a whole."""
+        """Replace the whole file."""
         runs = [{"stages": stages, **asdict(outcome)} for stages, outcome in self.outcomes.items()]
         try:
             replace_file(self.path, json.dumps({"conditions": asdict(self.conditions), "runs": runs}).encode())
@@ -336,10 +338,10 @@ class Runs:
 
 
 def _outcome(run: dict[str, Any]) -> tuple[Stages, Outcome]:
-    """One entry of the file.
+    """Return one entry of the file.
 
     Raises:
-        ValueError: it has not as many peaks as stages.
+        ValueError: its number of peaks differs from its number of stages.
     """
     stages = tuple((int(start), int(stop)) for start, stop in run["stages"])
     peaks = tuple(None if peak is None else int(peak) for peak in run["peaks"])

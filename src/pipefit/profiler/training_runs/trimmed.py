@@ -1,10 +1,11 @@
-"""The trimmed profiler: bytes of every block alone and added to the one before it, without running the whole model.
+"""The trimmed profiler: bytes of every block, alone and added to the block before it, without the whole
+model.
 
-A run puts one block, or two consecutive ones, on each device and leaves out the rest of the model: each device trains
-its stage alone, with zeros of the true shapes in place of what its neighbours would send. It takes about 2 L / G runs
-for L blocks on G devices, instead of L - G + 1, each of a small part of the model; one device is enough. A block's
-`mem_added` is its peak together with the block before, minus the peak of that block alone. Results are saved after
-every run, as by the incremental profiler. (CAPSlog, PDP 2024.)
+A run puts one block, or two consecutive ones, on each device and leaves out the rest of the model: each
+device trains its stage alone, with zeros of the true shapes in place of its neighbors' messages. L blocks on
+G devices take about 2 L / G runs instead of L - G + 1, each of a small part of the model; one device is
+enough. A block's `mem_added` is its peak together with the block before it, minus the peak of that block
+alone. Results are saved after every run, as in the incremental profiler. (CAPSlog, PDP 2024.)
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ def profile_trimmed(
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
-    """Bytes of every block alone and added, from runs of one or two blocks a device.
+    """Return the bytes of every block, alone and added, from runs of one or two blocks on each device.
 
     Args:
-        profile: of `task`, by any profiler; the shapes at the cuts come from it.
+        profile: a profile of `task` by any profiler; the shapes at the cuts come from it.
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
-        run: trains a plan's stage of this number alone and returns its peak; by default two steps in this process.
+        run: trains a plan's stage with this number alone and returns its peak; by default two steps in this process.
 
     Raises:
-        InfeasibleError: a block does not fit alone, or not together with the one before it.
+        InfeasibleError: a block does not fit alone, or not together with the block before it.
         UsageError: a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
@@ -72,7 +73,9 @@ def profile_trimmed(
 
 
 def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
-    """Train every stage alone, on the device of its number. One that does not fit does not stop the others."""
+    """Train every stage alone, on the device with its number; a stage that does not fit does not stop the
+    others.
+    """
     peaks: list[int | None] = []
     failure = ""
     for number, interval in enumerate(stages):
@@ -92,7 +95,7 @@ def _cut(
     number: int,
     interval: Interval,
 ) -> tuple[Plan, int]:
-    """A plan with the stage of these blocks on device `number`, and the stage's number.
+    """Return a plan with the stage of these blocks on device `number`, and the stage's number.
 
     The blocks before and after it are stages on two further devices, which no run uses.
     """
