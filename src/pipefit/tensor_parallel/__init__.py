@@ -1,9 +1,9 @@
 """Tensor parallelism of any captured stage: its operations are rewritten for ranks that share the weights.
 
-Layers stay ordinary modules over plain tensors, with explicit collectives. Which values are divided is found from
-shapes and operators alone; an operator that no rule knows is replicated, which is right and saves nothing. (Shoeybi et
-al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019; forms of values
-after Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
+Layers stay ordinary modules over plain tensors, with explicit collectives. Shapes and operators alone
+determine which values are divided; an operator without a rule is replicated, which is correct and saves
+nothing. (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", 2019; forms of values after Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
 """
 
 from pipefit.schema.profile import Shares

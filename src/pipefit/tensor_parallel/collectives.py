@@ -1,9 +1,9 @@
-"""What the ranks of a tensor-parallel group do together: four collectives, of which all others are made.
+"""Collectives of a tensor-parallel group: four basic ones, from which all others are built.
 
-Sums, gathers, exchanges and broadcasts are the same with gloo and NCCL; reduce-scatter and averages are not, so that a
-sum of which every rank gets its part is an exchange, added up by each. Every rank does them in one order, which the
-rewritten layers fix. `Alone` stands for a rank whose peers are not there, so that one process without a network can say
-what a rank holds.
+All-reduce, all-gather, all-to-all and broadcast behave equally with gloo and NCCL; reduce-scatter and
+averages do not, so a reduce-scatter is an all-to-all whose parts each rank adds up. Every rank runs the
+collectives in one order, which the rewritten layers fix. `Alone` stands for a rank without peers, with which
+one process without a network can determine the memory of a rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from torch import distributed as dist
 
 from pipefit.tensor_parallel.forms import Split, dealt, join, take
 
-# ----------------------------------------------------------------------------------------------------
-# Tensors that a collective has on loan: their memory is given back when it is complete, and not a moment
-# later.
+# ---- Tensors lent to a collective: their memory is returned exactly when the collective completes
 #
-# gloo's threads drop their references a little after they have said that a collective is complete:
-# microseconds, or a turn of the scheduler where many threads share a core. If they had the tensors, memory
-# that nobody needs any more would still be there for that moment, and how much a rank holds at once would be
-# a matter of chance.
+# gloo's threads drop their references shortly after they report a collective as complete: microseconds, or a
+# scheduler slice if many threads share a core. If they held the tensors, unneeded memory would remain for
+# that time, and the peak of a rank would be random.
 
 
 class Loan:
-    """What a collective gets in the place of its `owners`: `tensors` over the same memory, which keep it until the
-    loan ends. On a GPU they are the owners themselves, which NCCL lets go as it is joined.
+    """Tensors that a collective gets in place of its `owners`.
+
+    `tensors` share the owners' memory and keep it alive until the loan ends. On a GPU they are the owners
+    themselves, which NCCL releases when it is joined.
     """
 
     def __init__(self, owners: Sequence[Tensor]) -> None:
@@ -48,53 +47,55 @@ class Loan:
         return torch.frombuffer(memory, dtype=owner.dtype).as_strided(owner.shape, owner.stride())
 
     def wait(self, *_: Any) -> None:
-        """End the loan, at once: the collective is complete, so that nobody reads or writes the memory any more."""
+        """End the loan at once: the collective is complete, so no thread uses the memory any more."""
         for memory in self._held:
             memory.owner = None
 
 
 @contextmanager
 def lent(*owners: Tensor) -> Iterator[list[Tensor]]:
-    """What a collective gets for these tensors. It is complete when the block ends; if it fails, the memory is kept as
-    long as its threads may use it.
+    """Lend these tensors to a collective that completes in the body.
+
+    If the collective fails, the memory is kept as long as its threads may use it.
     """
     loan = Loan(owners)
     yield loan.tensors
     loan.wait()
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The interface, and its implementations
 
 
 class Collectives(Protocol):
-    """One rank's end of its group."""
+    """A rank's interface to its tensor-parallel group."""
 
     @property
     def rank(self) -> int:
-        """The number of this rank, from 0."""
+        """Number of this rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks, in place, and returns it."""
+        """Sum `tensor` over all ranks, in place, and return it."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks in order; all have one shape."""
+        """Return the tensors of all ranks in order; all have one shape."""
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """What all ranks have for this one, in their order, of the shape of `tensor`: that has something for each rank
-        along its first dimension, and is contiguous.
+        """Return what all ranks hold for this one, in rank order, in the shape of `tensor`.
+
+        `tensor` is contiguous, and its first dimension has an entry for each rank.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Overwrites `tensor` with that of rank `source`, and returns it."""
+        """Overwrite `tensor` with that of rank `source`, and return it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroupCollectives:
-    """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the process group given."""
+    """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the given process group."""
 
     group: Any = None
 
@@ -135,7 +136,7 @@ class ProcessGroupCollectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """A rank without its peers: tensors have the right shapes and memory, and numbers that mean nothing."""
+    """A rank without its peers: tensors have the right shapes and memory, but meaningless values."""
 
     rank: int
     size: int
@@ -154,59 +155,60 @@ class Alone:
         return tensor
 
 
-# ----------------------------------------------------------------------------------------------------
-# The seams between forms: six autograd functions, each the other direction of another's.
+# ---- Conversions between forms: six autograd functions, each the transpose of another
 #
 #     copy     R -> C        forward nothing,                  backward sums the gradients
 #     reduce   parts -> R    forward sums partial results,     backward nothing
-#     gather   Split -> R    forward puts parts together,      backward takes this rank's part
-#     slice    R -> Split    forward takes this rank's part,   backward puts parts together
-#     spread   Split -> C    forward puts parts together,      backward sums gradients, and takes this rank's part
-#     scatter  parts -> Split  forward sums partial results, and takes this rank's part,   backward puts parts together
+#     gather   Split -> R    forward joins the parts,          backward takes this rank's part
+#     slice    R -> Split    forward takes this rank's part,   backward joins the parts
+#     spread   Split -> C    forward joins the parts,          backward sums gradients, and takes this rank's part
+#     scatter  parts -> Split  forward sums partial results, and takes this rank's part,   backward joins the parts
 #
-# They keep no tensor. Each is what a rewritten layer calls, under the name of the function below it. (Shoeybi
-# et al., "Megatron-LM", 2019, section 3, has the first two as f and g; Korthikanti et al., "Reducing
-# Activation Recomputation in Large Transformer Models", 2022, section 4.2.2, the last two.)
+# They save no tensors. A rewritten layer calls each by the name of the function below. (Shoeybi et al.,
+# "Megatron-LM", 2019, section 3, has the first two as f and g; Korthikanti et al., "Reducing Activation
+# Recomputation in Large Transformer Models", 2022, section 4.2.2, the last two.)
 
 
 def copied(whole: Tensor, group: Collectives) -> Tensor:
-    """`whole`, whose gradients on the ranks are summed."""
+    """Return `whole`, whose gradients are summed over the ranks."""
     made: Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def reduced(partial: Tensor, group: Collectives) -> Tensor:
-    """The sum of the partial results of all ranks, in the memory of this one's, which nobody else may have."""
+    """Return the sum of all ranks' partial results, in the memory of `partial`, which must not be shared."""
     made: Tensor = _Reduce.apply(partial, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
-    """The whole of the ranks' parts; its divided dimension has `size`."""
+    """Return the whole of the ranks' parts; its divided dimension has `size`."""
     made: Tensor = _Gather.apply(part, form, size, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
-    """This rank's part of `whole`."""
+    """Return this rank's part of `whole`."""
     made: Tensor = _Slice.apply(whole, form, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def spread(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
-    """As `gathered`, where the gradients of the whole on the ranks are summed."""
+    """Return the whole of the ranks' parts, like `gathered`, but sum its gradients over the ranks."""
     made: Tensor = _Spread.apply(part, form, size, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def scattered(partial: Tensor, form: Split, group: Collectives) -> Tensor:
-    """This rank's part of the sum of the partial results of all ranks."""
+    """Return this rank's part of the sum of all ranks' partial results."""
     made: Tensor = _Scatter.apply(partial, form, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
-    """This rank's part of a sum: its size goes to each of the others, which the ranks add up in one order."""
+    """Return this rank's part of a sum: each rank sends the other ranks their parts, which they add up in one
+    order.
+    """
     return group.all_to_all(dealt(partial, form, group.size)).sum(0)
 
 
@@ -218,7 +220,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # A clone: others may hold the gradient that autograd hands over
+        # A clone, because other code may hold autograd's gradient
         return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 

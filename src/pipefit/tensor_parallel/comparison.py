@@ -1,13 +1,16 @@
-"""Compares the blocks of a divided chain with whole ones, on real numbers: the net under every rewriting of a graph.
+"""Comparison of the blocks of a divided chain with whole ones, on real numbers: the safety net of graph
+rewriting.
 
-Each distinct block goes forward and backward, whole and as all ranks have it, one rank after the other in this process
-(`lockstep`). Parameters are drawn, so that none is zero or equal to another; buffers and constants are the chain's own,
-and inputs are what the blocks before make of a batch. What is handed on, gradients of inputs and parameters, and
-buffers are compared: in double precision, whatever the model's, or in the model's own where a kernel has no other.
-Every layer is seeded before it runs, as in training, so that whole and divided ones draw equal masks.
+Each distinct block runs forward and backward, whole and on all ranks, one rank after the other in this
+process (`lockstep`). Parameters are drawn, so that none is zero or equal to another; buffers and constants
+are the chain's own, and inputs are the outputs of earlier blocks for a batch. Outputs, gradients of inputs
+and parameters, and buffers are compared in double precision, whatever the model's, or in the model's own if a
+kernel does not support double precision. Every layer is seeded before it runs, as in training, so that whole
+and divided layers draw equal masks.
 
-Of equal blocks one is compared. A block takes four times the bytes of its parameters, in double precision, and as long
-as the block and its backward do twice; sequences are cut short where that is too long (`shortening`).
+Equal blocks are compared once. A block needs four times the bytes of its parameters in double precision, and
+as long as two forwards and backwards of the block; sequences are shortened if that takes too long
+(`Shortening`).
 """
 
 from __future__ import annotations
@@ -48,23 +51,22 @@ from pipefit.tensor_parallel.writing import tensors_of
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Shorter batches for layers that were traced for longer ones, so that numbers of large layers can be compared
-# cheaply.
+# ---- Shorter batches for traced layers, so that large layers can be compared cheaply
 #
-# A traced layer holds the lengths of its sequences as numbers in its code. In a shortened copy these are
-# those of the short batch, in whole layers and in those of ranks alike: all else of the code is as it will
-# run. A number that means something else and is the same makes a shortened layer fail, or compute something
-# else in both.
+# A traced layer holds sequence lengths as numbers in its code. A shortened copy has the short batch's lengths
+# instead, in whole layers as in divided ones; the rest of the code is unchanged. If an equal number means
+# something else, the shortened layer fails, or both layers compute something else.
 
-_SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and most experts of a token
+_SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and experts of a token at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortening:
-    """A way to cut a batch of so many `samples`: sequences of `length`, or without one to the first few samples; or
-    neither. Up to `experts` times all tokens in code are the experts of all tokens: more than one is tried only where
-    code with one fails, since a width may be some times the length too.
+    """A way to cut a batch of `samples` samples.
+
+    Sequences of `length` are cut, or without a length the batch is cut to its first samples; or neither.
+    Numbers up to `experts` times all tokens count as expert assignments of all tokens. More than one expert
+    is tried only if code with one fails, since a width may be a multiple of the length too.
     """
 
     length: int = 0
@@ -73,7 +75,7 @@ class Shortening:
 
     @staticmethod
     def of(values: Values) -> Iterator[Shortening]:
-        """The ways that batches like these have, the most likely first."""
+        """Yield the ways to cut batches like these, the most likely first."""
         size = len(values[0])
         lengths = {value.shape[1] for value in values if value.ndim == 2 and not value.is_floating_point()}
         if len(lengths) == 1 and (length := lengths.pop()) > _SHORT:
@@ -84,24 +86,26 @@ class Shortening:
 
     @property
     def said(self) -> str:
-        """What was cut, for a sentence."""
+        """Description of the cut, to continue a sentence."""
         if self.length:
             return f", with sequences of {_SHORT} instead of {counted(self.length, 'position')} and without dropout"
         return f", with {_FEW} instead of {counted(self.samples, 'sample')}" if self.samples else ""
 
     def cut(self, values: Values, targets: Values) -> tuple[Values, Values]:
-        """A batch, cut."""
+        """Return a batch, cut."""
         return tuple(map(self._cut, values)), tuple(map(self._cut, targets))
 
     def held(self, tensor: Tensor) -> Tensor:
-        """A buffer or constant, cut where it is as long as sequences: code may use it without a slice."""
+        """Return a buffer or constant, cut in dimensions of the sequence length, because code may use it
+        without a slice.
+        """
         for dim, size in enumerate(tensor.shape):
             if self.length and size == self.length:
                 tensor = tensor.narrow(dim, 0, _SHORT)
         return tensor
 
     def shortened(self, module: nn.Module) -> nn.Module:
-        """A layer for the short batch, with the same tensors: itself where it was not traced."""
+        """Return a layer for the short batch with the same tensors; `module` itself if it was not traced."""
         if not self.length or not isinstance(module, GraphLayer):
             return module
         made = copy.copy(module)
@@ -110,8 +114,10 @@ class Shortening:
         return made
 
     def _number(self, number: int) -> int:
-        """What a number of code becomes: one of positions, also one more or less, of a sequence or of all samples; of
-        pairs of positions, for so many heads; or of the experts of all tokens.
+        """Return what replaces a number in code.
+
+        Replaced are numbers of positions of a sequence or of all samples, also one more or less; multiples of
+        pairs of positions, as for several heads; and expert assignments of all tokens.
         """
         for samples, more in product((1, self.samples), (0, 1, -1)):
             if number == samples * (self.length + more):
@@ -122,7 +128,7 @@ class Shortening:
         return tokens[0] * self.samples * _SHORT if not tokens[1] and tokens[0] <= self.experts else number
 
     def without_draws(self) -> AbstractContextManager[object]:
-        """Inside, nothing is dropped, if masks would have other sizes than their code says."""
+        """Disable dropout in the body if masks would have other sizes than in the code."""
         return _NothingDropped() if self.length else nullcontext()  # type: ignore[no-untyped-call]
 
     def _cut(self, tensor: Tensor) -> Tensor:
@@ -132,7 +138,7 @@ class Shortening:
 
 
 def _recompiled(code: str, run: Callable[..., Any], number: Callable[[int], int]) -> Callable[..., Any]:
-    """The function of generated code with other numbers in it."""
+    """Return the function of generated code with its numbers replaced."""
     assert isinstance(run, FunctionType)
     tree = ast.fix_missing_locations(_Numbers(number).visit(ast.parse(code)))
     names = dict(run.__globals__)
@@ -142,7 +148,7 @@ def _recompiled(code: str, run: Callable[..., Any], number: Callable[[int], int]
 
 
 class _Numbers(ast.NodeTransformer):
-    """Replaces whole numbers."""
+    """Replaces integers in code."""
 
     def __init__(self, number: Callable[[int], int]) -> None:
         self._number = number
@@ -153,7 +159,7 @@ class _Numbers(ast.NodeTransformer):
 
 
 class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Masks of dropout have their mean everywhere, which is as good as a probability of zero."""
+    """A mode in which dropout masks equal their mean, which has the effect of probability zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
@@ -164,26 +170,24 @@ class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# ----------------------------------------------------------------------------------------------------
-# One block of a divided chain, run forward and backward whole and as ranks have it, with the same drawn
-# parameters.
+# ---- One block, run forward and backward, whole and on ranks, with the same drawn parameters
 
-_SMALLEST = 1e-3  # smaller gradients, as a share of a block's largest, count as that large: they may be rounding alone
-_PERIOD = 1_000_003  # numbers that are drawn for a parameter, and then repeated: a prime, so that no two rows are equal
+_SMALLEST = 1e-3  # floor of gradients, as a share of a block's largest: smaller ones may be rounding
+_PERIOD = 1_000_003  # numbers drawn for a parameter, then repeated: a prime, so no two rows are equal
 _WIDER = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDER |= dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
 
 
 class Form(NamedTuple):
-    """How values cross to the next layer."""
+    """Form in which values pass to the next layer."""
 
     packing: Packing = "bare"
     orders: Orders = ()
 
 
 class Made(NamedTuple):
-    """What a run of a block made: what it hands on, and in which form; gradients of its inputs, and by local names of
-    its layers' parameters; and buffers.
+    """Results of a run of a block: outputs and their form; gradients of inputs and of parameters, by name;
+    buffers.
     """
 
     values: Values
@@ -206,7 +210,7 @@ class Block:
 
     @property
     def allowed(self) -> float:
-        """By which part of the largest value two numbers may be apart."""
+        """Allowed difference of two numbers, as a share of the largest value."""
         if self.is_wide:
             return ALLOWED[torch.float64]
         own = {p.dtype for n in self.block for p in self.chain.layers[n].module.parameters()}
@@ -218,7 +222,7 @@ class Block:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss stands behind the block."""
+        """True if the loss follows the block."""
         return self.block.stop == len(self.chain.layers)
 
     @cached_property
@@ -228,7 +232,7 @@ class Block:
 
     @cached_property
     def own(self) -> list[ChainLayer]:
-        """Copies of them, with parameters that are drawn; with the loss, where that is a module."""
+        """Copies of the original layers, with drawn parameters."""
         generator = torch.Generator().manual_seed(self.block.start)
         modules = nn.ModuleList([layer.module for layer in self.originals])
         made = copied(modules, lambda tensor: self._drawn(tensor, generator)).children()
@@ -242,13 +246,13 @@ class Block:
         return {id(old): new for both in tensors for (_, old), (_, new) in both}
 
     def whole(self, values: Values) -> Made:
-        """What the whole block makes of values."""
+        """Run the whole block on `values`."""
         made = copied(nn.ModuleList(layer.module for layer in self.own), _once_more).children()
         layers = [replace(layer, module=module) for layer, module in zip(self.own, made, strict=True)]
         return self._run(layers, self._loss, values, self.form)
 
     def by_ranks(self, values: Values) -> list[Made]:
-        """What every rank makes of them."""
+        """Run the divided block on `values`, on every rank."""
         return in_lockstep(self.divided.ranks, lambda group: self._of_rank(group, values))
 
     def _of_rank(self, group: Collectives, values: Values) -> Made:
@@ -265,7 +269,7 @@ class Block:
         return self._run(layers, lost, values, Form())
 
     def _of_whole(self, tensor: Tensor) -> Tensor:
-        """What whole layers have in the place of a tensor of the model, or of a constant of the trace."""
+        """Return the whole layers' counterpart of a tensor of the model, or of a constant of the trace."""
         known = self.drawn.get(id(tensor))
         return self.size.held(self._widened(tensor)) if known is None else known
 
@@ -279,10 +283,10 @@ class Block:
     def _run(
         self, layers: Sequence[ChainLayer], loss: Callable[[Values, Form], Tensor], values: Values, form: Form
     ) -> Made:
-        """Forward and backward of a block, or of the ranks' end of it."""
+        """Run a block forward and backward: the whole layers, or a rank's."""
         given = tuple(self._widened(value).detach().clone() for value in values)
         given = tuple(g.requires_grad_(v.requires_grad) for g, v in zip(given, values, strict=True))
-        found = tuple(value.clone() for value in given)  # a layer may change what it is given in place
+        found = tuple(value.clone() for value in given)  # a layer may change its inputs in place
         with ExitStack() as stack:
             for mode in self._modes():
                 stack.enter_context(mode)
@@ -308,7 +312,9 @@ class Block:
         yield self.size.without_draws()
 
     def _drawn(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
-        """Numbers in the place of a parameter's: with a norm near 1 behind a product, and none near zero otherwise."""
+        """Return numbers in place of a tensor's: such that products have norm near 1, and other parameters
+        are not near zero.
+        """
         wide = self._widened(tensor)
         if not isinstance(tensor, nn.Parameter):
             return self.size.held(wide).clone()
@@ -325,15 +331,15 @@ class Block:
         return wide if made is wide else wide.copy_(made)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        """A tensor in double precision, if numbers are compared in it; in memory of its own."""
+        """Return a tensor in separate memory, in double precision if the comparison uses it."""
         wider = _WIDER.get(tensor.dtype, tensor.dtype) if self.is_wide else tensor.dtype
         found = tensor.detach().to(wider)
         return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
-    # ---------------------------------------------------------------- what differs
+    # ---------------------------------------------------------------- differences
 
     def differences(self, whole: Made, ranks: Sequence[Made]) -> Iterator[Difference]:
-        """Everything that is not equal bit by bit."""
+        """Yield everything that is not bitwise equal."""
         gradients = [g for g in (*whole.gradients.values(), *whole.incoming) if g is not None]
         floor = _SMALLEST * (max(map(largest, gradients), default=0.0) or 1.0)
         what = ["the loss"] if self.is_last else [f"value {n} that it hands on" for n in range(len(whole.values))]
@@ -350,7 +356,9 @@ class Block:
     def _of_tensor(
         self, name: str, tensor: Tensor, whole: Made, ranks: Sequence[Made], floor: float
     ) -> Iterator[Difference]:
-        """How the gradient of a parameter differs, or a buffer, of which ranks may have parts."""
+        """Yield the differences of a parameter's gradient, or of a buffer, which may be divided between the
+        ranks.
+        """
         is_parameter = name in whole.gradients
         expected = whole.gradients[name] if is_parameter else whole.buffers[name]
         parts = [(one.gradients if is_parameter else one.buffers)[name] for one in ranks]
@@ -365,7 +373,7 @@ class Block:
 
 
 def _through(layer: ChainLayer, values: Values, form: Form, *, is_end: bool) -> tuple[Values, Form]:
-    """What a layer hands on, and how; the last one as it makes it."""
+    """Return the outputs of a layer and their form; contiguous, except for the last layer."""
     outputs = replace(layer, packing=form.packing, orders=form.orders).outputs(values)
     found = as_values(outputs, layer.name)
     form = Form(packing_of(outputs), () if is_end else orders_of(found))
@@ -373,7 +381,7 @@ def _through(layer: ChainLayer, values: Values, form: Form, *, is_end: bool) -> 
 
 
 def _backward(values: Values) -> None:
-    """The backward of what a block hands on, with gradients that are drawn; or of a loss."""
+    """Run the backward of a block's outputs with drawn gradients, or of a loss."""
     wanted = [value for value in values if value.requires_grad]
     generator = torch.Generator().manual_seed(0)
     drawn = [
@@ -385,30 +393,32 @@ def _backward(values: Values) -> None:
 
 
 def _once_more(tensor: Tensor) -> Tensor:
-    """A parameter in the same memory, with a gradient of its own; a copy of all else, which a forward may change."""
+    """Return a parameter in the same memory with a separate gradient, or a copy of any other tensor."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is asked for in a narrower type is made in double precision."""
+    """A mode that replaces requested narrower dtypes by double precision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The comparison
 
-LONGEST_SECONDS = 3.0  # that are guessed for a comparison at full length
-_FLOPS = 5e9  # of a core, in a second, in double precision
-_PASSES, _COPIES = 6, 4  # forward and backward of a block, whole and divided; its parameters and gradients, both ways
-_TOLD = 3  # differences that are printed
+LONGEST_SECONDS = 3.0  # estimated limit for a comparison at full length
+_FLOPS = 5e9  # of a core, per second, in double precision
+_PASSES, _COPIES = 6, 4  # forward and backward of a block, and its parameters and gradients, both whole and divided
+_TOLD = 3  # printed differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """What a comparison found: how many distinct blocks agree, at most by which part of the largest value two numbers
-    are `apart`, and, where blocks could not be compared, why not.
+    """Result of a comparison: the number of distinct blocks that agree, and their largest difference `apart`.
+
+    `apart` is a share of the largest value. `left_out` is the reason for which blocks could not be compared,
+    if any.
     """
 
     blocks: int = 0
@@ -417,19 +427,21 @@ class Compared:
 
 
 class NotComparable(Exception):
-    """A block cannot be run, whole, as it would have to be."""
+    """A block cannot run whole in the required way."""
 
 
 def compare_blocks(
     divided: ShardedChain, values: Values, targets: Values, *, free_bytes: int, longest: float = LONGEST_SECONDS
 ) -> Compared:
-    """Compare every distinct block of a divided chain with the whole one, for a batch like that it was divided for.
+    """Compare every distinct block of a divided chain with the whole one, for a batch like the one it was
+    divided for.
 
-    Neither the chain nor a random generator changes. `longest` are the seconds that a batch of full length may take, by
-    a guess from its operations, before it is cut short.
+    Neither the chain nor a random generator changes. `longest` is the limit in seconds for a batch of full
+    length, estimated from its operations, above which the batch is shortened.
 
     Raises:
-        UsageError: a block of ranks computes other numbers than the whole one; says which, by how much and what to do.
+        UsageError: a divided block computes other numbers than the whole one. The message says which, by how
+            much and what to do.
     """
     with put_back(), recording("comparing divided layers"):
         blocks = _Blocks(divided, free_bytes)
@@ -459,7 +471,7 @@ class _Blocks:
 
     @cached_property
     def kinds(self) -> list[object]:
-        """Of every block what is equal where two do the same to equal inputs, whole and divided."""
+        """A key for every block, equal for blocks that compute the same from equal inputs, whole and divided."""
         return [(self._key(block), number in (0, len(self.ranges) - 1)) for number, block in enumerate(self.ranges)]
 
     @property
@@ -468,7 +480,7 @@ class _Blocks:
 
     @property
     def seconds(self) -> float:
-        """About how long it takes to compare all distinct blocks."""
+        """Estimated seconds to compare all distinct blocks."""
         traced, distinct = self.divided.stage.stage, dict(zip(self.kinds, self.ranges, strict=True)).values()
         layers = {layer for block in distinct for layer in block} | {len(self.chain.layers)}
         work = sum(flops(node) for node, layer in traced.layer_of.items() if layer in layers)
@@ -478,8 +490,8 @@ class _Blocks:
         """Compare all distinct blocks for a batch of this size.
 
         Raises:
-            NotComparable: one cannot be run; says why.
-            UsageError: one computes other numbers.
+            NotComparable: a block cannot run. The message says why.
+            UsageError: a block computes other numbers.
         """
         known, apart, form = dict[object, Made](), 0.0, Form(self.chain.layers[0].packing)
         for block, kind in zip(self.ranges, self.kinds, strict=True):
@@ -493,7 +505,7 @@ class _Blocks:
     def _compared(
         self, block: range, values: Values, targets: Values, form: Form, size: Shortening, *, is_wide: bool
     ) -> tuple[Made, float]:
-        """What the whole block makes, and how far apart the ranks are from it."""
+        """Return the results of the whole block, and the largest difference of the ranks from them."""
         self._check_room(block)
         one = Block(self.divided, block, targets, form, size, is_wide=is_wide)
         try:
@@ -506,11 +518,11 @@ class _Blocks:
         return whole, self._apart(one, whole, ranks)
 
     def _apart(self, one: Block, whole: Made, ranks: Sequence[Made]) -> float:
-        """How far apart the ranks are at most, as a part of the largest value.
+        """Return the largest difference of the ranks, as a share of the largest value.
 
         Raises:
-            UsageError: they are further apart than rounding explains.
-            NotComparable: the whole block has no finite numbers.
+            UsageError: the difference is larger than rounding explains.
+            NotComparable: the whole block returns no finite numbers.
         """
         if not any(bool(v.isfinite().all()) for v in whole.values if v.is_floating_point()):
             raise NotComparable(f"{self._name(one.block)} makes no finite numbers of such inputs")
@@ -527,7 +539,7 @@ class _Blocks:
         return max((each.apart or 0.0 for each in found), default=0.0)
 
     def _check_room(self, block: range) -> None:
-        """Check that the host has the memory that a block takes.
+        """Check that the host has the memory that a block needs.
 
         Raises:
             NotComparable: it has not.

@@ -1,9 +1,9 @@
-"""In which form the ranks of a tensor-parallel group hold a value: whole, or each a part of one dimension.
+"""Forms in which the ranks of a tensor-parallel group hold a value: whole, or each a part of one dimension.
 
-A value has one of three forms. R, replicated: every rank has all of it, and all of its gradient. C, replicated, with a
-partial gradient: every rank has all of it, but the gradients that the ranks compute have to be summed. `Split`: every
-rank has a part of one dimension, and of the gradient too. Partial sums of values have no form: the operation that makes
-them ends with their sum.
+A value has one of three forms. R, replicated: every rank has the whole value, and its whole gradient. C,
+replicated with a partial gradient: every rank has the whole value, but the gradients that the ranks compute
+must be summed. `Split`: every rank has a part of one dimension, and of the gradient too. Partial sums do not
+have a form: the operation that makes them ends with their sum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ C: Final = "C"
 
 
 class Split(NamedTuple):
-    """Dimension `dim` is divided: it is `repeats` times a row of blocks, and every rank has its share of each block.
+    """Division of dimension `dim`: it is `repeats` rows of blocks, and every rank has its share of each
+    block.
 
-    `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection; without them
-    a row is one block. A `padded` dimension is shared although the ranks do not divide it: the last parts end in zeros.
+    `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection;
+    without them a row is one block. A `padded` dimension is shared although its size is not a multiple of the
+    ranks: the last parts end in zeros.
     """
 
     dim: int
@@ -36,12 +38,12 @@ class Split(NamedTuple):
 
     @staticmethod
     def of(dim: int, blocks: Sequence[int]) -> Split:
-        """The split of a dimension that is a row of these blocks; equal ones are repeats."""
+        """Return the split of a dimension that is a row of these blocks; equal blocks become repeats."""
         sizes = tuple(size for size in blocks if size)
         return Split(dim, len(sizes)) if len(set(sizes)) <= 1 else Split(dim, 1, sizes)
 
     def at(self, dim: int) -> Split:
-        """The same split of another dimension."""
+        """Return the same split of another dimension."""
         return self._replace(dim=dim)
 
 
@@ -49,7 +51,7 @@ Form = Split | Literal["R", "C"]
 
 
 def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
-    """Whether so many ranks can share a value of this shape in this form."""
+    """Return whether `ranks` ranks can share a value of this shape in this form."""
     if not 0 <= form.dim < len(shape) or shape[form.dim] % form.repeats:
         return False
     row = shape[form.dim] // form.repeats
@@ -59,7 +61,7 @@ def divides(shape: Sequence[int], form: Split, ranks: int) -> bool:
 
 
 def local_shape(shape: Sequence[int], form: Form, ranks: int) -> list[int]:
-    """The shape of what one rank has."""
+    """Return the shape of one rank's part."""
     return [
         math.ceil(size / ranks) if isinstance(form, Split) and dim == form.dim else size
         for dim, size in enumerate(shape)
@@ -67,7 +69,7 @@ def local_shape(shape: Sequence[int], form: Form, ranks: int) -> list[int]:
 
 
 def ranges(size: int, form: Split, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of what a rank has of a dimension of `size`, in order; without the padding."""
+    """Yield (start, stop) of a rank's ranges in a dimension of `size`, in order, without the padding."""
     if form.padded:
         share = math.ceil(size / ranks)
         yield min(rank * share, size), min((rank + 1) * share, size)
@@ -81,7 +83,7 @@ def ranges(size: int, form: Split, rank: int, ranks: int) -> Iterator[tuple[int,
 
 
 def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
-    """A rank's part of `whole`, contiguous, in memory of its own."""
+    """Return a rank's part of `whole`, contiguous, in separate memory."""
     dim, size = form.dim, whole.shape[form.dim]
     if form.padded:
         (start, stop), share = next(ranges(size, form, rank, ranks)), math.ceil(size / ranks)
@@ -94,7 +96,7 @@ def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
 
 
 def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
-    """The parts of all ranks along a new first dimension."""
+    """Return the parts of all ranks along a new first dimension."""
     made = whole.new_empty([ranks, *local_shape(whole.shape, form, ranks)])
     for rank, part in enumerate(made):
         part.copy_(take(whole, form, rank, ranks))
@@ -102,7 +104,7 @@ def dealt(whole: Tensor, form: Split, ranks: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
-    """The whole, of `size` along the divided dimension, of the parts of all ranks in order."""
+    """Return the whole, of `size` along the divided dimension, from the parts of all ranks in order."""
     dim = form.dim
     if form.padded:
         return torch.cat(list(parts), dim).narrow(dim, 0, size).contiguous()
@@ -114,23 +116,21 @@ def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, dim: int, count: int) -> Tensor:
-    """A view of `tensor` with `dim` as two dimensions: so many rows, and what is in a row."""
+    """View dimension `dim` of `tensor` as two: `count` rows, and the contents of a row."""
     return tensor.reshape([*tensor.shape[:dim], count, tensor.shape[dim] // count, *tensor.shape[dim + 1 :]])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Which part of a parameter or buffer a rank has, and the way there and back, exact to the bit.
+# ---- Shards of parameters and buffers, and conversions to and from whole tensors, exact to the bit
 #
-# A `Shard` is plain data: ranges of one dimension of the whole tensor, in the order in which the rank has
-# them. Gradients and what an optimizer keeps for a parameter are shared as the parameter is, so the same
-# functions serve them.
+# A `Shard` is plain data: ranges of one dimension of the whole tensor, in the rank's order. Gradients and
+# optimizer states of a parameter are divided like the parameter, so the same functions serve them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank has of the tensor `name`: of dimension `dim` the `ranges`, then `padding` zeros.
+    """One rank's part of the tensor `name`: the `ranges` of dimension `dim`, then `padding` zeros.
 
-    A replicated tensor has no `dim` and no ranges: the rank has all of it.
+    A replicated tensor has `dim` None and no ranges: the rank has the whole tensor.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Shard:
 
     @staticmethod
     def of(name: str, shape: Sequence[int], form: Form, rank: int, ranks: int) -> Shard:
-        """What `rank` of `ranks` has of a tensor of this shape in this form."""
+        """Return the shard of `rank` of `ranks` for a tensor of this shape in this form."""
         if not isinstance(form, Split):
             return Shard(name=name, dim=None, ranges=(), global_shape=tuple(shape))
         mine = tuple(ranges(shape[form.dim], form, rank, ranks))
@@ -151,12 +151,12 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what the rank has."""
+        """Shape of the rank's part."""
         mine = sum(stop - start for start, stop in self.ranges) + self.padding
         return tuple(mine if dim == self.dim else size for dim, size in enumerate(self.global_shape))
 
     def local(self, whole: Tensor) -> Tensor:
-        """The rank's part of `whole`, in memory of its own."""
+        """Return the rank's part of `whole`, in separate memory."""
         if self.dim is None:
             return whole.detach().clone()
         parts = [whole.detach().narrow(self.dim, start, stop - start) for start, stop in self.ranges]
@@ -165,7 +165,7 @@ class Shard:
         return torch.cat(parts, self.dim).contiguous()
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Writes the rank's part to its place in `whole`."""
+        """Write the rank's part to its place in `whole`."""
         if self.dim is None:
             whole.copy_(part)
             return
@@ -175,15 +175,20 @@ class Shard:
             place += stop - start
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The rank's part of what an optimizer keeps for the whole tensor; counts and the like stay as they are.
+        """Return the rank's part of an optimizer's state for the whole tensor; counts and the like are
+        unchanged.
 
         Raises:
-            UsageError: it keeps a tensor of another shape, of which nobody knows the part.
+            UsageError: the state has a tensor of another shape, whose part is unknown.
         """
         return {key: self._part(key, item, self.global_shape, self.local) for key, item in state.items()}
 
     def _part(self, key: str, item: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
-        """`item`, changed if it is a tensor of `shape`."""
+        """Return `change(item)` if `item` is a tensor of `shape`, otherwise `item`.
+
+        Raises:
+            UsageError: `item` is a larger tensor of another shape, of a divided parameter.
+        """
         if not isinstance(item, Tensor) or tuple(item.shape) != shape:
             if isinstance(item, Tensor) and item.numel() > 1 and self.dim is not None:
                 raise UsageError(
@@ -196,7 +201,7 @@ class Shard:
 
 
 def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor, or gradient, of all ranks' parts."""
+    """Return the whole tensor, or gradient, from all ranks' parts."""
     whole = parts[0].new_empty(shards[0].global_shape)
     for shard, part in zip(shards, parts, strict=True):
         shard.put(part.detach(), whole)
@@ -204,10 +209,10 @@ def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
 
 
 def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What an optimizer would keep for the whole tensor, of what the ranks' optimizers keep for its parts.
+    """Return an optimizer's state for the whole tensor, from the ranks' states for its parts.
 
     Raises:
-        UsageError: they keep a tensor of another shape than the part's.
+        UsageError: the states have a tensor of another shape than the part's.
     """
     first = shards[0]
     return {

@@ -1,8 +1,9 @@
-"""A tensor-parallel group inside one process, for tests and notebooks: its ranks run in turn, up to a collective each.
+"""A tensor-parallel group inside one process, for tests and notebooks: its ranks take turns, up to each
+collective.
 
-Every rank is a thread with a turn (`turns`), which it hands on where it waits for the others. The last one to come to a
-collective does the work of all, in the order of the ranks, in memory that they brought: so a rank allocates what it
-would allocate in a process of its own. Costs the time of all ranks in a row.
+Every rank is a thread with a turn (`Turn`), which it passes on when it waits for others. The last rank to
+arrive at a collective does the work of all, in rank order, in memory that the ranks brought: so a rank
+allocates what it would allocate in its own process. The ranks' times add up.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-# ----------------------------------------------------------------------------------------------------
-# Threads of which one runs at a time: each has its turn until it waits for another, and then hands the turn
-# back.
+# ---- Threads that run one at a time: each has its turn until it waits for another
 #
-# Good for what has to stop in the middle of a call, such as a rank inside a layer whose collective lacks
-# another rank: whoever has the turn calls `pause`, and goes on from there at its next turn. The order of all
-# that is computed is that of the calls of `advance`. Every thread draws from torch's default generator as if
-# it were alone.
+# For code that must stop in the middle of a call, such as a rank inside a layer whose collective waits for
+# another rank: the running thread calls `pause`, and continues there at its next turn. Computations follow
+# the order of the calls of `advance`. Every thread draws from torch's default generator as if it were the
+# only one.
 
 
 class Abandoned(RuntimeError):
-    """What this thread waits for will not come: another has failed."""
+    """This thread waits for a thread that has failed."""
 
 
 class Turn:
@@ -37,7 +36,7 @@ class Turn:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
         self._thread = threading.Thread(target=self._body, name="pipefit-turn", daemon=True)
-        self._go, self._back = threading.Lock(), threading.Lock()  # released to give the turn, and to give it back
+        self._go, self._back = threading.Lock(), threading.Lock()  # released to give the turn, and to return it
         self._go.acquire()
         self._back.acquire()
         self._draws = torch.get_rng_state()
@@ -45,7 +44,7 @@ class Turn:
         self._runs = self._ended = self._abandoned = False
 
     def advance(self) -> bool:
-        """Give it the turn; whether it has ended when the turn comes back.
+        """Give the thread the turn; return whether it has ended when the turn comes back.
 
         Raises:
             BaseException: whatever `run` raises.
@@ -57,9 +56,9 @@ class Turn:
         return self._ended
 
     def abandon(self) -> None:
-        """End it: the `pause` in which it waits raises `Abandoned`."""
+        """End the thread: the `pause` in which it waits raises `Abandoned`."""
         self._abandoned = True
-        if self._runs:  # the caller was interrupted while it had the turn
+        if self._runs:  # the caller was interrupted while the thread had the turn
             self._back.acquire()
             self._runs = False
         if self._thread.ident is not None and not self._ended:
@@ -67,7 +66,10 @@ class Turn:
         self._failure = None
 
     def _give(self) -> None:
-        """Give it the turn, and wait until it comes back. Torch's states are large tensors, so they are ours."""
+        """Give the thread the turn, and wait until it comes back.
+
+        The random state is kept here, because it is a large tensor.
+        """
         torch.set_rng_state(self._draws)
         self._runs = True
         if self._thread.ident is None:
@@ -84,7 +86,7 @@ class Turn:
         _here.turn = self
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001 -- raised again where the turn was given
+        except BaseException as error:  # noqa: BLE001 -- raised again by `advance`
             self._failure = error
         finally:
             self._ended = True
@@ -98,10 +100,10 @@ class Turn:
 
 
 def pause() -> None:
-    """Hand the turn back, and go on at the next one. To be called on the thread of a `Turn`.
+    """Return the turn, and continue at the next one. Call it on the thread of a `Turn`.
 
     Raises:
-        Abandoned: there will be no next one.
+        Abandoned: there will be no next turn.
     """
     _here.turn._pause()
     for act in getattr(_here, "acts", ()):
@@ -110,8 +112,9 @@ def pause() -> None:
 
 @contextmanager
 def at_each_turn(act: Callable[[], None]) -> Iterator[None]:
-    """Inside, `act` is called on this thread whenever it goes on after a pause: others may have changed what torch has
-    one of for all threads.
+    """Call `act` on this thread whenever it continues after a pause in the body.
+
+    Other threads may have changed torch's process-wide state in the meantime.
     """
     before = getattr(_here, "acts", ())
     _here.acts = (*before, act)
@@ -124,14 +127,15 @@ def at_each_turn(act: Callable[[], None]) -> Iterator[None]:
 _here = threading.local()
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The group
 
 T = TypeVar("T")
 Brought = TypeVar("Brought")
 
 
 def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
-    """What `run` returns on each of so many ranks, given its end of the group. All draw what the caller would draw.
+    """Return the results of `run` on each rank, given its interface to the group; all draw the caller's
+    random numbers.
 
     Raises:
         Exception: whatever `run` raises on the first rank that fails.
@@ -157,7 +161,7 @@ def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockstepCollectives:
-    """One rank's end of a group in this process."""
+    """A rank's interface to a group in this process."""
 
     rank: int
     size: int
@@ -187,16 +191,18 @@ class LockstepCollectives:
 
 
 class Meeting(Generic[Brought]):
-    """Where the ranks of a group meet: each brings something, and the last one to come does something with it all."""
+    """A meeting of the ranks of a group: each brings an object, and the last one to arrive acts on all of
+    them.
+    """
 
     def __init__(self, size: int) -> None:
-        self.arrivals = 0  # so far, of all ranks
+        self.arrivals = 0  # arrivals of all ranks so far
         self._size = size
         self._brought: dict[int, Brought] = {}
         self._meetings = 0
 
     def meet(self, rank: int, brought: Brought, act: Callable[[Sequence[Brought]], None]) -> None:
-        """Return when all ranks have come, and `act` has been called with what they brought, in their order."""
+        """Wait until all ranks have arrived, and `act` has been called on their objects, in rank order."""
         self._brought[rank] = brought
         self.arrivals += 1
         number = self._meetings
@@ -210,7 +216,7 @@ class Meeting(Generic[Brought]):
             pause()
 
     def forget(self) -> None:
-        """What has been brought is nobody's any more: after a meeting, or a failure."""
+        """Drop the objects, after a meeting or a failure."""
         self._brought = {}
         self._meetings += 1
 

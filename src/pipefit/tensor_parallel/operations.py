@@ -1,8 +1,9 @@
-"""One operation of a stage as the rules for operators see it, and a strategy: one way in which the ranks can do it.
+"""One operation of a stage, as the rules for operators see it, and strategies: ways in which the ranks can do
+it.
 
-A strategy says in which form each operand is needed, in which form the result is then had, and how the rank's own call
-is written. The checks that hold for all operators are made here, once: the ranks can share every operand and the result
-in the forms proposed, and one value is needed in one form.
+A strategy gives the form in which each operand is needed, the form of the result, and the call on a rank.
+Checks for all operators are made here: the ranks can share every operand and the result in the proposed
+forms, and no value is needed in two forms.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from torch import Tensor, fx
 from pipefit.capture.flat import operator_name, value
 from pipefit.tensor_parallel.forms import C, Form, R, Split, divides, local_shape
 
-# ----------------------------------------------------------------------------------------------------
-# Equations of Einstein sums: the letters of every operand's dimensions, and of the result's.
+# ---- Equations of Einstein sums
 
 
 class Equation(NamedTuple):
-    """The letters of every operand, and of the result."""
+    """The letters of every operand's dimensions, and of the result's."""
 
     operands: tuple[str, ...]
     result: str
 
     @staticmethod
     def of(text: str) -> Equation | None:
-        """Read from its text; None for a diagonal, a sum without an arrow, or dimensions without letters."""
+        """Parse an equation; None for a diagonal, a sum without an arrow, or dimensions without letters."""
         given, arrow, result = text.replace(" ", "").partition("->")
         terms = (*given.split(","), result)
         if not arrow or "." in text or any(len(set(term)) < len(term) for term in terms):
@@ -39,7 +39,7 @@ class Equation(NamedTuple):
         return Equation(terms[:-1], result)
 
     def terms(self, shapes: Sequence[Sequence[int]]) -> int:
-        """How many products are summed in each element of the result, for operands of these shapes."""
+        """Return how many products are summed in each element of the result, for operands of these shapes."""
         sizes = {
             letter: size
             for shape, letters in zip(shapes, self.operands, strict=True)
@@ -48,14 +48,14 @@ class Equation(NamedTuple):
         return math.prod(size for letter, size in sizes.items() if letter not in self.result)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Operations and strategies
 
-GROUP: Final = "<the rank's end of its group>"  # stands in a call for the collectives
+GROUP: Final = "<the rank's end of its group>"  # placeholder in a call for the collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """How a rank does an operation: a function of the operation's own operands and of `GROUP`."""
+    """A rank's call for an operation: a function of the operation's operands and of `GROUP`."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -64,8 +64,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """One way to do an operation; `summed` are bytes that it sums over the ranks in its forward, of which every rank
-    gets its part if they are `scattered`.
+    """One way to do an operation.
+
+    `summed` are the bytes that its forward sums over the ranks; every rank gets its part of them if they are
+    `scattered`.
     """
 
     operands: Mapping[fx.Node, Form]
@@ -76,18 +78,18 @@ class Strategy:
 
     @property
     def divides(self) -> bool:
-        """Whether each rank does a part of the operation."""
+        """True if each rank does a part of the operation."""
         return any(isinstance(form, Split) for form in (self.result, *self.operands.values()))
 
 
-Wishes = Mapping[Split, None]  # the forms in which users would like a result; ordered, so that every process agrees
+Wishes = Mapping[Split, None]  # forms of a result that its users prefer; ordered, so every process agrees
 Rule = Callable[["Operation", Wishes], Iterator[Strategy | None]]
 
 
 class Operation:
     """An operation among `ranks`; `trained` are the values that need a gradient.
 
-    By `sequences`, norms are divided along positions though nobody wishes it.
+    With `sequences`, norms are divided along positions even if no user of the result prefers it.
     """
 
     def __init__(self, node: fx.Node, ranks: int, trained: frozenset[fx.Node], *, sequences: bool = False) -> None:
@@ -109,7 +111,7 @@ class Operation:
         return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
 
     def operand(self, name: str) -> fx.Node | None:
-        """The value given as argument `name`; None where there is none."""
+        """Return the value given as argument `name`; None if it is not a value."""
         found = self.given.get(name)
         return found if isinstance(found, fx.Node) else None
 
@@ -119,12 +121,14 @@ class Operation:
         return nbytes(self.node)
 
     def replicated(self) -> Strategy:
-        """Every rank does all of it: right for any operation."""
+        """Return the strategy in which every rank does the whole operation, which is correct for any
+        operation.
+        """
         call = Call(target=self.node.target, args=self.node.args, kwargs=self.node.kwargs)  # type: ignore[arg-type]
         return Strategy(operands=dict.fromkeys(self.node.all_input_nodes, R), result=R, call=call)
 
     def changed(self, **given: Any) -> Call:
-        """The operation itself with some arguments replaced."""
+        """Return the operation's call with some arguments replaced."""
         every = self.given | given
         args = tuple(every[a.name] for a in self._schema if not a.kwarg_only)
         kwargs = {a.name: every[a.name] for a in self._schema if a.kwarg_only and a.name in every}
@@ -137,11 +141,12 @@ class Operation:
         summed: bool = False,
         call: Call | None = None,
     ) -> Strategy | None:
-        """A strategy with `operands` in these forms and all others replicated; None where it cannot be.
+        """Return a strategy with `operands` in these forms and all others replicated; None if it is
+        impossible.
 
-        It cannot where a form is None, where the ranks cannot share a value so, or where one value would be needed in
-        two forms. `summed` says that the whole result is summed over the ranks; each gets its part if the result is
-        divided.
+        It is impossible if a form is None, if the ranks cannot share a value in its form, or if one value
+        would be needed in two forms. `summed` says that the whole result is summed over the ranks; each gets
+        its part if the result is divided.
         """
         forms: dict[fx.Node, Form] = {}
         for node, wanted in operands:
@@ -167,35 +172,35 @@ class Operation:
         return divides(shape(node), form, self.ranks)
 
     def local(self, form: Form) -> list[int]:
-        """The shape of a rank's part of the result in this form."""
+        """Return the shape of a rank's part of the result in this form."""
         return local_shape(self.shape, form, self.ranks)
 
     def broadcast(self, wish: Split, operand: fx.Node) -> Form:
-        """The form in which an operand is needed so that the result is had as `wish`."""
+        """Return the form in which an operand is needed for a result in the form `wish`."""
         dim = wish.dim - (self.last + 1 - len(shape(operand)))
         return C if dim < 0 or shape(operand)[dim] == 1 else wish.at(dim)
 
 
 def shape(node: Any) -> list[int]:
-    """The shape of a whole value; of what is no tensor, none."""
+    """Return the shape of a whole value; empty if it is not a tensor."""
     found = value(node) if isinstance(node, fx.Node) else None
     return list(found.shape) if isinstance(found, Tensor) else []
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a whole value, of all tensors in it."""
+    """Return the bytes of a whole value, over all its tensors."""
     found = value(node)
     tensors = found if isinstance(found, tuple | list) else (found,)
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 def wished(wishes: Wishes, dim: int) -> Iterable[Split]:
-    """The splits of dimension `dim` worth a try: that into one row, and those that users wish for."""
+    """Return the splits of dimension `dim` to try: into one row, and those in `wishes`."""
     return dict.fromkeys([Split(dim), *(wish for wish in wishes if wish.dim == dim)])
 
 
 def flops(node: fx.Node) -> int:
-    """Multiplications and additions of an operation's forward; 0 for all but products, which are nearly all of them."""
+    """Return the multiplications and additions of an operation's forward; 0 except for products."""
     name, result = operator_name(node), math.prod(shape(node))
     if node.op != "call_function" or not result or name not in _INNER:
         return 0
@@ -203,12 +208,12 @@ def flops(node: fx.Node) -> int:
 
 
 def _attended(node: fx.Node) -> int:
-    """Sums for each element of an attention's result: queries by keys, and weights by values."""
+    """Return the terms for each element of an attention's result: queries by keys, and weights by values."""
     return 2 * shape(node.args[1])[-2]
 
 
 def _summed(node: fx.Node) -> int:
-    """Terms of an Einstein sum; of an equation that no rule reads, none."""
+    """Return the terms of an Einstein sum; 0 for an equation that cannot be parsed."""
     equation = Equation.of(str(node.args[0]))
     tensors: Sequence[Any] = node.args[1]  # type: ignore[assignment]
     return equation.terms([shape(tensor) for tensor in tensors]) if equation else 0

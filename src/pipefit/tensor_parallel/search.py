@@ -1,10 +1,10 @@
-"""The forms of all values of a stage: a dynamic programme along its graph.
+"""The forms of all values of a stage: dynamic programming along its graph.
 
-Backwards, every operation is asked for the forms in which it can use its operands; these wishes are what the operations
-before it try to fulfil. Forwards, a state is the forms in which each value that is still needed can be had, the one it
-was made in first; of equal states the cheapest is kept. Parameters have the form in which they are first met, and a
-tied one is part of the state until its last use. At most 200 are kept at a time, so the search is linear in the
-number of operations; with all states kept it is exact for its prices.
+Backwards, every operation reports the forms in which it can use its operands; these wishes are what earlier
+operations try to fulfill. Forwards, a state is the forms in which each value that is still needed is
+available, the form in which it was made first; of equal states the cheapest is kept. A parameter has the form
+of its first use, and a tied one is part of the state until its last use. At most 200 states are kept at a
+time, so the search is linear in the number of operations; with all states kept it is exact for its prices.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from pipefit.tensor_parallel.rules.elementwise import COPIES
 from pipefit.tensor_parallel.rules.reshaping import CUTS, VIEWS
 from pipefit.tensor_parallel.tracing import TracedStage, is_stored, without_gradient
 
-# ----------------------------------------------------------------------------------------------------
-# What a choice of forms costs, in bytes: what a rank sends, and, at a price, what it stores.
+# ---- Costs of forms, in bytes: bytes that a rank sends, and at a price, bytes that it stores
 #
-# Sums send each byte twice, or once where every rank gets its part, and gathers once; a rank sends (ranks -
-# 1) / ranks of the whole. Computing counts too, so that of two equal choices the divided one is taken. These
-# are proxies of memory: the exact bytes are a dry run's.
+# An all-reduce sends each byte twice, a reduce-scatter or an all-gather once; a rank sends (ranks - 1) /
+# ranks of the whole. Computation counts too, so that of two otherwise equal choices the divided one is taken.
+# These are estimates of memory; a dry run gives the exact bytes.
 
-_STATES = 4  # a parameter's gradient and two states of an optimizer are divided with it
+_STATES = 4  # a parameter, its gradient and two optimizer states are divided together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a byte that a rank stores is worth, in bytes that it sends; and how many operations one of those is."""
+    """The price of a stored byte, in sent bytes, and the number of operations that cost one sent byte."""
 
     stored: float = 0.3
     flops: float = 1000.0
 
 
-SEQUENCES = Prices(stored=2.0)  # of sequence parallelism, which is asked for to store less
+SEQUENCES = Prices(stored=2.0)  # for sequence parallelism, whose purpose is to store less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Costs:
         return (self.ranks - 1) / self.ranks
 
     def conversion(self, node: fx.Node, home: Form, form: Form) -> float:
-        """To have a value in another form than that in which it is made."""
+        """Return the cost of converting a value from the form in which it is made, `home`, to `form`."""
         if not isinstance(value(node), Tensor):
             return math.inf  # lists are never converted
         back = node in self.trained
@@ -73,27 +72,26 @@ class Costs:
         return times * self._sent * nbytes(node)
 
     def stored(self, node: fx.Node, form: Form) -> float:
-        """To have a parameter or buffer in a form, with all that an optimizer has for it."""
+        """Return the cost of a parameter or buffer in a form, with its gradient and optimizer states."""
         return _STATES * self.kept(node, form)
 
     def done(self, node: fx.Node, way: Strategy) -> float:
-        """To do an operation."""
+        """Return the cost of an operation."""
         computed = flops(node) / (self.ranks if way.divides else 1) / self.prices.flops
         times = 1 + (node in self.trained) if way.scattered else 2
         return times * self._sent * way.summed + computed
 
     def kept(self, node: fx.Node, form: Form) -> float:
-        """To keep a value in a form until the backward."""
+        """Return the cost of keeping a value in a form until the backward."""
         return self.prices.stored * nbytes(node) / (self.ranks if isinstance(form, Split) else 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a backward is likely to keep, told by operators: those that most of them keep are known by name.
+# ---- Values that a backward probably keeps, by operator
 #
-# Sums, copies and views keep nothing of their operands; products, norms and curves do. A guess for a search,
-# whose exact bytes are a dry run's.
+# Sums, copies and views keep none of their operands; products, norms and activation functions do. An estimate
+# for the search; a dry run gives the exact bytes.
 
-_CURVES = frozenset({"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"})  # known by results
+_CURVES = frozenset({"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"})  # keep the result
 _LOOKS = VIEWS | CUTS | {"transpose", "permute", "t", "expand", "select", "slice", "alias", "detach"}
 _SUMS = frozenset({"add", "sub", "neg", "rsub", "sum", "mean", "cumsum"})
 _MOVES = frozenset({"cat", "stack", "repeat", "repeat_interleave", "pad", "roll", "flip", "index", "embedding"})
@@ -101,32 +99,34 @@ _KEEPS_NO_OPERAND = COPIES | _CURVES | _LOOKS | _SUMS | _MOVES | {"dropout"}
 
 
 def keeps_result(node: fx.Node) -> bool:
-    """Whether the backward of an operation needs what it made, or something of that size."""
+    """Return whether the backward of an operation needs its result, or a tensor of that size."""
     return operator_name(node) in _CURVES | {"scaled_dot_product_attention", "dropout"}
 
 
 def keeps_operands(node: fx.Node) -> bool:
-    """Whether the backward of an operation needs what went in; that of a product with a number needs nothing."""
+    """Return whether the backward of an operation needs its operands; that of a product with a number does
+    not.
+    """
     name = operator_name(node)
     if node.target is operator.getitem or name in _KEEPS_NO_OPERAND:
         return False
     return not (name in ("mul", "div") and len(node.all_input_nodes) == 1)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The search
 
 _MOST = 200
-_SEQUENCES = 3  # dimensions of values that products take: samples, positions, features
+_SEQUENCES = 3  # dimensions of values with positions: samples, positions, features
 
 
 class Kept(NamedTuple):
-    """A value is kept for the backward, in this form; a partial gradient is no form of its own there."""
+    """A value kept for the backward in this form; C counts as R."""
 
     form: Form
 
     @staticmethod
     def of(form: Form) -> Kept:
-        """For a value that is used in a form."""
+        """Return the entry for a value that is used in a form."""
         return Kept(form if isinstance(form, Split) else R)
 
 
@@ -135,10 +135,10 @@ State = dict[fx.Node, tuple[Form | Kept, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How every operation is done, the form in which each value is made or stored, and what each could have been.
+    """The strategy of every operation, and the form in which each value is made or stored.
 
-    `options` counts the strategies of every operation. `trained` are the values that need a gradient, `changed` those
-    that share memory with what is changed in place.
+    `options` counts the strategies of every operation. `trained` are the values that need a gradient,
+    `changed` those that share memory with a value that is changed in place.
     """
 
     ways: dict[fx.Node, Strategy]
@@ -150,7 +150,7 @@ class Choice:
 
 
 class _Record(NamedTuple):
-    """The cheapest way into a state: its cost, the record before, and the operation's strategy."""
+    """The cheapest path to a state: its cost, the previous record, and the operation's strategy."""
 
     cost: float
     before: _Record | None
@@ -165,9 +165,10 @@ def choose(
     sequences: bool = False,
     given: Mapping[fx.Node, Form] | None = None,
 ) -> Choice:
-    """The cheapest forms that the search finds; by `sequences` norms and what is around them may be divided too.
+    """Return the cheapest forms that the search finds; with `sequences`, norms and values around them may be
+    divided too.
 
-    Parameters and buffers that are `given` a form have it, whatever that costs.
+    Parameters and buffers in `given` have that form, whatever its cost.
     """
     trained, changed = _trained(stage), _changed(stage.graph)
     options = _options(stage, ranks, trained, changed, sequences=sequences)
@@ -184,7 +185,7 @@ def choose(
 
 
 def _trained(stage: TracedStage) -> frozenset[fx.Node]:
-    """The values that need a gradient."""
+    """Return the values that need a gradient."""
     found: set[fx.Node] = set()
     for node in stage.graph.nodes:
         if node.op == "placeholder":
@@ -197,18 +198,20 @@ def _trained(stage: TracedStage) -> frozenset[fx.Node]:
 
 
 def _ends(node: fx.Node) -> bool:
-    """Whether no gradient goes back through an operation; what is changed in place without one still has its own."""
+    """Return whether no gradient passes an operation; in-place changes without gradient keep the earlier one."""
     return (without_gradient(node) or operator_name(node) == "detach") and not mutated_arguments(node)
 
 
 def _arrives_trained(stage: TracedStage, node: fx.Node) -> bool:
-    """Whether an input is of another stage, which needs its gradient."""
+    """Return whether an input comes from another stage, which needs its gradient."""
     values = stage.inputs[: len(stage.inputs) - stage.targets]
     return not stage.is_first and node in values and _is_numeric(node)
 
 
 def _derived(graph: fx.Graph) -> set[fx.Node]:
-    """The real or complex values that depend on a parameter: all others, such as masks, are cheap to have whole."""
+    """Return the real or complex values that depend on a parameter; others, such as masks, are cheap to
+    replicate.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_parameter = (meaning := role(node)) is not None and meaning.kind == "parameter"
@@ -218,7 +221,7 @@ def _derived(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_numeric(node: fx.Node) -> bool:
-    """Whether it is of a type through which gradients go, complex numbers included."""
+    """Return whether a value has a dtype that carries gradients: floating point or complex."""
     found = value(node)
     tensors = found if isinstance(found, tuple | list) else (found,)
     return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
@@ -232,7 +235,9 @@ def _options(
     *,
     sequences: bool = False,
 ) -> dict[fx.Node, list[Strategy]]:
-    """The strategies of every operation, replicated first; found backwards, as users know what they need."""
+    """Return the strategies of every operation, replicated first; found backwards, because users know their
+    needs.
+    """
     wishes: dict[fx.Node, dict[Split, None]] = {}
     found: dict[fx.Node, list[Strategy]] = {}
     derived = _derived(stage.graph)
@@ -248,19 +253,19 @@ def _options(
                 if isinstance(form, Split):
                     wishes.setdefault(source, {})[form] = None
                 elif sequences and form == C and len(shape(source)) == _SEQUENCES:
-                    wishes.setdefault(source, {})[Split(1)] = None  # its positions are put together just before
+                    wishes.setdefault(source, {})[Split(1)] = None  # its positions are gathered just before
     return found
 
 
 def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The values that share memory with one that is changed in place; buffers are changed in the form they have."""
+    """Return the values that share memory with one changed in place; buffers are changed in their own form."""
     roots = groups(graph)
     changed = {roots[target] for node in graph.nodes for target in mutated_arguments(node)}
     return frozenset(node for node, root in roots.items() if root in changed and not is_stored(root))
 
 
 class _Search:
-    """The dynamic programme."""
+    """The dynamic program."""
 
     def __init__(
         self,
@@ -279,16 +284,16 @@ class _Search:
         for node, cut in zip(_firsts(stage), stage.cuts, strict=True):
             self.cuts[node] = (*self.cuts.get(node, ()), *cut)
         for node, cut in self.cuts.items():
-            edge = self.number[node] - 0.5  # they live until there, used or not
+            edge = self.number[node] - 0.5  # they live until the cut, used or not
             self.ends |= {source: max(edge, self.ends.get(source, edge)) for source in cut}
         self.trained = costs.trained
         self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
         roots = groups(stage.graph)
         changed = {roots[target] for node in self.nodes for target in mutated_arguments(node)}
-        self.fixed = {node for node, root in roots.items() if root in changed}  # another form would be an old copy
+        self.fixed = {node for node, root in roots.items() if root in changed}  # another form would be a stale copy
 
     def run(self) -> tuple[dict[fx.Node, Strategy], float]:
-        """The strategies of the cheapest way, and its cost."""
+        """Return the strategies of the cheapest path, and its cost."""
         layer: list[tuple[State, _Record]] = [(dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))]
         for node in self.nodes:
             if node in self.cuts:
@@ -322,7 +327,7 @@ class _Search:
         return self._worthwhile(sorted(following.values(), key=lambda item: item[1].cost))[:_MOST]
 
     def _cut(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
-        """In front of `node` a block ends: what crosses is had whole, and in no other form from there on."""
+        """End a block before `node`: values that cross are replicated, and in no other form from there on."""
         found: dict[object, tuple[State, _Record]] = {}
         for state, record in layer:
             known = dict(state)
@@ -338,19 +343,19 @@ class _Search:
         return self._worthwhile(sorted(found.values(), key=lambda item: item[1].cost))
 
     def _worthwhile(self, layer: list[tuple[State, _Record]]) -> list[tuple[State, _Record]]:
-        """The states, cheapest first, but for those that the cheapest can be made into for less."""
+        """Return the states, cheapest first, except those that the cheapest can be converted into for less."""
         best, record = layer[0]
         return [item for item in layer if item[0] is best or item[1].cost < record.cost + self._between(best, item[0])]
 
     def _between(self, state: State, other: State) -> float:
-        """What it takes to have in `state` all that is had in `other`."""
+        """Return the cost of adding to `state` all forms that `other` has."""
         missing = ((node, form) for node, forms in other.items() for form in forms if form not in state[node])
         return sum(math.inf if is_stored(node) else self._cost_of(state, node, form) for node, form in missing)
 
     def _had(self, known: State, node: fx.Node, form: Form, *, keeps: bool) -> float:
-        """The cost of having a value in a form, and of keeping it for the backward; both are so from now on."""
+        """Add a form of a value, kept for the backward if `keeps`, to the state; return the cost."""
         cost = 0.0
-        if node not in known:  # a parameter or buffer, met first: it is stored as it is needed
+        if node not in known:  # first use of a parameter or buffer: store it in the form needed
             home = self.given.get(node, form if isinstance(form, Split) else R)
             known[node] = (home,)
             cost += self.costs.stored(node, home)
@@ -358,7 +363,7 @@ class _Search:
         return cost + (self._more(known, node, Kept.of(form)) if keeps and not is_stored(node) else 0)
 
     def _more(self, known: State, node: fx.Node, what: Form | Kept) -> float:
-        """The cost of one form of a value more, or of keeping it; what is had for nothing needs no place in a state."""
+        """Add a form or a kept copy of a value to the state unless it is free; return its cost."""
         if what in known[node]:
             return 0.0
         cost = self._cost_of(known, node, what)
@@ -377,7 +382,7 @@ class _Search:
     def _priced(self, node: fx.Node, start: Form | Kept, what: Form | Kept) -> float:
         if isinstance(what, Kept):
             return self.costs.kept(node, what.form)
-        assert not isinstance(start, Kept)  # the form in which a value is made comes first
+        assert not isinstance(start, Kept)  # the form in which a value is made is first
         return math.inf if node in self.fixed else self.costs.conversion(node, start, what)
 
     def _end(self, state: State, output: fx.Node) -> float:
@@ -385,19 +390,19 @@ class _Search:
 
 
 def _firsts(stage: TracedStage) -> list[fx.Node]:
-    """The first operation behind each edge, or the end."""
+    """Return the first operation after each edge, or the output."""
     operations = [node for node in stage.graph.nodes if node.op == "call_function"]
     end = stage.graph.output_node()
     return [next((node for node in operations if stage.layer_of[node] >= edge), end) for edge in stage.edges]
 
 
 def _whole(forms: tuple[Form | Kept, ...]) -> tuple[Form | Kept, ...]:
-    """Of the forms in which a value is had, the whole one; and in which it is kept."""
+    """Return the replicated form of a value, and its kept forms."""
     return (R, *(form for form in forms if isinstance(form, Kept)))
 
 
 def _ways(record: _Record) -> Iterator[Strategy]:
-    """The strategies, last first."""
+    """Yield the strategies, last first."""
     while record.way is not None and record.before is not None:
         yield record.way
         record = record.before

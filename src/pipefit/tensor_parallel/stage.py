@@ -1,8 +1,9 @@
 """A stage of a chain for the ranks of a tensor-parallel group: planned once, then written for every rank.
 
-`shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. Layers are as many as before and have
-the names that they had, and so do parameters and buffers, of which a rank has the part that its `Shard` says. What
-comes into the stage and leaves it is replicated. Ranks that plan by themselves compare their `digest`.
+`shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. A rank has the same number
+of layers, with the same names. Its parameters and buffers have the same names too, and are the parts given by
+their `Shard`. Inputs and outputs of the stage are replicated. Ranks that plan independently compare their
+`digest`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ from pipefit.tensor_parallel.search import SEQUENCES, Choice, Prices, choose
 from pipefit.tensor_parallel.tracing import TracedStage, blocks_begin, is_stored, trace
 from pipefit.tensor_parallel.writing import Collective, Key, LayerCode, RankTensors, Steps, crossing, tensors_of, write
 
-# ----------------------------------------------------------------------------------------------------
-# What share of a stage its ranks divide, and what keeps the rest whole, found from the forms chosen.
+# ---- Divided shares of a stage, and reasons for which the rest stays whole
 
-_MOST = 8  # what is said of what stays whole
+_MOST = 8  # entries about operations that stay whole, at most
 
 
 def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
-    """The shares of a stage in the forms chosen."""
+    """Return the shares of a stage in the chosen forms."""
     sizes = {n: nbytes(n) for n in choice.home if is_stored(n) and isinstance(stage.tensor(n), nn.Parameter)}
     divided = {node for node in sizes if isinstance(choice.home[node], Split)}
     counts = {node: flops(node) for node in choice.ways}
@@ -84,15 +84,15 @@ def _reason(choice: Choice, node: fx.Node, ranks: int) -> str:
     return "whole it is cheaper than what dividing it would send"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- A sharded stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStage:
-    """What one rank runs and has: its layers, the loss behind them if the stage has it, and its shards by name.
+    """The layers of one rank, the loss after them if the stage has it, and its shards by name.
 
-    The loss is of the last layer's values, which then are in the forms that the loss needs, and the targets. `shards`
-    has every name of the whole stage's state dict.
+    The loss takes the last layer's values, in the forms that the loss needs, and the targets. `shards` has
+    every name of the whole stage's state dict.
     """
 
     layers: tuple[ChainLayer, ...]
@@ -100,13 +100,13 @@ class RankStage:
     shards: Mapping[str, Shard]
 
     def __call__(self, values: Values, targets: Values = ()) -> Values:
-        """What the stage makes of its inputs: its outputs, or the loss."""
+        """Return the stage's outputs for its inputs, or the loss."""
         for layer in self.layers:
             values = layer(values)
         return values if self.criterion is None else self.loss(values, targets)
 
     def loss(self, values: Values, targets: Values) -> Values:
-        """The loss of the last layer's values."""
+        """Return the loss of the last layer's values."""
         last = ChainLayer("loss", self.criterion, autocast=self.layers[-1].autocast)  # type: ignore[arg-type]
         return last((*values, *targets))
 
@@ -122,15 +122,15 @@ def shard_stage(
     sequences: bool = False,
     prices: Prices | None = None,
 ) -> ShardedStage:
-    """How `ranks` share the layers of a stage, for inputs like `values`.
+    """Divide the layers of a stage between `ranks`, for inputs like `values`.
 
-    With `chain` the stage is its last, and the loss of outputs and `targets` is shared too. Tensors may be fake: only
-    their shapes and types count. The inputs of the first stage, `is_first`, need no gradient. By
-    `sequences`, what is between attention and MLP may be divided along positions (sequence parallelism): less is kept,
-    more is sent.
+    With `chain` the stage is its last, and the loss of outputs and `targets` is divided too. Tensors may be
+    fake: only their shapes and dtypes matter. The inputs of the first stage, `is_first`, need no gradient.
+    With `sequences`, values between attention and MLP may be divided along positions (sequence parallelism),
+    which saves memory and sends more.
 
     Raises:
-        UsageError: fewer than two ranks, or a layer that cannot be followed.
+        UsageError: fewer than two ranks, or a layer that cannot be traced.
     """
     check_ranks(ranks)
     stage = trace(layers, values, chain=chain, targets=targets, is_first=is_first)
@@ -148,7 +148,7 @@ def check_ranks(ranks: int) -> None:
 
 
 class ShardedStage:
-    """A stage and the forms that were chosen for it."""
+    """A stage and the forms chosen for it."""
 
     def __init__(self, stage: TracedStage, choice: Choice, ranks: int) -> None:
         self.stage, self.choice, self.ranks = stage, choice, ranks
@@ -156,42 +156,44 @@ class ShardedStage:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What the ranks do together for one microbatch, for those who price it."""
+        """The collectives of one microbatch, for cost estimates."""
         return tuple(self._steps.collectives)
 
     @cached_property
     def digest(self) -> str:
-        """Equal where ranks have made the same choice."""
+        """A digest that is equal for ranks that made the same choice."""
         ways = ((node.name, way.result, [*way.operands.values()]) for node, way in self.choice.ways.items())
         homes = ((node.name, form) for node, form in self.choice.home.items() if is_stored(node))
         return hashlib.sha256(repr((self.ranks, *ways, *homes)).encode()).hexdigest()
 
     @cached_property
     def shares(self) -> Shares:
-        """What share of bytes and operations is divided, and what keeps the rest whole."""
+        """Divided shares of bytes and operations, and the reasons for which the rest stays whole."""
         return shares(self.stage, self.choice, self.ranks)
 
     def rank(self, group: Collectives) -> RankStage:
-        """The layers of the rank whose end of the group this is."""
+        """Return the layers of the rank that `group` belongs to."""
         *layers, loss = self.layers(group, range(len(self.stage.layers) + 1), self.tensors(group.rank))
         criterion = loss.module if self.stage.has_loss else None
         assert criterion is None or isinstance(criterion, GraphLayer)
         return RankStage(layers=tuple(layers), criterion=criterion, shards=self.shards(group.rank))
 
     def layers(self, group: Collectives, numbers: Iterable[int], tensors: RankTensors) -> list[ChainLayer]:
-        """Some layers of the rank whose end of the group this is, with its part of `tensors`; behind the last stands
-        the loss.
+        """Return some layers of the rank that `group` belongs to, with its part of `tensors`; the loss
+        follows the last.
         """
         loss = ChainLayer("loss", nn.Module(), autocast=self.stage.layers[-1].autocast)
         whole = (*self.stage.layers, loss)
         return [tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers]
 
     def tensors(self, rank: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> RankTensors:
-        """A rank's part of what `whole` says for every tensor of the stage, by default the tensor itself."""
+        """Return a rank's part of `whole(tensor)` for every tensor of the stage, by default of the tensor
+        itself.
+        """
         return RankTensors(self.stage, self.choice.home, rank, self.ranks, whole)
 
     def shards(self, rank: int) -> dict[str, Shard]:
-        """What a rank has of every tensor of the whole stage's state dict, by the names in the model."""
+        """Return a rank's shard of every tensor of the whole stage's state dict, by its name in the model."""
         tensors = self.tensors(rank)
         return {
             original: tensors.shard(tensor, original)
@@ -201,17 +203,17 @@ class ShardedStage:
         }
 
     def form(self, tensor: Tensor) -> Form:
-        """The form in which the ranks have a parameter or buffer of the whole layers."""
+        """Return the form in which the ranks hold a parameter or buffer of the whole layers."""
         return self.tensors(0).forms.get(id(tensor), R)
 
     @property
     def into_loss(self) -> int:
-        """How many values the last layer hands to the loss."""
+        """Number of values that the last layer passes to the loss."""
         return len(self._handed_on[-1])
 
     @cached_property
     def _handed_on(self) -> list[list[Key]]:
-        """What each layer hands to the next, or to the loss."""
+        """Values that each layer passes to the next, or to the loss."""
         return crossing(self._steps, self._arriving[0], len(self.stage.layers) + self.stage.has_loss - 1)
 
     @property
@@ -223,7 +225,7 @@ class ShardedStage:
 
     @cached_property
     def codes(self) -> list[LayerCode]:
-        """The code of every layer, and of the loss behind them."""
+        """The code of every layer, and of the loss after them."""
         steps, stage = self._steps, self.stage
         values, targets = self._arriving
         arriving, leaving = [values, *self._handed_on], [*self._handed_on, steps.outputs]
@@ -232,17 +234,16 @@ class ShardedStage:
         return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(len(arriving))]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A whole chain for the ranks of a tensor-parallel group: a rank's part of it is an ordinary chain.
+# ---- A sharded chain: a rank's part is an ordinary chain
 #
-# What crosses from block to block is whole on every rank, in the order and form in which the whole chain
-# hands it on. So how layers are divided does not depend on where stages end, costs of layers add up, a stage
-# of a rank is a range of its layers, and stages of other degrees take what it sends. A parameter that several
+# Values that cross from block to block are replicated, in the order and form in which the whole chain passes
+# them on. So the division of layers does not depend on where stages end, costs of layers add up, a stage of a
+# rank is a range of its layers, and stages of other degrees accept its messages. A parameter that several
 # layers share is divided in one way.
 
 
 def trace_chain(chain: Chain, values: Values, targets: Values = ()) -> TracedStage:
-    """The graph of a chain, from which `shard_traced` makes one for any number of ranks; see `shard_chain`."""
+    """Return the graph of a chain, which `shard_traced` divides for any number of ranks; see `shard_chain`."""
     edges = blocks_begin(chain)
     return trace(chain.layers, values, chain=chain, targets=targets, is_first=True, edges=edges)
 
@@ -257,15 +258,15 @@ def shard_chain(
     prices: Prices | None = None,
     like: ShardedChain | None = None,
 ) -> ShardedChain:
-    """How `ranks` share the layers of a chain and its loss, for inputs like `values` and targets like `targets`.
+    """Divide the layers of a chain and its loss between `ranks`, for inputs and targets like these.
 
-    Only shapes and types of tensors count, which may be fake. With `like`, a sharded chain of the same model for
-    another number of samples or another mode, parameters and buffers are divided as there. By `sequences`, norms and
-    what is between attention and MLP are divided along positions (sequence parallelism), so that less is kept and more
-    is sent; parameters and buffers are divided as without it.
+    Only shapes and dtypes of tensors matter; tensors may be fake. With `like`, a sharded chain of the same
+    model for another number of samples or another mode, parameters and buffers are divided as in `like`. With
+    `sequences`, norms and values between attention and MLP are divided along positions (sequence
+    parallelism), which saves memory and sends more; parameters and buffers are divided as without it.
 
     Raises:
-        UsageError: fewer than two ranks, or a layer that cannot be followed.
+        UsageError: fewer than two ranks, or a layer that cannot be traced.
     """
     check_ranks(ranks)
     traced = trace_chain(chain, values, targets)
@@ -281,7 +282,7 @@ def shard_traced(
     prices: Prices | None = None,
     like: ShardedChain | None = None,
 ) -> ShardedChain:
-    """As `shard_chain`, of a chain that `trace_chain` has traced."""
+    """Divide a chain that `trace_chain` has traced; see `shard_chain`."""
     check_ranks(ranks)
     if sequences and like is None:
         like = shard_traced(chain, traced, ranks, prices=prices)
@@ -292,33 +293,35 @@ def shard_traced(
 
 
 class ShardedChain:
-    """A chain and how its layers are divided among ranks."""
+    """A chain and the division of its layers among ranks."""
 
     def __init__(self, chain: Chain, stage: ShardedStage, *, sequences: bool = False) -> None:
         self.chain, self.stage, self.sequences = chain, stage, sequences
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.stage.ranks
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What the ranks do together for one microbatch, by layer and direction; the loss is behind the last layer."""
+        """The collectives of one microbatch, by layer and direction; the loss follows the last layer."""
         return self.stage.collectives
 
     @property
     def digest(self) -> str:
-        """Equal where ranks have made the same choice."""
+        """A digest that is equal for ranks that made the same choice."""
         return self.stage.digest
 
     @property
     def shares(self) -> Shares:
-        """What share of bytes and operations is divided, and what keeps the rest whole."""
+        """Divided shares of bytes and operations, and the reasons for which the rest stays whole."""
         return self.stage.shares
 
     def rank(self, group: Collectives) -> Chain:
-        """The chain of the rank whose end of the group this is: layers of the same names, and its own loss."""
+        """Return the chain of the rank that `group` belongs to: layers with the same names, and a loss for
+        the rank.
+        """
         made, chain = self.stage.rank(group), self.chain
         if made.criterion is None:
             return replace(chain, layers=made.layers, packing="bare")
@@ -331,13 +334,15 @@ class ShardedChain:
         )
 
     def shards(self, rank: int) -> dict[str, Shard]:
-        """What a rank has of every tensor of the model's state dict that the layers hold, by the names in the model."""
+        """Return a rank's shard of every tensor of the model's state dict that the layers hold, by its name
+        in the model.
+        """
         return self.stage.shards(rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoss:
-    """The loss of a rank's chain: of the last layer's values, in the forms that it needs, and the targets."""
+    """The loss of a rank's chain: takes the last layer's values, in the forms that it needs, and the targets."""
 
     module: GraphLayer
     targets: Tree | None
@@ -348,12 +353,12 @@ class RankLoss:
 
 
 def _tree(count: int) -> Tree:
-    """The shape of a tuple of so many tensors."""
+    """Return the structure of a tuple of `count` tensors."""
     return Tree.of("the outputs", tuple(torch.empty(0) for _ in range(count)))
 
 
 def _given(chain: Chain, traced: TracedStage, like: ShardedChain) -> Mapping[fx.Node, Form]:
-    """The forms of parameters and buffers as they are in `like`, whose layers have the same names for them."""
+    """Return the forms of parameters and buffers in `like`, whose layers have the same names for them."""
     forms: dict[int, Form] = {}
     for layer, other in zip(chain.layers, like.chain.layers, strict=True):
         known = dict(tensors_of(other.module))

@@ -1,11 +1,11 @@
-"""A stage as one flat graph: the layers one after the other, and the loss behind them.
+"""A stage as one flat graph: the layers one after the other, and the loss after them.
 
-Values are made anew where the layers change them in place and nobody else sees the change, because a value may be had
-in several forms. What is changed in place and seen elsewhere stays as it is, and is replicated. Costs one trace of the
-stage; nothing is computed.
+In-place changes inside layers that no other value sees become operations that make new values, because a
+value may be needed in several forms. In-place changes that other values see stay, and are replicated. Takes
+one trace of the stage; nothing is computed.
 
-Between layers values are contiguous, as everywhere (`capture.chain`). Where a block ends, those that cross are noted,
-in the order in which the layers hand them on, used later or not.
+Between layers values are contiguous, as everywhere (`capture.chain`). At the end of each block, the values
+that cross are recorded in the order in which the layers pass them on, whether they are used later or not.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import Packing
 
-_NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch has no derivative of the operator that returns a new value
+_NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch lacks a derivative of the out-of-place operator
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStage:
-    """The graph, the layer of every operation (for the loss the number of layers), and what it computes with.
+    """The graph, the layer of every operation (for the loss the number of layers), and the tensors it uses.
 
-    `edges` are the layers with which blocks begin, but for the first; `cuts` the values that cross in front of each.
+    `edges` are the first layers of all blocks except the first block; `cuts` are the values that cross before
+    each edge.
     """
 
     graph: fx.Graph
@@ -45,18 +46,18 @@ class TracedStage:
     layer_of: dict[fx.Node, int]
     binding: Binding
     inputs: tuple[fx.Node, ...]
-    targets: int  # how many of the inputs, the last ones, are targets of the loss
+    targets: int  # number of inputs, at the end, that are targets of the loss
     has_loss: bool
     is_first: bool  # the inputs are a batch, and need no gradient
     edges: tuple[int, ...] = ()
     cuts: tuple[tuple[fx.Node, ...], ...] = ()
 
     def block(self, layer: int) -> int:
-        """The block of a layer; the loss belongs to the last."""
+        """Return the block of a layer; the loss belongs to the last."""
         return bisect_right(self.edges, layer)
 
     def tensor(self, node: fx.Node) -> Tensor:
-        """The parameter, buffer or constant that a placeholder stands for."""
+        """Return the parameter, buffer or constant that a placeholder stands for."""
         meaning = role(node)
         assert meaning is not None
         return self.binding.tensor(meaning.name)
@@ -71,12 +72,12 @@ def trace(
     is_first: bool,
     edges: Sequence[int] = (),
 ) -> TracedStage:
-    """The graph of `layers` on values like `values`; with the loss of `chain`, if one is given and has it.
+    """Return the graph of `layers` on values like `values`, with the loss of `chain`, if any.
 
     Blocks begin with the layers at `edges`.
 
     Raises:
-        UsageError: a layer cannot be followed.
+        UsageError: a layer cannot be traced.
     """
     stage = _Stage(layers, chain, len(targets), edges)
     dtype = layers[0].autocast
@@ -103,23 +104,25 @@ def trace(
 
 
 def blocks_begin(chain: Chain) -> tuple[int, ...]:
-    """The layers with which the blocks of a chain begin, but for the first; without blocks each layer is one."""
+    """Return the first layers of a chain's blocks except the first block; without blocks each layer is one."""
     sizes = [block.layers for block in chain.blocks] or [1] * len(chain.layers)
     return tuple(accumulate(sizes))[:-1]
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether it is a parameter, buffer or constant."""
+    """Return whether a node is a parameter, buffer or constant."""
     return (found := role(node)) is not None and found.kind != "input"
 
 
 def without_gradient(node: fx.Node) -> bool:
-    """Whether the operation runs under `torch.no_grad()`."""
+    """Return whether the operation runs under `torch.no_grad()`."""
     return [entry[1] for entry in context(node) if entry[0] == "grad"][-1:] == [False]
 
 
 class _Stage(nn.Module):
-    """The layers as one module, as the runtime calls them; it also returns what crosses in front of every edge."""
+    """The layers as one module, as the runtime calls them; also returns the values that cross before every
+    edge.
+    """
 
     def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class _Stage(nn.Module):
         for number, layer in enumerate(self.layers):
             values, form = layer(values, form)
             if number + 1 in self._edges:
-                crossing.append(_aliases(values))  # others than the next layer is given, which it may change in place
+                crossing.append(_aliases(values))  # separate from the next layer's inputs, which it may change in place
         return self._end(values, targets, form), tuple(crossing)
 
     def _end(self, values: Values, targets: Values, form: _Form) -> Values:
@@ -151,16 +154,18 @@ class _Stage(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How values cross to the next layer."""
+    """Form in which values pass to the next layer."""
 
     packing: Packing = "bare"
     orders: Orders = ()
 
 
 class _Layer(nn.Module):
-    """A layer that takes values as they cross, and hands them on so; the last one as it makes them.
+    """A layer that takes and returns values in the form in which they cross; the last one returns them as
+    they are.
 
-    Where it ends a block it hands on an alias of each value, so that a parameter crosses as a value, to the loss too.
+    At the end of a block it returns an alias of each value, so that a parameter crosses as a value, to the
+    loss too.
     """
 
     def __init__(self, layer: ChainLayer, *, ends_block: bool, is_last: bool) -> None:
@@ -183,16 +188,16 @@ class _Layer(nn.Module):
 
 
 def _aliases(values: Values) -> Values:
-    """An alias of every value, an operation of its own in the trace."""
+    """Return an alias of every value, made by a separate operation in the trace."""
     return tuple(map(torch.ops.aten.alias.default, values))
 
 
 @contextmanager
 def _naming_the_layer() -> Iterator[None]:
-    """Inside, a layer that cannot be followed is named.
+    """Name the layer in errors of the body.
 
     Raises:
-        UsageError: there is one.
+        UsageError: a layer cannot be traced.
     """
     try:
         yield
@@ -207,7 +212,7 @@ def _naming_the_layer() -> Iterator[None]:
 
 
 def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
-    """Take the values that cross at each edge out of the results; a node at its place stands for each edge."""
+    """Remove the values that cross at each edge from the results; return a node in the place of each edge."""
     end, spec = graph.output_node(), program.call_spec.out_spec
     assert spec is not None
     results, crossing = pytree.tree_unflatten(end.args[0], spec)  # type: ignore[arg-type]
@@ -229,11 +234,11 @@ def _replaced(node: fx.Node, by: fx.Node) -> None:
 
 
 def _crossing(*values: Tensor) -> None:
-    """Stands in a graph where values cross to the next block."""
+    """Mark in a graph where values cross to the next block."""
 
 
 def _swept(graph: fx.Graph, cuts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
-    """The values that cross at each edge, in a graph without dead code."""
+    """Remove dead code, and return the values that cross at each edge."""
     end = graph.output_node()
     results, crossing = end.args[0], tuple(cut.args for cut in cuts)
     for cut in cuts:
@@ -245,7 +250,7 @@ def _swept(graph: fx.Graph, cuts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...
 
 
 def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
-    """The layer of every operation: the one that it ran in; behind the last, the loss."""
+    """Return the layer of every operation: the one that it ran in; after the last, the loss."""
     found, current = {}, 0
     for node in graph.nodes:
         if node.op == "call_function":
@@ -259,8 +264,9 @@ def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
 
 
 def _without_casts_to_itself(graph: fx.Graph) -> None:
-    """Users of a `to` that changes nothing use its operand: it returns the same tensor, for which a trace would take it
-    in later blocks too.
+    """Replace a `to` that changes nothing by its operand.
+
+    Such a `to` returns the same tensor, so a trace would use it in place of the tensor in later blocks too.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
@@ -274,7 +280,9 @@ def _without_casts_to_itself(graph: fx.Graph) -> None:
 
 
 def _made_anew(graph: fx.Graph) -> None:
-    """Operations in place become such that make a new value, where only the value itself and its users see them."""
+    """Replace in-place operations by operations that make new values, if only users of the value itself see
+    the change.
+    """
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         target = _out_of_place(node)
@@ -289,10 +297,12 @@ def _made_anew(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The operator that returns what `node` writes into its first operand; None where its type would be another."""
+    """Return the out-of-place operator of an in-place `node`; None if there is none or the dtype would
+    change.
+    """
     target = node.target
     if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
-        return None  # what is changed without a gradient keeps the one that it has; what is made anew has none
+        return None  # a change without gradient keeps the value's gradient; a new value would have none
     if target in _NOT_MADE_ANEW:
         return None
     namespace, _, name = target._schema.name.partition("::")

@@ -1,7 +1,7 @@
-"""The layers of a rank: the steps of each as generated code, over the rank's own parameters and buffers.
+"""The layers of a rank: the steps of each layer as generated code, over the rank's parameters and buffers.
 
-The code is the same on every rank; what differs are the parameters, and the rank's end of its group, which the layers
-hold as `pipefit_group`. Names in a layer's state dict are those of the whole layer.
+The code is equal on every rank; only the parameters differ, and the rank's interface to its group, which the
+layers hold as `pipefit_group`. Names in a layer's state dict are those of the whole layer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pipefit.tensor_parallel.operations import GROUP, Call, nbytes, shape
 from pipefit.tensor_parallel.search import Choice
 from pipefit.tensor_parallel.tracing import TracedStage, is_stored
 
-# ----------------------------------------------------------------------------------------------------
-# The operations of a rank, in order: those of the stage, and the seams where a value is needed in another
-# form.
+# ---- The operations of a rank in order: those of the stage, and conversions of values to other forms
 #
-# A step belongs to the layer that needs it first. Seams stand outside of all contexts, because what is made
-# under `no_grad` may be used again where gradients are needed.
+# A step belongs to the layer that needs it first. Conversions are outside of all contexts, because a value
+# made under `no_grad` may be used again with gradients.
 
 Phase = Literal["forward", "backward"]
 
 
 class Key(NamedTuple):
-    """A value in a form, and where it is had in it: what is stored in one layer, a whole value everywhere (-1), and a
-    value in another form in one block.
+    """A value in a form, and where this form exists.
+
+    `place` is a layer for stored tensors, -1 (everywhere) for replicated values, and a block for values in
+    other forms.
     """
 
     node: fx.Node
@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call, in a layer: what it makes, and which form of each operand it needs."""
+    """One call in a layer: its result, and the form of each operand."""
 
     layer: int
     made: Key
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What the ranks do together in one pass of a layer; `nbytes` are those of the whole tensor."""
+    """A collective in one pass of a layer; `nbytes` are those of the whole tensor."""
 
     kind: CollectiveKind
     phase: Phase
@@ -68,9 +68,9 @@ class Collective:
 
 
 class Steps:
-    """The steps of a stage in the forms chosen; `collectives` are those that they make.
+    """The steps of a stage in the chosen forms, and their `collectives`.
 
-    `crossing` has for each edge between blocks what crosses there.
+    `crossing` has the values that cross at each edge between blocks.
     """
 
     def __init__(self, stage: TracedStage, choice: Choice) -> None:
@@ -88,7 +88,7 @@ class Steps:
         self.outputs = [self._had(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
 
     def _end_blocks(self, block: int) -> None:
-        """End the blocks in front of one: what crosses is had whole."""
+        """End all blocks before `block`: values that cross are replicated."""
         for number in range(len(self.crossing), block):
             layer = self.stage.edges[number] - 1
             self.crossing.append([self._had(node, R, layer) for node in self.stage.cuts[number]])
@@ -105,7 +105,7 @@ class Steps:
             self._note("all_gather", "backward", layer, way.summed)
 
     def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
-        """The value in that form; a seam makes it where it is not had yet."""
+        """Return the value in that form, adding a conversion if it does not exist yet."""
         key = self._key(node, form, layer)
         if key in self._known:
             return key
@@ -126,7 +126,7 @@ class Steps:
         return Key(node, form, -1 if form == R else self.stage.block(layer))
 
     def _home(self, node: fx.Node, layer: int) -> Form:
-        """The form in which a value is stored, made, or comes into the block of the layer."""
+        """Return the form in which a value is stored, is made, or enters the block of the layer."""
         made = self.stage.layer_of.get(node, 0)
         is_here = is_stored(node) or self.stage.block(made) == self.stage.block(layer)
         return self.choice.home.get(node, R) if is_here else R
@@ -148,8 +148,9 @@ class Steps:
 
 
 def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]]:
-    """What each of so many layers hands to the next: in the order in which values are made, or at an edge as it is
-    there.
+    """Return the values that each of `layers` layers passes to the next.
+
+    They are in the order in which they are made, or at an edge in the recorded order.
     """
     made = dict.fromkeys(inputs, -1) | {step.made: step.layer for step in steps.all}
     last = dict.fromkeys(steps.outputs, layers)
@@ -166,16 +167,18 @@ def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]
 
 
 def of_layer(steps: Iterable[Step], layer: int) -> Iterator[Step]:
-    """The steps of one layer."""
+    """Return the steps of one layer."""
     return (step for step in steps if step.layer == layer)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Generated code
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCode:
-    """The graph of a layer, and the constants that it holds beside the layer's own tensors, by local name."""
+    """The graph of a layer, and the constants that it holds in addition to the layer's own tensors, by local
+    name.
+    """
 
     graph: fx.Graph
     constants: Mapping[str, fx.Node]
@@ -184,9 +187,10 @@ class LayerCode:
 def write(
     stage: TracedStage, steps: Sequence[Step], layer: int, inputs: Sequence[Key], outputs: Sequence[Key]
 ) -> LayerCode:
-    """The code of one layer, or of the loss, which takes `inputs` and returns `outputs`.
+    """Return the code of one layer, or of the loss, which takes `inputs` and returns `outputs`.
 
-    What crosses to another block is contiguous with its dimensions as they are, as the whole layers hand it on.
+    Values that cross to another block are contiguous without a permutation of dimensions, as the whole layers
+    pass them on.
     """
     module = stage.layers[layer].module if layer < len(stage.layers) else nn.Module()
     writer = _Writer(stage, module, inputs)
@@ -196,7 +200,7 @@ def write(
 
 
 class _Writer:
-    """Writes steps into a graph of their own."""
+    """Writes steps into a new graph."""
 
     def __init__(self, stage: TracedStage, module: nn.Module, inputs: Sequence[Key]) -> None:
         self.stage, self.graph = stage, fx.Graph()
@@ -217,7 +221,7 @@ class _Writer:
         self.known[step.made] = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
 
     def finished(self, outputs: Sequence[Key], *, ends_block: bool) -> LayerCode:
-        """The code, which returns `outputs`."""
+        """Return the code, which returns `outputs`."""
         values = tuple(map(self._value, outputs))
         self.contexts.switch(())
         if ends_block:
@@ -251,9 +255,9 @@ class _Writer:
 
 
 class RankTensors:
-    """A rank's part of every tensor of a stage; what several layers share is one tensor here too.
+    """A rank's part of every tensor of a stage; a tensor that several layers share is one tensor here too.
 
-    Parts are those of what `whole` says for a tensor, which has its shape.
+    Parts are taken from `whole(tensor)`, which has the shape of the tensor.
     """
 
     def __init__(
@@ -270,7 +274,7 @@ class RankTensors:
         self._made: dict[int, Tensor] = {}
 
     def layer(self, layer: ChainLayer, code: LayerCode, group: Collectives) -> ChainLayer:
-        """The rank's layer in the place of a whole one."""
+        """Return the rank's layer in place of a whole one."""
         module = layer_class(type(layer.module).__name__)(code.graph)
         module.pipefit_group = group  # type: ignore[assignment]
         kept = layer.module.state_dict(keep_vars=True)
@@ -278,22 +282,22 @@ class RankTensors:
             register(module, name, self.part(tensor, name), persistent=name in kept)
         for name, node in code.constants.items():
             tensor = self.stage.tensor(node)
-            with left_real(tensor):  # a loss may hold real ones beside fake layers
+            with left_real(tensor):  # a loss may hold real tensors next to fake layers
                 register(module, name, self.part(tensor, name), persistent=False)
         return replace(layer, module=module.train(layer.module.training), packing="bare")
 
     def part(self, tensor: Tensor, name: str) -> Tensor:
-        """The rank's part of a tensor, in memory of its own."""
+        """Return the rank's part of a tensor, in separate memory."""
         if id(tensor) not in self._made:
             local = self.shard(tensor, name).local(self._whole(tensor))
             self._made[id(tensor)] = _like(tensor, local) if isinstance(tensor, nn.Parameter) else local
         return self._made[id(tensor)]
 
     def shard(self, tensor: Tensor, name: str) -> Shard:
-        """Which part it is.
+        """Return the shard of a tensor.
 
         Raises:
-            UsageError: ranks have parts of a parameter whose gradient hooks would see a part too.
+            UsageError: a divided parameter has gradient hooks, which would see a part of the gradient.
         """
         form = self.forms.get(id(tensor), R)
         if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
@@ -305,12 +309,12 @@ class RankTensors:
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
-    """A rank's parameter, with the hooks of one that it has whole."""
+    """Return a rank's parameter, with the hooks of the original, which are only kept on whole parameters."""
     made = nn.Parameter(local, parameter.requires_grad)
     copy_hooks(parameter, made, {})
     return made
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module by all of their names."""
+    """Return the parameters and buffers of a module under all of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

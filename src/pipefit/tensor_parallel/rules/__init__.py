@@ -1,4 +1,4 @@
-"""Which rule serves which operator. One without a rule is replicated, which is right for any and saves nothing."""
+"""Rules by operator. An operator without a rule is replicated, which is always correct and saves nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule for an operation; None where there is none."""
+    """Return the rule for an operation; None if there is none."""
     if node.target is operator.getitem:
         return pieces.item
     named = RULES.get(operator_name(node))

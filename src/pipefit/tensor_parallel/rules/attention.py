@@ -1,7 +1,7 @@
-"""Attention, by heads. One head of keys for all queries is replicated, with a partial gradient.
+"""Attention, divided by heads. A single head of keys for all queries is replicated, with a partial gradient.
 
-Where weights are dropped, ranks draw the mask of all heads as one worker would, and use their part: such attention is
-written as plain operations, which keep the weights of every pair of tokens.
+With dropout of weights, ranks draw the mask of all heads as one worker would, and use their part: such
+attention is written as plain operations, which save the weights of every pair of tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from pipefit.tensor_parallel.collectives import Collectives
 from pipefit.tensor_parallel.forms import C, Form, Split, take
 from pipefit.tensor_parallel.operations import GROUP, Call, Operation, Strategy, Wishes, shape
 
-# ----------------------------------------------------------------------------------------------------
-# Random draws. Every rank draws what one worker would draw for the whole value, and uses its part of it.
+# ---- Random draws: every rank draws the whole value as one worker would, and uses its part
 #
-# So the ranks' generators stay equal, and a plan changes no numbers. Costs the whole mask while a part of it
-# is taken.
+# So the ranks' generators stay equal, and a plan does not change the numbers. The whole mask exists while a
+# part is taken.
 
 
 def dropout(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Of any part; without an effect it is pointwise."""
+    """Divide dropout along any dimension; without training or with p = 0 it is pointwise."""
     x, p = op.given["input"], op.given["p"]
     for s in wishes:
         if s.padded:
@@ -40,18 +39,18 @@ def dropout(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def part_dropout(x: Tensor, p: float, shape: list[int], strides: list[int], s: Split, group: Collectives) -> Tensor:
-    """A part of a dropout; the whole has `shape` and lies in memory with `strides`, in which order it is drawn."""
+    """Return a part of a dropout; the whole has `shape`, and memory order by `strides`, in which it is drawn."""
     with torch.no_grad():
         ones = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).fill_(1)
         kept = take(F.dropout(ones, p, training=True), s, group.rank, group.size)
     return x * kept
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Attention
 
 
 def attention(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Of (..., heads, tokens, size of a head): any dimension before the last two can be divided."""
+    """Divide attention over (..., heads, tokens, head size) along any dimension before the last two."""
     query, mask = op.given["query"], op.given["attn_mask"]
     for s in {Split(op.last - 2): None, **wishes}:
         if s.dim > op.last - 2 or s.padded or (s.repeats > 1 and op.given["enable_gqa"]):
@@ -87,7 +86,7 @@ def part_attention(
     s: Split,
     group: Collectives,
 ) -> Tensor:
-    """A rank's heads of attention with dropout; `pairs` is the shape of all heads' weights."""
+    """Return a rank's heads of attention with dropout; `pairs` is the shape of all heads' weights."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * root) @ (key * root).transpose(-2, -1)

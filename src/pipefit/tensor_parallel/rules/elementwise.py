@@ -1,4 +1,6 @@
-"""Operations on each element by itself, with operands that are broadcast; copies and casts are such too."""
+"""Elementwise operations, with operands that are broadcast, copies and casts; norms; reductions along
+dimensions.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,11 @@ from pipefit.capture.flat import draws, operator_name
 from pipefit.tensor_parallel.forms import C, Split
 from pipefit.tensor_parallel.operations import Operation, Strategy, Wishes, shape, wished
 
-# ----------------------------------------------------------------------------------------------------
-# Norms: those over features need the whole of them, those over channels are divided by channels.
+# ---- Norms: over features undivided features are needed; over channels, channels are divided
 
 
 def over_features(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Layer and RMS norm: divided along a dimension before the features, such as heads or positions."""
+    """Divide layer and RMS norm along a dimension before the features, such as heads or positions."""
     x, last = op.given["input"], op.last - len(op.given["normalized_shape"])
     positions = {Split(last): None} if op.sequences and last > 0 else {}
     for s in {**wishes, **positions}:
@@ -25,7 +26,9 @@ def over_features(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def over_channels(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Batch and instance norm: statistics, weights and buffers are those of a rank's channels."""
+    """Divide batch and instance norm by channels: statistics, weights and buffers are those of a rank's
+    channels.
+    """
     for s in wished(wishes, 1):
         if not s.padded:
             names = ("weight", "bias", "running_mean", "running_var")
@@ -33,16 +36,14 @@ def over_channels(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def over_groups(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Group norm: every rank has some of the groups."""
+    """Divide group norm: every rank has some of the groups."""
     groups, s = op.given["num_groups"], Split(1)
     if groups % op.ranks == 0:
         call = op.changed(num_groups=groups // op.ranks)
         yield op.way(s, (op.given["input"], s), (op.given["weight"], Split(0)), (op.given["bias"], Split(0)), call=call)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Operations along one dimension or several, such as softmax, means and running sums: the others can be
-# divided.
+# ---- Operations along dimensions, such as softmax, means and running sums: other dimensions can be divided
 
 ALONG = frozenset(
     {
@@ -53,7 +54,7 @@ ALONG = frozenset(
 
 
 def along(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """The dimensions that it works along stay whole; they may be gone from the result."""
+    """Divide along the dimensions that the operation does not work along, which the result may lack."""
     x, dims = op.node.args[0], op.given.get("dims", op.given.get("dim"))
     if dims is None or dims == []:
         return
@@ -65,23 +66,23 @@ def along(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
             yield op.way(s, (x, s.at(kept[s.dim])))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Elementwise operations
 
 COPIES = frozenset({"contiguous", "clone", "alias", "to", "_to_copy", "detach", "type_as"})
-UNTAGGED = COPIES | {"masked_fill", "softplus", "rsub", "where"}  # elementwise, though torch may not say so
-# What keeps zeros and their gradients finite, so that the zeros at the end of a padded part stay without effect
+UNTAGGED = COPIES | {"masked_fill", "softplus", "rsub", "where"}  # elementwise, though torch may not tag them
+# Operations that keep zeros and their gradients finite, so zeros at the end of a padded part have no effect
 _FINITE = COPIES | {"add", "sub", "mul", "neg", "tanh"}
 
 
 def pointwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Every operand is divided as the result, or has one element along that dimension."""
+    """Divide every operand like the result, or replicate it if it has one element along that dimension."""
     for s in wishes:
         if not s.padded or op.name in _FINITE or _by_number(op):
             yield op.way(s, *((node, op.broadcast(s, node)) for node in op.node.all_input_nodes))
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether the operator is such, by torch's own tag or by our list."""
+    """Return whether the operator is elementwise, by torch's tag or by our list."""
     if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
         return False
     return torch.Tag.pointwise in node.target.tags or operator_name(node) in UNTAGGED

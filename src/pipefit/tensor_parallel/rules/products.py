@@ -1,7 +1,8 @@
-"""Products with a weight or of two values: linear, addmm, mm, matmul, bmm, baddbmm and grouped products of experts.
+"""Products with a weight or of two values: linear, addmm, mm, matmul, bmm, baddbmm and grouped products of
+experts.
 
-By columns each rank has some of the results and needs all of the input, whose gradient is then a partial sum; by rows
-it has some of the input, and the results are summed. (Shoeybi et al., "Megatron-LM", 2019.)
+By columns, each rank has some of the results and needs the whole input, whose gradient is then a partial sum;
+by rows, it has some of the input, and the results are summed. (Shoeybi et al., "Megatron-LM", 2019.)
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from pipefit.tensor_parallel.collectives import Collectives, reduced, scattered
 from pipefit.tensor_parallel.forms import C, Form, R, Split
 from pipefit.tensor_parallel.operations import GROUP, Call, Equation, Operation, Strategy, Wishes, shape, wished
 
-# ----------------------------------------------------------------------------------------------------
-# Einstein sums, by their letters: any of them can be divided.
+# ---- Einstein sums: any letter can be divided
 #
-# Operands that have the letter are divided along it, all others are needed whole; where the result has it, it
-# is divided too, and where it has not, the results are summed. (So are all products; those with rules of
-# their own are the ones that models are mostly made of.)
+# Operands with the letter are divided along it, others are needed whole. If the result has the letter, it is
+# divided too, otherwise the results are summed. (The same holds for all products; the most common ones have
+# separate rules.)
 
 
 def einsum(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Of any number of tensors."""
+    """Divide an Einstein sum along any letter."""
     equation, tensors = Equation.of(op.given["equation"]), op.given["tensors"]
     if equation is None:
         return
@@ -43,20 +43,19 @@ def einsum(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def _along(equation: Equation, tensors: Sequence[fx.Node], letter: str, s: Split) -> Iterator[tuple[fx.Node, Form]]:
-    """The form of every operand where a letter is divided."""
+    """Yield the form of every operand if a letter is divided."""
     for tensor, letters in zip(tensors, equation.operands, strict=True):
         yield tensor, s.at(letters.index(letter)) if letter in letters else C
 
 
 def part_einsum(equation: str, tensors: Sequence[Tensor], group: Collectives) -> Tensor:
-    """A sum of which this rank has some of the terms."""
+    """Return an Einstein sum whose terms are divided between the ranks."""
     return reduced(torch.einsum(equation, *tensors), group)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Convolutions by channels, out or in or in groups, and what works on each channel by itself.
+# ---- Convolutions, divided by output channels, input channels or groups, and channelwise operations
 
-# Dimensions behind the channels that the operation looks across
+# Number of dimensions after the channels that the operation combines
 CHANNELWISE = {
     "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
     "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "upsample_nearest1d": 1,
@@ -65,7 +64,7 @@ CHANNELWISE = {
 
 
 def convolution(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Weights are (out, in / groups, ...)."""
+    """Divide a convolution with weights (out, in / groups, ...)."""
     x, weight, bias, groups = (op.given[name] for name in ("input", "weight", "bias", "groups"))
     if len(shape(x)) != len(shape(weight)):
         return  # without a batch: channels come first
@@ -80,7 +79,7 @@ def convolution(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def transposed(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Weights are (in, out / groups, ...)."""
+    """Divide a transposed convolution with weights (in, out / groups, ...)."""
     x, weight, bias, groups = (op.given[name] for name in ("input", "weight", "bias", "groups"))
     if groups != 1 or len(shape(x)) != len(shape(weight)):
         return
@@ -96,23 +95,23 @@ def _by_rows(op: Operation) -> Call:
 
 
 def channelwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Pooling, resizing and triangles: any dimension before those that it looks across."""
+    """Divide pooling, resizing and triangles along any dimension before those that they combine."""
     for s in wishes:
         if s.dim <= op.last - CHANNELWISE[op.name] and not s.padded:
             yield op.way(s, (op.node.args[0], s))
 
 
 def row_convolution(target: Any, args: tuple[Any, ...], bias: Tensor | None, group: Collectives) -> Tensor:
-    """A convolution of which this rank has some of the channels that come in."""
+    """Return a convolution whose input channels are divided between the ranks."""
     whole = reduced(target(*args), group)
     return whole if bias is None else whole + bias.to(whole.dtype).reshape(-1, *[1] * (whole.ndim - 2))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Products
 
 
 def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Rows of the weight are results."""
+    """Divide a linear layer, whose weight has a row for each output."""
     x, weight, bias = op.given["input"], op.given["weight"], op.given["bias"]
     for s in wished(wishes, op.last):
         yield op.way(s, (x, C), (weight, s.at(0)), (bias, s.at(0)))
@@ -120,13 +119,13 @@ def linear(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def addmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Columns of the weight are results."""
+    """Divide a product whose second factor has a column for each output."""
     if op.given.get("beta", 1) == 1 and op.given.get("alpha", 1) == 1:
         yield from _mm(op, wishes, op.given["mat1"], op.given["mat2"], op.given["self"])
 
 
 def mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Columns of the weight are results."""
+    """Divide a product whose second factor has a column for each output."""
     yield from _mm(op, wishes, op.given["self"], op.given["mat2"], None)
 
 
@@ -139,7 +138,9 @@ def _mm(op: Operation, wishes: Wishes, x: Any, weight: Any, bias: Any) -> Iterat
 def _products_by_rows(
     op: Operation, wishes: Wishes, target: Any, operands: tuple[Any, Any, Any], forms: tuple[Split, Split]
 ) -> Iterator[Strategy | None]:
-    """By rows of the weight: every rank gets the whole sum, or by `sequences` its part, such as some positions."""
+    """Divide by rows of the weight: every rank gets the whole sum, or with `sequences` its part, such as
+    positions.
+    """
     x, weight, bias = operands
     divided = (x, forms[0]), (weight, forms[1])
     yield op.way("R", *divided, summed=True, call=Call(target=target, args=(*operands, None, GROUP)))
@@ -150,7 +151,7 @@ def _products_by_rows(
 
 
 def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Two values, with dimensions of a batch before the last two."""
+    """Divide a product of two values, with batch dimensions before the last two."""
     x, y = op.node.args[:2]
     dims = [len(shape(x)), len(shape(y))]
     if min(dims) < 2:
@@ -167,7 +168,7 @@ def matmul(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def baddbmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """A batch of products, added to something."""
+    """Divide a batch of products that is added to a value."""
     for s in wishes:
         if s.dim == 0:
             bias = op.given["self"]
@@ -175,7 +176,9 @@ def baddbmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Rows (tokens, inner) by the weights (experts, inner, outer) of their experts: every expert is divided."""
+    """Divide every expert in a product of rows (tokens, inner) by the weights (experts, inner, outer) of
+    their experts.
+    """
     x, weights = op.node.args[:2]
     if (len(shape(x)), len(shape(weights))) != (2, 3):
         return
@@ -190,25 +193,29 @@ def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
-    """A linear layer of which this rank has some of the inputs; its part of the result in a `form`, or all of it."""
+    """Return a linear layer whose inputs are divided between the ranks: this rank's part in a `form`, or all
+    of it.
+    """
     return with_bias(summed(F.linear(x, weight), form, group), bias)
 
 
 def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
-    """A product of which this rank has some of the terms, and what is added to it; its part in a `form`, or all."""
+    """Return a product whose terms are divided between the ranks, plus a bias: this rank's part in a `form`,
+    or all.
+    """
     return with_bias(summed(torch.matmul(x, weight), form, group), bias)
 
 
 def summed(partial: Tensor, form: Split | None, group: Collectives) -> Tensor:
-    """The sum of what the ranks have, or this rank's part of it."""
+    """Return the sum of the ranks' tensors, or this rank's part of it."""
     return reduced(partial, group) if form is None else scattered(partial, form, group)
 
 
 def row_grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: Collectives) -> Tensor:
-    """A grouped product of which this rank has some of the terms."""
+    """Return a grouped product whose terms are divided between the ranks."""
     return reduced(target(*args, **kwargs), group)
 
 
 def with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    """`product` and what is added to it, in the type of the product, which autocast may have chosen."""
+    """Return `product` plus `bias`, in the dtype of the product, which autocast may have chosen."""
     return product if bias is None else product + bias.to(product.dtype)

@@ -1,8 +1,8 @@
-"""Operations that look at the same elements in another shape: views, transposed and repeated dimensions.
+"""Operations that rearrange elements: views, transposed and repeated dimensions, pieces of dimensions.
 
-A reshape falls into groups of neighbouring dimensions whose products agree. A split of one dimension divides its group
-into so many rows, whatever the dimensions are called, and so it is a split of the dimension of the other shape in which
-those rows begin; if none begins there, it is given up.
+A reshape consists of groups of neighboring dimensions whose products agree. A split of one dimension divides
+its group into rows, so it is a split of the dimension of the other shape in which those rows begin; if there
+is no such dimension, the split is dropped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from pipefit.capture.flat import operator_name, value
 from pipefit.tensor_parallel.forms import C, Split
 from pipefit.tensor_parallel.operations import Call, Operation, Strategy, Wishes, shape
 
-# ----------------------------------------------------------------------------------------------------
-# Pieces of a dimension and what is put together of them: split, chunk, slice, select, unbind, cat, stack,
-# pad, index.
+# ---- Pieces of a dimension: split, chunk, slice, select, unbind, cat, stack, pad, index
 #
 # Along the dimension that is cut, every rank has its share of each piece. So a fused projection of queries,
 # keys and values, or of gate and input, is divided by blocks, equal or not, and cutting it needs no
@@ -31,7 +29,7 @@ _END = 1 << 60  # torch writes an open end as the largest number
 
 
 def item(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """One of the tensors of a list: the list has the form of what it was cut from."""
+    """Divide one tensor of a list; the list has the form of the tensor that was cut."""
     source = op.node.args[0]
     if not isinstance(source, fx.Node) or operator_name(source) not in CUTS:
         return
@@ -48,7 +46,7 @@ def item(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def cut(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """A list of pieces; wishes are those of the pieces, as forms of what is cut."""
+    """Divide a list of pieces; wishes for the pieces are given as forms of the tensor that is cut."""
     x, dim = op.node.args[0], _cut_dim(op.node)
     for s in wishes:
         if s.dim != dim:
@@ -58,7 +56,7 @@ def cut(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def _cuts_parts(op: Operation, dim: int) -> bool:
-    """Whether the same operation cuts a rank's part into its shares of the pieces."""
+    """Return whether the same operation cuts a rank's part into its shares of the pieces."""
     sizes = [piece.shape[dim] for piece in value(op.node)]
     return all(size % op.ranks == 0 for size in sizes) and (op.name != "chunk" or len(set(sizes)) == 1)
 
@@ -70,7 +68,7 @@ def _cut_dim(node: fx.Node) -> int:
 
 
 def _fewer(op: Operation) -> dict[str, object]:
-    """The sizes of a rank's pieces, where the operation is told sizes."""
+    """Return the sizes of a rank's pieces, if the operation takes sizes."""
     for name in ("split_size", "split_sizes"):
         if name in op.given:
             sizes = op.given[name]
@@ -79,7 +77,7 @@ def _fewer(op: Operation) -> dict[str, object]:
 
 
 def select(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """One element of a dimension, which is gone."""
+    """Divide a selection of one element of a dimension, which the result lacks."""
     x = op.node.args[0]
     dim = op.given["dim"] % len(shape(x))
     for s in wishes:
@@ -87,7 +85,7 @@ def select(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def slice_(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """A range of a dimension, one of several that its siblings take."""
+    """Divide a range of a dimension, which may be one of several ranges of the same value."""
     x = op.node.args[0]
     dim = op.given["dim"] % (op.last + 1)
     start, stop = _range(op)
@@ -100,7 +98,7 @@ def slice_(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def _range(op: Operation) -> tuple[int, int]:
-    """Start and stop, within the dimension."""
+    """Return start and stop, within the dimension."""
     size = shape(op.node.args[0])[op.given["dim"] % (op.last + 1)]
     start, stop = op.given["start"] or 0, op.given["end"]
     stop = size if stop is None or stop > _END else stop
@@ -109,7 +107,7 @@ def _range(op: Operation) -> tuple[int, int]:
 
 
 def _blocks(op: Operation, dim: int) -> list[int]:
-    """The blocks between all places at which a slice of the same value begins or ends."""
+    """Return the blocks between all positions at which a slice of the same value begins or ends."""
     source = op.node.args[0]
     assert isinstance(source, fx.Node)
     places = {0, shape(source)[dim]}
@@ -122,7 +120,7 @@ def _blocks(op: Operation, dim: int) -> list[int]:
 
 
 def cat(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Tensors one behind the other: along the dimension in which they are put together each is a block."""
+    """Divide a concatenation; along its dimension, each tensor is a block."""
     tensors, dim = op.node.args[0], op.given["dim"] % (op.last + 1)
     if not isinstance(tensors, list | tuple) or any(len(shape(x)) != op.last + 1 for x in tensors):
         return
@@ -135,7 +133,7 @@ def cat(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def stack(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Tensors side by side in a new dimension."""
+    """Divide a stack along its old dimensions."""
     tensors, dim = op.node.args[0], op.given["dim"] % (op.last + 1)
     if not isinstance(tensors, list | tuple):
         return
@@ -145,8 +143,8 @@ def stack(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def pad(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Along dimensions that stay as they are."""
-    x, sides = op.node.args[0], op.given["pad"]  # before and behind, the last dimension first
+    """Divide padding along dimensions that are not padded."""
+    x, sides = op.node.args[0], op.given["pad"]  # before and after, the last dimension first
     longer = {op.last - place // 2 for place, count in enumerate(sides) if count}
     for s in wishes:
         if s.dim not in longer and not s.padded:
@@ -154,7 +152,7 @@ def pad(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def index(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Rows by their numbers: the dimensions behind the one that is indexed."""
+    """Divide a lookup of rows by number along the dimensions after the indexed one."""
     x, indices = op.node.args[0], op.given["indices"]
     if len(indices) != 1 or not isinstance(indices[0], fx.Node) or not _numbers(indices[0]):
         return
@@ -170,7 +168,7 @@ def _numbers(node: fx.Node) -> bool:
 
 
 def glu(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """The first half, weighted by the second."""
+    """Divide a gated linear unit: the first half, weighted by the second."""
     x, dim = op.node.args[0], op.given["dim"] % (op.last + 1)
     for s in wishes:
         if s.dim != dim:
@@ -180,7 +178,7 @@ def glu(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def roll(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Along dimensions that are not moved."""
+    """Divide a roll along dimensions that are not rolled."""
     moved = {dim % (op.last + 1) for dim in op.given["dims"]}
     for s in wishes:
         if moved and s.dim not in moved:
@@ -190,16 +188,16 @@ def roll(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 CUTS = frozenset({"split", "chunk", "split_with_sizes", "unbind"})
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Views
 
 VIEWS = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "unsqueeze", "squeeze"})
 
 
 def view(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Any reshape: written with the sizes of the rank's part."""
+    """Divide any reshape, written with the sizes of the rank's part."""
     x = op.node.args[0]
     if op.given.get("dtype") is not None:
-        return  # the same bytes as another type
+        return  # the same bytes as another dtype
     for s in wishes:
         source = through_reshape(op.shape, shape(x), s, op.ranks)
         call = Call(target=torch.ops.aten.reshape.default, args=(x, op.local(s)))
@@ -207,7 +205,7 @@ def view(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def through_reshape(before: Sequence[int], after: Sequence[int], s: Split, ranks: int) -> Split | None:
-    """What a split of shape `before` is in shape `after`; None where it is no split of one dimension."""
+    """Convert a split of shape `before` to shape `after`; None if it is not a split of one dimension there."""
     for (first, second), (third, fourth) in _groups(before, after):
         if first <= s.dim < second:
             return _in_group(before[first:second], after[third:fourth], s.at(s.dim - first), third, ranks)
@@ -215,7 +213,7 @@ def through_reshape(before: Sequence[int], after: Sequence[int], s: Split, ranks
 
 
 def _in_group(before: Sequence[int], after: Sequence[int], s: Split, offset: int, ranks: int) -> Split | None:
-    """The same within one group of dimensions, which begins at `offset` in the shape after."""
+    """Convert a split within one group of dimensions, which begins at `offset` in the shape after."""
     if s.blocks or s.padded:
         kept = next((d for d, size in enumerate(after) if size == math.prod(before) == before[s.dim]), None)
         return None if kept is None else s.at(offset + kept)
@@ -228,7 +226,7 @@ def _in_group(before: Sequence[int], after: Sequence[int], s: Split, offset: int
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Pairs of ranges of dimensions, as short as can be, that hold the same number of elements."""
+    """Yield pairs of ranges of dimensions, as short as possible, with equal numbers of elements."""
     i = j = 0
     while i < len(before) or j < len(after):
         first, second, m, n = i, j, 1, 1
@@ -245,7 +243,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[tuple
 
 
 def transpose(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Dimensions in another order."""
+    """Divide a permutation of dimensions."""
     x, order = op.node.args[0], list(range(op.last + 1))
     if op.name == "permute":
         order = [dim % len(order) for dim in op.given["dims"]]
@@ -263,14 +261,14 @@ def _exchanged(op: Operation) -> tuple[int, int]:
 
 
 def expand(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Dimensions of one element, repeated without a copy."""
+    """Divide dimensions of one element that are repeated without a copy."""
     x = op.node.args[0]
     for s in wishes:
         yield op.way(s, (x, op.broadcast(s, x)), call=op.changed(size=op.local(s)))  # type: ignore[arg-type]
 
 
 def repeat(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Dimensions that are not repeated, and those of one element."""
+    """Divide dimensions that are not repeated, and repeated ones of one element."""
     x, times = op.node.args[0], op.given["repeats"]
     ahead = len(times) - len(shape(x))
     for s in wishes:
@@ -283,7 +281,7 @@ def repeat(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def repeat_interleave(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Every element so many times in a row: heads of keys for several queries."""
+    """Divide a repetition of every element in a row, such as heads of keys for several queries."""
     x, times, dim = op.node.args[0], op.given["repeats"], op.given["dim"]
     if not isinstance(times, int) or dim is None:
         return

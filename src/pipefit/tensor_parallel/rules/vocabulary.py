@@ -1,6 +1,7 @@
-"""Embeddings, by columns or by words. By words each rank looks up those it has, and the rows are summed.
+"""Embeddings, divided by columns or by words. By words, each rank looks up its words, and the rows are
+summed.
 
-Where the ranks do not divide the vocabulary it is padded.
+A vocabulary whose size is not a multiple of the ranks is padded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipefit.tensor_parallel.operations import GROUP, Call, Operation, Strategy,
 
 
 def embedding(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Of weights (words, columns)."""
+    """Divide an embedding with weights (words, columns)."""
     weight, tokens = op.given["weight"], op.given["indices"]
     if op.given["scale_grad_by_freq"] or op.given["sparse"]:
         return
@@ -29,12 +30,14 @@ def embedding(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def vocabulary(words: int, dim: int, ranks: int) -> Split:
-    """The split of a dimension of so many words; padded if need be."""
+    """Return the split of a dimension of `words` words, padded if necessary."""
     return Split(dim) if divides([words], Split(0), ranks) else Split(dim, padded=True)
 
 
 def part_embedding(weight: Tensor, tokens: Tensor, padding: int, group: Collectives) -> Tensor:
-    """Rows for tokens, of which this rank has some; `padding` is a token whose row gets no gradient."""
+    """Return rows for tokens from a weight that is divided by words; the row of token `padding` gets no
+    gradient.
+    """
     first = group.rank * len(weight)
     is_mine = (tokens >= first) & (tokens < first + len(weight))
     padding = padding - first if first <= padding < first + len(weight) else -1
@@ -42,18 +45,17 @@ def part_embedding(weight: Tensor, tokens: Tensor, padding: int, group: Collecti
     return reduced(rows * is_mine[..., None], group)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Cross entropy of logits divided by classes: the vocabulary-parallel loss.
+# ---- Cross entropy of logits divided by classes: the vocabulary-parallel loss
 #
-# Its own function keeps the softmax alone, as the loss of one worker does; plain operations would keep the
-# logits too. Three numbers for each row are exchanged. Label smoothing and padded vocabularies are part of
-# it. (Shoeybi et al., "Megatron-LM", 2019, section 3.)
+# A custom function saves only the softmax, as the loss of one worker does; plain operations would save the
+# logits too. Three numbers for each row are exchanged. Label smoothing and padded vocabularies are supported.
+# (Shoeybi et al., "Megatron-LM", 2019, section 3.)
 
 _NONE, _MEAN = 0, 1
 
 
 def cross_entropy(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Of logits (rows, classes) and the number of a class for each row; weights of classes are replicated."""
+    """Divide the loss of logits (rows, classes) by classes, unless classes have weights."""
     logits, targets = op.given["self"], op.given["target"]
     if len(shape(logits)) != 2 or len(shape(targets)) != 1 or op.given["weight"] is not None:
         return
@@ -75,9 +77,9 @@ def part_cross_entropy(
     smoothing: float,
     group: Collectives,
 ) -> Tensor:
-    """The loss, of which this rank has the logits of some of the `classes`."""
+    """Return the loss from logits that are divided by `classes`."""
     if torch.is_autocast_enabled(logits.device.type):
-        logits = logits.float()  # as autocast does for the loss of one worker
+        logits = logits.float()  # as autocast does for one worker's loss
     counts = targets != ignored
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets, counts, classes, smoothing, group
@@ -88,14 +90,14 @@ def part_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row; 0 where it does not count."""
+    """The loss of each row; 0 for ignored rows."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, classes: int, smoothing: float, group: Collectives
     ) -> Tensor:
         rows, first = torch.arange(len(targets), device=targets.device), group.rank * logits.shape[1]
-        mine = max(0, min(logits.shape[1], classes - first))  # the classes that are no padding
+        mine = max(0, min(logits.shape[1], classes - first))  # the classes without the padding
         largest = torch.full_like(logits[:, 0], -torch.inf) if mine == 0 else logits[:, :mine].amax(1)
         shifted = logits - torch.stack(group.all_gather(largest)).amax(0)[:, None]
         shifted[:, mine:] = -torch.inf
