@@ -1,4 +1,4 @@
-"""pipefit makes a PyTorch model fit: will it fit, how, and how fast; then it trains that way.
+"""pipefit tells whether, how and how fast a PyTorch model fits given devices, and then trains it.
 
     import pipefit
 
@@ -7,7 +7,7 @@
     trainer = pipefit.Trainer(task, plan)                # in each worker
     loss    = trainer.step(batch)
 
-Importing this imports neither torch nor anything else: a name is fetched when it is first used.
+Importing pipefit does not import torch; each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m pipefit`, for a machine where the `pipefit` script is not on the path."""
+"""Entry point of `python -m pipefit`, for machines without the `pipefit` script on the path."""
 
 import sys
 

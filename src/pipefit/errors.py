@@ -1,21 +1,22 @@
-"""Everything pipefit raises on purpose, and the exit code each one becomes.
+"""All deliberate errors of pipefit, and the exit code of each.
 
     PipefitError            1   base class: catch this one
-    ├── UsageError          2   the question itself is wrong: an option, a size, a name
+    ├── UsageError          2   the request is wrong: an option, a size, a name
     ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
-    ├── OutOfMemory         4   a run passed a device's cap; says where, at which action, what held the bytes
+    ├── OutOfMemory         4   a run exceeded a device's memory; says where, at which action, what held the bytes
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
-    │   └── PeerLost            what the others report then: a message that does not come
+    │   └── PeerLost            error of the other workers: a message does not arrive
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
-    │   ├── DamagedCheckpoint   a checkpoint cannot be read as it was saved; an older one may be whole
-    │   ├── UnreadableCheckpoint    it may be whole: the system lets nobody read it, or it is of another version
+    │   ├── DamagedCheckpoint   a checkpoint cannot be read as it was saved; an older one may be intact
+    │   ├── UnreadableCheckpoint    the checkpoint may be intact: no permission to read it, or another version
     │   ├── SaveFailed          a checkpoint could not be written
-    │   └── NotSaved            the training is done, and its last checkpoint could not be written
+    │   └── NotSaved            the training has ended, but its last checkpoint could not be written
     └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
 
-A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
-message to stderr and exits with `exit_code`; with `--json` it prints both to stdout too, with `found`. What stops
-nothing but should be known is a `PipefitWarning`, given by `warnings.warn`; the command line prints it to stderr too.
+A message says what happened, where, by how much, and what to try. The command line catches `PipefitError`
+once, prints the message to stderr and exits with `exit_code`; with `--json` it prints both to stdout too,
+with `found`. A `PipefitWarning`, given by `warnings.warn`, does not stop the run; the command line prints it
+to stderr too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 
 
 class PipefitError(Exception):
-    """Base class of every deliberate failure.
+    """Base class of all deliberate errors.
 
-    `found` is what is known all the same, as plain data, such as the trace of a dry run that shows that a plan does not
+    `found` has partial results as plain data, such as the trace of a dry run that shows that a plan does not
     fit.
     """
 
@@ -38,21 +39,21 @@ class PipefitError(Exception):
 
 
 class UsageError(PipefitError, ValueError):
-    """The question is wrong: an unknown name, a size that cannot be, options that exclude each other."""
+    """A wrong request: an unknown name, an impossible size, options that exclude each other."""
 
     exit_code = 2
 
 
 class InfeasibleError(PipefitError):
-    """No plan fits the cluster: which device, how many bytes short, and the cheapest changes that would fit."""
+    """No plan fits the cluster: the device, the lacking bytes, and the cheapest changes that would fit."""
 
     exit_code = 3
 
 
 class OutOfMemory(PipefitError):
-    """A run passed a device's cap: where, at which action, and what held the bytes.
+    """A run exceeded a device's memory: the device, the action, and the contents of its memory.
 
-    `post_mortem` says what was there at that moment, where it was at an action of a plan.
+    `post_mortem` has the state at that moment, if it was at an action of a plan.
     """
 
     exit_code = 4
@@ -66,7 +67,7 @@ class WorkerFailed(PipefitError):
 
 
 class PeerLost(WorkerFailed):
-    """A message of another worker does not come: this worker fails because that one did."""
+    """A message of another worker does not arrive: this worker fails because the other one did."""
 
 
 class FileError(PipefitError):
@@ -76,11 +77,11 @@ class FileError(PipefitError):
 
 
 class DamagedCheckpoint(FileError):
-    """A checkpoint, or one of its files, is missing, damaged, or not what its name says."""
+    """A checkpoint, or one of its files, is missing or damaged, or its content contradicts its name."""
 
 
 class UnreadableCheckpoint(FileError):
-    """A checkpoint cannot be read by this process, which says nothing of whether it is damaged."""
+    """A checkpoint cannot be read by this process; it may be intact."""
 
 
 class SaveFailed(FileError):
@@ -92,9 +93,9 @@ class SaveFailed(FileError):
 
 
 class NotSaved(FileError):
-    """The last checkpoint of a training could not be written, and all of its steps were done already.
+    """The last checkpoint of a training could not be written, after all steps were done.
 
-    `losses` and `trace` are what the training would have returned.
+    `losses` and `trace` are the training's results.
     """
 
     def __init__(self, sentence: str, trace: Any) -> None:
@@ -109,14 +110,14 @@ class LossNotFinite(PipefitError):
 
 
 class PipefitWarning(UserWarning):
-    """What stops nothing and should be known: where a figure is not what it seems to be."""
+    """A fact that does not stop the run, but that the user should know, such as a figure with a limitation."""
 
 
-_LONGEST = 300  # characters of a foreign exception that a message of ours repeats
+_LONGEST = 300  # characters of a foreign exception that our messages repeat
 
 
 def _text(error: BaseException) -> str:
-    """The text of any exception; empty if it has none, or cannot be printed."""
+    """Return the text of any exception; empty if it has none, or cannot be printed."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - a `__str__` that fails must not hide the exception that it belongs to
@@ -124,14 +125,15 @@ def _text(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of any exception's text; its type's name if it has none, or cannot be printed."""
+    """Return the first line of any exception's text; its type's name if the text is empty or cannot be printed."""
     lines = _text(error).strip().splitlines()
     return lines[0][:_LONGEST] if lines else type(error).__name__
 
 
 def all_lines(error: BaseException) -> str:
-    """All that any exception's text says, in one line, as NCCL's says in its last one what has failed; without what
-    torch adds to each of CUDA, and the calls in C++ that it may tell behind it.
+    """Return an exception's whole text in one line, because NCCL's last line says what failed.
+
+    Torch's general remarks about CUDA errors and C++ stack frames are removed.
     """
     said = re.split(r"CUDA kernel errors might |Exception raised from |frame #0", _text(error))[0]
     return " ".join(said.split())[: 2 * _LONGEST] or type(error).__name__
@@ -145,11 +147,11 @@ _NO_MEMORY = re.compile(
 
 
 def no_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, as far as its type and words tell."""
+    """Return whether an error's type and text say that memory ran out."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(_text(error))))
 
 
 def in_one_line(error: BaseException) -> str:
-    """Any exception's type and the first line of its text."""
+    """Return any exception's type and the first line of its text."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"

@@ -1,11 +1,12 @@
-"""A fork of this process that works for it, and ends with it.
+"""Processes: forks that work in parallel and end with this process, signals, and the system's limits.
 
     fork = Fork(lambda writing: os.write(writing, b"found"))
     fork.read(100)                                              # b"found"; then b"", as it has ended
     fork.end()                                                  # 0, its status
 
-A fork has one of this process's threads alone. A lock that another one held at that moment stays locked there, and who
-waits for it waits for ever. So whoever reads looks at the fork each second, and gives up one that stands still.
+A fork has only one of this process's threads. A lock that another thread held at that moment stays locked in
+the fork, and waiting for it never ends. Therefore readers check the fork each second, and give up one that
+stands still.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ from typing import TypeVar
 from pipefit.errors import all_lines, no_memory
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Lets searches run without Python's search for cycles of garbage.
-#
-# Planners make millions of objects, keep many of them and make no cycles to speak of. The collector looks at
-# all of them again and again, which takes as long as the planning itself. What is no longer used is freed all
-# the same.
+# ---- Garbage collection
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it the collector does not run; behind it, it does if it did before."""
+    """Disable Python's collector of cyclic garbage in the block; restore its state afterwards.
+
+    Planners create millions of objects, keep many of them and create hardly any cycles; collecting takes as
+    long as the planning itself. Unused objects are freed nevertheless.
+    """
     runs = gc.isenabled()
     gc.disable()
     try:
@@ -54,18 +54,16 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# ----------------------------------------------------------------------------------------------------
-# The signals with which a terminal, a scheduler or a user ends all processes of a group.
+# ---- Signals by which a terminal, a scheduler or a user ends all processes of a group
 
 _NAMES = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"
-ENDING = tuple(signal.Signals[name] for name in _NAMES if hasattr(signal, name))  # Windows has the first two
+ENDING = tuple(signal.Signals[name] for name in _NAMES if hasattr(signal, name))  # Windows has only the first two
 
 
-# ----------------------------------------------------------------------------------------------------
-# The system's limits on a process, in words, for messages about work that they keep from being done.
+# ---- The system's limits on a process, in words for error messages
 
 if sys.platform != "win32":
-    import resource  # now: where a limit is met there may be no way to load it
+    import resource  # imported now: at a limit, loading it may fail
 
 _STACK_BYTES = 1 << 16
 _NO_ROOM = re.compile(
@@ -74,7 +72,7 @@ _NO_ROOM = re.compile(
 
 
 def met(error: BaseException) -> str:
-    """The limit that an error has met, in words; empty if it tells of none, or there is none."""
+    """Describe the limit that an error has met; empty if it names none, or no limit is set."""
     number, said = getattr(error, "errno", None), all_lines(error)
     if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in said:
         limit = files()
@@ -88,13 +86,13 @@ def met(error: BaseException) -> str:
 
 
 def files() -> str:
-    """The limit of open files, in words; empty if there is none."""
+    """Describe the limit of open files; empty if there is none."""
     most = _soft("RLIMIT_NOFILE")
     return "" if most is None else f"a process may open {most} files here (ulimit -n)"
 
 
 def processes() -> str:
-    """The limits of processes and threads, in words: of this user, and of this process's control groups."""
+    """Describe the limits of processes and threads of this user and of this process's control groups."""
     of_user, of_groups = _soft("RLIMIT_NPROC"), _of_control_groups()
     found = [] if of_user is None else [f"this user may have {of_user} processes and threads (ulimit -u)"]
     if of_groups:
@@ -103,15 +101,15 @@ def processes() -> str:
 
 
 def addresses() -> str:
-    """The limit of this process's address space, in words; empty if there is none."""
+    """Describe the limit of this process's address space; empty if there is none."""
     most = _soft("RLIMIT_AS")
     return "" if most is None else f"this process may have {format_bytes(most)} of addresses (ulimit -v)"
 
 
 def room_for_threads(count: int) -> bool:
-    """Whether so many threads can be started now; they are, for a moment, with small stacks.
+    """Return whether `count` threads can be started now, by starting them for a moment with small stacks.
 
-    A handler of a signal may ask: no lock is taken that the code which it interrupts could hold.
+    Signal handlers may call it: it takes no lock that the interrupted code could hold.
     """
     usual, gate, ended, started = stack_size(_STACK_BYTES), allocate_lock(), list[bool](), 0
 
@@ -121,7 +119,7 @@ def room_for_threads(count: int) -> bool:
 
     with gate:
         try:
-            for started in range(1, count + 1):  # noqa: B007 - how many there are
+            for started in range(1, count + 1):  # noqa: B007 - counts the threads
                 start_new_thread(wait, ())
             room = True
         except RuntimeError:
@@ -134,13 +132,13 @@ def room_for_threads(count: int) -> bool:
 
 
 def no_room_for(library: BaseException) -> str:
-    """What an import says that failed for want of memory for a library, in one of its lines; empty if it did not."""
+    """Return the line of an import error that says that memory for a library was lacking; empty for other errors."""
     said = _NO_ROOM.search(str(library)) if isinstance(library, ImportError) else None
     return "" if said is None else said[0].strip()
 
 
 def _soft(name: str) -> int | None:
-    """What a limit is at present; None if there is none, or none of that name."""
+    """Return the current value of a limit; None if it is unlimited or unknown."""
     if sys.platform == "win32":
         return None
     soft, _ = resource.getrlimit(getattr(resource, name))
@@ -148,7 +146,7 @@ def _soft(name: str) -> int | None:
 
 
 def _of_control_groups() -> list[int]:
-    """How many processes and threads the control groups of this process may have, if they tell."""
+    """Return the limits of processes and threads of this process's control groups."""
     found = []
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -158,27 +156,28 @@ def _of_control_groups() -> list[int]:
         if controllers not in ("", "pids"):
             continue
         root = Path("/sys/fs/cgroup") / controllers
-        for folder in (root / path.lstrip("/"), root):  # the second, where a container sees its own group alone
+        for folder in (root / path.lstrip("/"), root):  # the second, for a container that sees only its own group
             try:
                 found.append(int((folder / "pids.max").read_text()))
                 break
-            except (OSError, ValueError):  # there is none, or it is "max"
+            except (OSError, ValueError):  # no such file, or the content is "max"
                 continue
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Forks
 
-LOOKS, LOOK_SECONDS = 60, 1.0  # a fork stands still that has slept through so many looks, one after the other
+LOOKS, LOOK_SECONDS = 60, 1.0  # a fork that has slept through this many consecutive looks stands still
 _DIE_WITH_PARENT, _ADOPT, _ADOPTS = 1, 36, 37  # prctl's PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER and PR_GET_...
 
 
 class Fork:
-    """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe, and then ends in
-    silence, whatever `work` raises. It ends, too, with this process, and as nobody holds this object any more.
+    """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe and then ends
+    silently, whatever `work` raises. It also ends with this process, and when this object is
+    garbage-collected.
 
     Raises:
-        OSError: the system has no process for it, or no pipe.
+        OSError: the system has no process or pipe for it.
     """
 
     def __init__(self, work: Callable[[int], object]) -> None:
@@ -186,7 +185,7 @@ class Fork:
         self._parent = parent = os.getpid()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: `read` gives up
+                warnings.simplefilter("ignore", DeprecationWarning)  # about threads: see `read`
                 self._process = os.fork()
         except OSError:
             os.close(self._reading)
@@ -203,11 +202,11 @@ class Fork:
         self._ending = weakref.finalize(self, _end, self._process, parent, self._reading)
 
     def read(self, most: int) -> bytes:
-        """What the fork has written, up to `most` bytes, as soon as there is something; nothing once it has ended, and
-        in a process that is a fork itself.
+        """Return up to `most` bytes that the fork has written, as soon as any exist; empty after its end, and
+        in another fork.
 
         Raises:
-            TimeoutError: it stands still.
+            TimeoutError: the fork stands still.
         """
         if not self._ending.alive or os.getpid() != self._parent:
             return b""
@@ -215,7 +214,7 @@ class Fork:
         poll.register(self._reading)
         before, left = 0.0, LOOKS
         while not poll.poll(LOOK_SECONDS * 1000):
-            now = time.clock_gettime(~self._process << 3 | 2)  # as `clock_getcpuclockid` says it; of all its threads
+            now = time.clock_gettime(~self._process << 3 | 2)  # as `clock_getcpuclockid`; of all threads
             left = left - 1 if now == before and self._sleeps() else LOOKS
             before = now
             if not left:
@@ -223,16 +222,16 @@ class Fork:
         return os.read(self._reading, most)
 
     def end(self) -> int:
-        """End it now; the status with which it has ended, as `os.waitpid` says it, or 0 if it was ended before."""
+        """End the fork; return its status as `os.waitpid` does, or 0 if it was ended before."""
         return self._ending() or 0
 
     def _sleeps(self) -> bool:
-        """Whether it waits for something else than a processor or a disk, and is not stopped."""
+        """Return whether the fork waits for something other than a processor or a disk, and is not stopped."""
         return Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def _end(process: int, parent: int, reading: int) -> int:
-    """End a fork of `parent`, if that is this process: the status with which it has ended."""
+    """End a fork of `parent`, if that is this process; return its exit status."""
     os.close(reading)
     status = 0
     if os.getpid() == parent:
@@ -244,9 +243,9 @@ def _end(process: int, parent: int, reading: int) -> int:
 
 
 def adopt_orphans(adopts: bool) -> bool:
-    """Whether descendants whose parent ends become children of this process from now on; whether they did before.
+    """Set whether orphaned descendants become children of this process; return the previous setting.
 
-    Nothing changes where the system is not Linux.
+    Does nothing if the system is not Linux.
     """
     prctl, before = getattr(ctypes.CDLL(None), "prctl", None), ctypes.c_int(0)
     if prctl is not None:
@@ -256,7 +255,7 @@ def adopt_orphans(adopts: bool) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """Make this fork of `parent` end with it, and at a signal."""
+    """Make this fork of `parent` end with it, and on a signal."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
@@ -264,35 +263,30 @@ def _end_with(parent: int) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Work that a second process does meanwhile, on a core that would be idle: how commands become faster on two
-# cores.
+# ---- Parallel work: a fork computes on another core, so that commands are faster on two cores
 #
-#     with forking():                                # as commands are; elsewhere work is only put off
+#     with forking():                                # as commands do; otherwise work is only deferred
 #         (later,) = beside(lambda: trace(64))       # a fork of this process begins
 #         one = trace(1)
-#         other = later()                            # what the work returned
+#         other = later()                            # the result of the work
 #
-# Answers do not tell whether there was a second process. Its result is taken only where the work returned in
-# silence and the result can be pickled. Where it raised, wrote a word, warned, stood still or was killed, the
-# work is done again in this process, which then raises, writes or warns.
-#
-# A fork begins with all that this process has imported and made, and takes memory for what it changes. It
-# ends with its last result, when nobody can ask for one any more, and with this process, however that ends
-# (`pipefit.processes`).
+# Results do not depend on whether a fork was used. A fork's result is taken only if the work returned
+# silently and the result can be pickled. If it raised, printed, warned, stood still or was killed, this
+# process repeats the work, and then raises, prints or warns. A fork ends with its last result, when its
+# results are no longer referenced, and with this process.
 
 T = TypeVar("T")
 
-_LENGTH = 8  # bytes in which the fork tells how long a result is
+_LENGTH = 8  # bytes in which the fork sends the length of a result
 
-_forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar("_forks", default=None)  # that run; None outside
+_forks: ContextVar[weakref.WeakSet[_Fork] | None] = ContextVar("_forks", default=None)  # running; None outside
 
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Inside, `beside` forks this process where it may: on Linux with several cores, for each of them at most.
+    """Let `beside` fork this process in the block: on Linux with several cores, at most one fork per core.
 
-    It is for a process that is ours alone: a fork has only one of its threads.
+    Use it only in processes that are pipefit's alone, because a fork has only one of its threads.
     """
     before = _forks.set(weakref.WeakSet() if sys.platform == "linux" else None)
     try:
@@ -302,7 +296,7 @@ def forking() -> Iterator[None]:
 
 
 def forks_left() -> int:
-    """For how many more forks there is a core, while this process waits for them; none outside of `forking`."""
+    """Return the number of further forks that have a core while this process waits for them; 0 outside of `forking`."""
     running, cores = _forks.get(), len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     return 0 if running is None or cores == 1 else max(0, cores - len(running))
 
@@ -310,16 +304,17 @@ def forks_left() -> int:
 def beside(
     *works: Callable[[], T], forks: bool = True, check: Callable[[], object] | None = None
 ) -> tuple[Callable[[], T], ...]:
-    """Begin all `works`, one after the other, in another process: functions that wait for what each returned.
+    """Start all `works`, one after the other, in another process; return functions that wait for their
+    results.
 
-    Where there is no core or process for them, or outside of `forking`, each is done when its result is asked for. So
-    it is with `forks` False, and where `check`, which is called in the fork before, raises anything: for works that not
-    every process can do, and that might take what is in their way for another failure.
+    Without a core or process for them, or outside of `forking`, each runs in this process when its result is
+    requested; so too with `forks` False, or if `check`, which the fork calls first, raises. `check` is for
+    works that some processes cannot do, and that might misinterpret the obstacle as another failure.
     """
     running = _forks.get() if forks else None
     fork = None
     if running is not None and len(running) < len(os.sched_getaffinity(0)) > 1:
-        with suppress(OSError):  # no process is to be had, or no file for it, as under ulimit or in a container
+        with suppress(OSError):  # no process or file available, as under ulimit or in a container
             fork = _Fork(works, check)
             running.add(fork)
     return tuple(_later(fork, number, work) for number, work in enumerate(works))
@@ -332,7 +327,7 @@ def _later(fork: _Fork | None, number: int, work: Callable[[], T]) -> Callable[[
         if told is None:
             return work()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what classes of other packages say as they are made again
+            warnings.simplefilter("ignore")  # warnings of other packages' classes as they are unpickled
             taken: T = pickle.loads(told)  # noqa: S301 - our own fork wrote it
         return taken
 
@@ -340,12 +335,12 @@ def _later(fork: _Fork | None, number: int, work: Callable[[], T]) -> Callable[[
 
 
 class _Fork:
-    """A process that works, tells of each result how long it is, and has written it to memory before."""
+    """A process that computes results, writes each to shared memory, and then sends its length."""
 
     def __init__(self, works: Sequence[Callable[[], object]], check: Callable[[], object] | None) -> None:
         self._results = results = os.memfd_create("pipefit-results")
         weakref.finalize(self, os.close, results)
-        self._ends, self._count = [0], len(works)  # where results end
+        self._ends, self._count = [0], len(works)  # offsets at which results end
 
         def serve(telling: int) -> None:
             _be_unseen()
@@ -356,7 +351,7 @@ class _Fork:
         self._fork = Fork(serve)
 
     def result(self, number: int) -> bytes | None:
-        """What a work returned, as a pickle; None where it did not come to its end in silence."""
+        """Return a work's pickled result; None if it did not end silently."""
         while len(self._ends) <= number + 1:
             try:
                 told = self._fork.read(_LENGTH)
@@ -379,7 +374,7 @@ class _Fork:
 
 
 def _be_unseen() -> None:
-    """Make this process a fork of which nothing is seen. Streams, and locks that a thread may hold, stay alone."""
+    """Make this process a silent fork: redirect its streams, whose locks another thread may hold."""
     _forks.set(None)
     logging.disable()
     said = os.memfd_create("pipefit-said")
@@ -389,7 +384,7 @@ def _be_unseen() -> None:
 
 
 def _serve(works: Sequence[Callable[[], object]], results: int, telling: int) -> None:
-    """Work until a work is not silent, and hand over what was found until then."""
+    """Run the works until one is not silent, and hand over the results so far."""
     for work in works:
         with warnings.catch_warnings(record=True) as warned:
             found = pickle.dumps(work())

@@ -1,7 +1,8 @@
-"""Tables as data, and as text: aligned columns for a pipe, rich ones for a terminal.
+"""Tables as data and as text: aligned columns for a pipe, rich tables for a terminal, HTML for a page.
 
-What is narrower than a table gets it without its spare columns, or in parts, each with the columns that name a row.
-A report is a sequence of blocks, each a `Table` or a paragraph. Control characters are taken out of all of them here.
+In a narrow output, a table loses its spare columns, or is split into parts that repeat the columns that name
+a row. A report is a sequence of blocks, each a `Table` or a paragraph. Control characters are removed from
+all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-NO_BREAK = "\N{NO-BREAK SPACE}"  # a space at which no line is broken
+NO_BREAK = "\N{NO-BREAK SPACE}"  # a space without a line break
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
 _FIGURE = re.compile(r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)")  # the space between a figure and its unit
 _OPTION = re.compile(r"(--[a-z-]+) (?=[^\s-])")  # an option and its value
@@ -31,16 +32,16 @@ _HYPHENED = re.compile(r"--[a-z]+(-[a-z]+)*")
 _WHOLE = r'<span style="white-space:nowrap">\g<0></span>'
 _ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
-_ALARMS = {"over": "over", "out of memory": "over", "tight": "tight"}  # what is wrong, by how a cell ends
+_ALARMS = {"over": "over", "out of memory": "over", "tight": "tight"}  # the kind of problem, by the end of a cell
 _COLOURS = {"": "", "over": "bold red", "tight": "yellow"}
-_METER = re.compile(r"(?=[#.]{5})(#*)(\.*)(.*)")  # a bar of characters, and words behind it
+_METER = re.compile(r"(?=[#.]{5})(#*)(\.*)(.*)")  # a bar of characters, followed by words
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under column headings. Columns of numbers are set to the right.
+    """Rows of cells under column headings. Columns of numbers are right-aligned.
 
-    `spare` are headings of columns that the others nearly say, in the order in which a narrow terminal goes without.
+    `spare` are headings of nearly redundant columns, in the order in which a narrow output drops them.
     """
 
     columns: tuple[str, ...]
@@ -50,7 +51,7 @@ class Table:
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Which columns hold numbers only."""
+        """For each column, whether it holds only numbers."""
         return tuple(
             bool(self.rows) and all(_NUMBER_LIKE.fullmatch(row[place]) for row in self.rows)
             for place in range(len(self.columns))
@@ -58,9 +59,11 @@ class Table:
 
     @property
     def keys(self) -> int:
-        """How many of the first columns name a row: those that count, such as `3` or `3-5`, and the names beside them.
+        """The number of leading columns that name a row: counters such as `3` or `3-5`, and the names after
+        them.
 
-        As many names as tell all rows apart, or one where none does; the first column at least.
+        It includes as many name columns as distinguish all rows, or one if none do; at least the first
+        column.
         """
         counting = [
             bool(self.rows) and all(_COUNT_LIKE.fullmatch(row[place]) for row in self.rows)
@@ -73,7 +76,7 @@ class Table:
         return next(apart, names[0] if names else 1)
 
     def part(self, places: Sequence[int]) -> Table:
-        """The table of these columns alone."""
+        """Return the table of these columns only."""
         rows = tuple(tuple(row[place] for place in places) for row in self.rows)
         return Table(tuple(self.columns[place] for place in places), rows, self.title)
 
@@ -82,17 +85,17 @@ Block = Table | str
 
 
 def plain(blocks: Iterable[Block], width: int = _ENDLESS) -> str:
-    """The blocks as text, with an empty line between them; in lines of at most `width`, but for longer words."""
+    """Format the blocks as text, separated by empty lines, in lines of at most `width` except for longer words."""
     return "\n\n".join(_plain(block, width) for block in blocks)
 
 
 def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _ENDLESS) -> None:
-    """Write the blocks to `stream`, by default stdout: in colour and fitted to a terminal, or to `width` elsewhere."""
+    """Write the blocks to `stream`, default stdout: in colour and fitted to a terminal, or to `width` elsewhere."""
     out = sys.stdout if stream is None else stream
     if not out.isatty():
         out.write(plain(blocks, width) + "\n")
         return
-    from rich.console import Console  # half the start-up time of a command that prints nothing
+    from rich.console import Console  # takes half of the start-up time of a command that prints nothing
     from rich.text import Text
 
     console = Console(file=out, highlight=False)
@@ -110,33 +113,33 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _E
 
 
 def html(blocks: Iterable[Block]) -> str:
-    """The blocks as HTML: every table, and a paragraph for each line of text."""
+    """Format the blocks as HTML: tables, and a paragraph for each line of text."""
     return "".join(_html_table(block) if isinstance(block, Table) else _html_lines(block) for block in blocks)
 
 
 class Shown:
-    """What shows itself: as text of 80 columns where it is printed, and as tables in a notebook.
+    """A base class of documents that print as text of 80 columns, and as tables in a notebook.
 
-    The words are found where all documents have theirs, in `pipefit.report`, when they are asked for.
+    `report.show` describes each kind of document; it is imported when needed.
     """
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """The words as text."""
+        """Return the description as text."""
         return plain(self._blocks(), 80)
 
     def _repr_html_(self) -> str:
-        """The words and tables, for notebooks."""
+        """Return the description as HTML, for notebooks."""
         return html(self._blocks())
 
     def _blocks(self) -> list[Block]:
-        found: list[Block] = import_module("pipefit.report.show").describe(self)  # stands above all documents
+        found: list[Block] = import_module("pipefit.report.show").describe(self)  # a module above all documents
         return found
 
 
 def _html_lines(words: str) -> str:
-    """With figures beside their units however wide the page is, and options that are not broken at their hyphens."""
+    """Format paragraphs that do not break between figures and units, nor at the hyphens of options."""
     lines = (escape(kept_together(printable(line))) for line in words.splitlines() if line.strip())
     return "".join(f"<p>{_HYPHENED.sub(_WHOLE, line)}</p>" for line in lines)
 
@@ -154,14 +157,16 @@ def _html_table(table: Table) -> str:
 
 
 def _html_cell(cell: str, numeric: bool) -> str:
-    """A cell of a row, of a class that says whether it is a figure, and one that is `over` or `tight`."""
+    """Format a cell with classes for figures, and for `over` or `tight`."""
     kinds = " ".join(filter(None, ("number" if numeric else "", _alarm(cell))))
     named = f' class="{kinds}"' if kinds else ""
     return f"<td{named}>{_html_words(printable(cell))}</td>"
 
 
 def _html_words(cell: str) -> str:
-    """The cell's words; a bar of characters is drawn, for eyes alone, since its figure stands beside it."""
+    """Escape the cell's words; draw a bar of characters as a graphic hidden from screen readers, which read
+    its figure.
+    """
     meter = _METER.fullmatch(cell)
     if meter is None:
         return escape(cell)
@@ -176,9 +181,9 @@ def _plain_text(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width`, with figures beside units and options beside values; longer words stay whole.
+    """Wrap text to lines of at most `width`, without breaks between figures and units or options and values.
 
-    What an indented line goes on with is indented two more.
+    Longer words stay whole. Continuations of an indented line are indented by two more.
     """
     return "\n".join(_wrapped_line(line, width) for line in kept_together(text).splitlines()).replace(NO_BREAK, " ")
 
@@ -190,12 +195,12 @@ def _wrapped_line(line: str, width: int) -> str:
 
 
 def kept_together(text: str) -> str:
-    """The text with no space to break at between figures and units, and between options and values."""
+    """Replace spaces between figures and units, and between options and values, by non-breaking ones."""
     return _OPTION.sub(rf"\1{NO_BREAK}", _FIGURE.sub(NO_BREAK, text))
 
 
 def _plain(block: Block, width: int) -> str:
-    """A block as text of this width."""
+    """Format a block as text of this width."""
     if isinstance(block, str):
         return wrapped(_plain_text(block), width) if width < _ENDLESS else _plain_text(block)
     measured = partial(_plain_width, most=width // 2)
@@ -203,7 +208,7 @@ def _plain(block: Block, width: int) -> str:
 
 
 def _plain_table(table: Table, most: int) -> str:
-    """The table as aligned text; names of more than `most` characters go on in the next line."""
+    """Format the table as aligned text; names longer than `most` characters continue on the next line."""
     rows = [tuple(printable(cell) for cell in row) for row in (table.columns, *table.rows)]
     names = [place for place, right in enumerate(table.numeric[: table.keys]) if not right]
     lines = [line for row in rows for line in _folded(row, names, most)]
@@ -219,7 +224,7 @@ def _plain_table(table: Table, most: int) -> str:
 
 
 def _folded(row: tuple[str, ...], names: Sequence[int], most: int) -> Iterator[tuple[str, ...]]:
-    """The lines of a row whose names are broken after so many characters."""
+    """Yield the lines of a row whose names are broken after `most` characters."""
     cells = [
         [cell[at : at + most] for at in range(0, len(cell), most)] or [""] if place in names else [cell]
         for place, cell in enumerate(row)
@@ -232,7 +237,9 @@ def _plain_width(table: Table, most: int) -> int:
 
 
 def _parts(table: Table, width: int, measured: Callable[[Table], int]) -> list[Table]:
-    """The table without as few spare columns as make it fit the width; else in parts, of which one has the title."""
+    """Return the table without as few spare columns as make it fit the width; else in parts, the first with
+    the title.
+    """
     for left_out in range(len(table.spare) + 1):
         without = table.spare[:left_out]
         narrow = table.part([place for place, name in enumerate(table.columns) if name not in without])
@@ -242,7 +249,7 @@ def _parts(table: Table, width: int, measured: Callable[[Table], int]) -> list[T
 
 
 def _divided(table: Table, width: int, measured: Callable[[Table], int]) -> list[Table]:
-    """The table in parts that fit the width, if its names and one more column do."""
+    """Return the table in parts that fit the width, if its names and one more column do."""
     keys = list(range(table.keys))
     parts = [table.part(keys)]
     taken = keys
@@ -257,13 +264,13 @@ def _divided(table: Table, width: int, measured: Callable[[Table], int]) -> list
 
 
 def _width(table: Table, console: Console) -> int:
-    """Columns of a terminal that the table takes, if no cell is folded but a long name."""
+    """Return the terminal columns that the table takes if only long names are folded."""
     endless = console.options.update(width=_ENDLESS)
     return console.measure(_rich_table(table, console.width), options=endless).maximum
 
 
 def _rich_table(table: Table, width: int) -> RichTable:
-    """The table for a terminal of this width, of which names take at most half."""
+    """Return the table for a terminal of this width, with names at most half as wide."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -278,5 +285,5 @@ def _rich_table(table: Table, width: int) -> RichTable:
 
 
 def _alarm(cell: str) -> str:
-    """Whether a cell says that there is too little memory, or hardly enough: `over`, `tight` or nothing."""
+    """Return whether a cell means too little memory or hardly enough: `over`, `tight` or an empty text."""
     return next((alarm for word, alarm in _ALARMS.items() if f" {cell}".endswith(f" {word}")), "")

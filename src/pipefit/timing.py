@@ -1,12 +1,12 @@
-"""Seconds of a pass through layers: measured where the profile holds seconds, otherwise estimated by the roofline.
+"""Seconds of layers and collectives: measured if the profile has seconds, otherwise estimated.
 
-An operation is estimated as the longer of two times, computing at a part of the device's peak FLOP/s and moving bytes
-at a part of its memory bandwidth, since kernels reach neither figure (Williams et al., 2009), and a constant: what its
-launch takes and what it loses until all of the device is busy. So small operations reach less than large ones. The
-parts and the constant are the kind's (`pipefit.schema.devices.DeviceKind`) and may be set. Which part large products
-reach depends on more than the kind: narrow ones, as in attention, are bound by their bytes here.
-`benchmarks/bench_time.py` compares with published training throughput; for seconds, measure with `pipefit profile
---device cpu|cuda`.
+An operation is estimated by the roofline: the longer of two times, computing at a share of the device's peak
+FLOP/s and moving bytes at a share of its memory bandwidth, since kernels reach neither figure (Williams et
+al., 2009), plus a constant for its launch and for filling the device. So small operations reach less than
+large ones. The shares and the constant belong to the kind (`schema.devices.DeviceKind`) and can be set. The
+share of large products depends on more than the kind; narrow products, as in attention, are bound by their
+bytes here. `benchmarks/bench_time.py` compares estimates with published training throughput; for measured
+seconds, use `pipefit profile --device cpu|cuda`.
 """
 
 from __future__ import annotations
@@ -24,30 +24,27 @@ from pipefit.schema.devices import DeviceKind, Host, Member
 from pipefit.schema.layer_costs import Alike, Collective, LayerCost, Work
 from pipefit.schema.profile import Measurement
 
-# ----------------------------------------------------------------------------------------------------
-# Collectives on the links of a cluster: who sends how many bytes to whom, and what that takes.
+# ---- Collectives on the links of a cluster
 #
-# A sum over n members goes around a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up one
-# part of the bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the
-# bytes to the next one, which is the least that any arrangement sends; and a part passes 2 (n - 1) hops, one
-# after the other. Gloo has no other way when torch asks it (`gloo::allreduce` without an algorithm), and NCCL
-# none within a host.
+# An all-reduce over n members uses a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up
+# one part of the bytes, and in n - 1 more the finished parts travel on. Every member sends 2 (n - 1) / n of
+# the bytes to the next one, the least possible; and a part passes 2 (n - 1) hops. Gloo has no other algorithm
+# when torch calls it (`gloo::allreduce` without an algorithm), and NCCL none within a host.
 #
 # Over several hosts NCCL also has two trees, each of which adds up a half (Sanders, Speck and Traff, 2009):
-# in every host a chain to its first member, and between these a binary tree. Sums go up to the root and come
-# down again. Members in the middle of one tree are leaves of the other, so that no host sends more than twice
-# the bytes. A part passes as many hops as the longest way to the root has, twice: between hosts, the
-# logarithm of their number. NCCL takes the way that it estimates to be the faster one (`ncclTopoTuneModel`);
-# so is it here, by the delays and rates of the cluster's links.
+# in every host a chain to its first member, and between hosts a binary tree. Sums go up to the root and down
+# again. Inner members of one tree are leaves of the other, so no host sends more than twice the bytes. A part
+# passes twice the hops of the longest path to the root: between hosts, the logarithm of their number. NCCL
+# takes the algorithm that it estimates to be faster (`ncclTopoTuneModel`); so does this module, by the
+# latencies and rates of the cluster's links.
 #
-# Sums that only their owners get are the first half of a ring, and what owners bring to all is the other
-# half, with parts as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners
-# in a second round.
+# A reduce-scatter to owners is the first half of a ring, an all-gather from owners the other half, with parts
+# as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners in a second round.
 #
-# All hops are under way at once, with another piece of the bytes each. So a collective takes the delays that
-# a piece meets one after the other, and as long as the busiest wire needs for its bytes.
+# All hops run at once, each with another piece of the bytes. So a collective takes the latencies that a piece
+# meets one after the other, plus the time of the busiest wire for its bytes.
 
-TREE_REACHES = 0.92  # of the rate of links, by NCCL's estimate
+TREE_REACHES = 0.92  # share of link rates, by NCCL's estimate
 
 
 class Hop(NamedTuple):
@@ -59,8 +56,8 @@ class Hop(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective: its hops, the seconds of the messages that wait for each other, those that each wire needs for the
-    bytes of its hops, and the part of its rate that is left to each wire while its other direction is busy.
+    """A collective: its hops, the latency of dependent messages, the seconds that each wire needs for the
+    bytes of its hops, and the share of its rate that each wire keeps while its opposite direction is busy.
     """
 
     hops: tuple[Hop, ...]
@@ -70,13 +67,13 @@ class Exchange(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds where no other transfer is on the wires."""
+        """Seconds on otherwise idle wires."""
         return self.seconds_of(1.0)
 
     def seconds_of(self, part: float) -> float:
-        """The same with such a part of the bytes.
+        """Return the seconds with the share `part` of the bytes.
 
-        Each direction of a wire is slowed until the one that ends first has ended.
+        Each direction of a wire is slowed until the direction that ends first has ended.
         """
         delay, own = self.delay_seconds, self.wire_seconds
         found = delay
@@ -88,60 +85,60 @@ class Exchange(NamedTuple):
 
 
 def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
-    """The ways that a sum of `nbytes` may take over devices: the ring, and trees where there are any."""
+    """Return the algorithms for an all-reduce of `nbytes` over devices: the ring, and trees if several hosts
+    take part.
+    """
     count = len(members)
     hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
     found = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
     chains = _chains(cluster, members)
     if cluster.backend == "cuda" and len(chains) > 1:
-        with suppress(UsageError):  # nothing joins some of the hosts
+        with suppress(UsageError):  # no link joins some of the hosts
             found.append(_double_tree(cluster, chains, nbytes))
     return found
 
 
 def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchange:
-    """A sum of `nbytes` over devices that all get it, in the way that takes the least time."""
+    """Return the fastest all-reduce of `nbytes` over devices."""
     return min(ways_of_sum(cluster, members, nbytes), key=lambda way: way.seconds)
 
 
 def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
-    """Sums of which every member gets its own share, of so many bytes: that goes to it from the member behind, around
-    the ring.
-    """
+    """Return a reduce-scatter over the ring, in which every member gets its share, of so many bytes."""
     whole = sum(shares)
     hops = _around(members, [whole - share for share in shares])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
 
 
 def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
-    """What brings every member's share to all others: it goes around the ring to the member before its own."""
+    """Return an all-gather over the ring, in which every member sends its share to all others."""
     whole = sum(shares)
     hops = _around(members, [whole - share for share in (*shares[1:], shares[0])])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
 
 
 class Line(NamedTuple):
-    """Seconds of exchanges of any size that go the same way."""
+    """Seconds of exchanges as a linear function of their bytes."""
 
     delay_seconds: float
     seconds_per_byte: float
 
     @staticmethod
     def of(exchange: Exchange, nbytes: int) -> Line:
-        """That through an exchange of so many bytes."""
+        """Return the line through an exchange of `nbytes`."""
         delay = exchange.seconds_of(0.0)
         return Line(delay, (exchange.seconds - delay) / nbytes)
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of so many bytes."""
+        """Return the seconds of `nbytes`."""
         return self.delay_seconds + nbytes * self.seconds_per_byte
 
 
 class Group(NamedTuple):
-    """What collectives of some devices take where no other transfer is on the wires: sums for all in every way that
-    they may go, and a half, by which every member gets its part of a sum, or brings its part to all.
+    """Costs of collectives of some devices on otherwise idle wires: `sums` for an all-reduce by each
+    algorithm, `half` for a reduce-scatter or all-gather.
 
-    Groups on links alike are equal.
+    Groups on equal links are equal.
     """
 
     members: int
@@ -150,14 +147,14 @@ class Group(NamedTuple):
 
     @staticmethod
     def of(cluster: Cluster, devices: Sequence[int]) -> Group:
-        """The group of these devices, in their order."""
+        """Return the group of these devices, in their order."""
         count, nbytes = len(devices), len(devices) << 30
         half = sum_for_owners(cluster, devices, [1 << 30] * count)
         ways = ways_of_sum(cluster, devices, nbytes)
         return Group(count, tuple(Line.of(way, nbytes) for way in ways), Line.of(half, nbytes))
 
     def seconds(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives one after the other."""
+        """Return the seconds of consecutive collectives."""
         return sum(map(self._seconds, collectives))
 
     def _seconds(self, one: Collective) -> float:
@@ -166,7 +163,7 @@ class Group(NamedTuple):
 
 
 def _exchange(cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0) -> Exchange:
-    """An exchange whose hops reach so much of the rates of links."""
+    """Return an exchange whose hops reach the share `reaches` of link rates."""
     hops, of_wires, slowed = tuple(hops), defaultdict[str, list[float]](list), dict[str, float]()
     for source, target, nbytes in hops:
         route = cluster.route(Member.device(source), Member.device(target))
@@ -181,14 +178,14 @@ def _latency(cluster: Cluster, source: int, target: int) -> float:
 
 
 def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
-    """The hops of a ring in which every member sends so many bytes to the next one; none to itself."""
+    """Yield the hops of a ring in which every member sends its bytes to the next one; none to itself."""
     targets = (*members[1:], members[0])
     return (Hop(*one) for one in zip(members, targets, sent, strict=True) if one[0] != one[1])
 
 
 def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
-    """Seconds of the messages of a part that goes around so many times, each time to the member before it began: of the
-    part that is the last to arrive.
+    """Return the latency of the last part to arrive, if each part goes around the ring `turns` times, each
+    time up to the member before its start.
     """
     hops = [_latency(cluster, *hop) for hop in zip(members, (*members[1:], members[0]), strict=True)]
     in_a_row = zip(*(hops[number:] + hops[:number] for number in range(turns)), strict=True)
@@ -196,7 +193,7 @@ def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
 
 
 def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
-    """The members on every host, in the order of the first ones."""
+    """Return the members on every host, in the order of the first ones."""
     found = defaultdict[int, list[int]](list)
     for device in dict.fromkeys(members):
         found[cluster.devices[device].host].append(device)
@@ -204,7 +201,7 @@ def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
 
 
 def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> Exchange:
-    """A sum up and down two trees over the members of several hosts."""
+    """Return an all-reduce up and down two trees over the members of several hosts."""
     hops, delay = list[Hop](), 0.0
     for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
         for child, parent in tree.items():
@@ -215,17 +212,17 @@ def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int)
 
 
 def _way_up(tree: Mapping[int, int], member: int) -> Iterator[tuple[int, int]]:
-    """The hops from a member to the root."""
+    """Yield the hops from a member to the root."""
     while (above := tree.get(member)) is not None:
         yield member, above
         member = above
 
 
 def _trees(chains: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
-    """Two trees over the members of several hosts: to whom each hands what it has added up.
+    """Yield two trees over the members of several hosts, as the parent of each member.
 
-    In the second one hosts are in the opposite order, or, where their number is odd, each has the place of the next
-    one, so that those in the middle of one tree are leaves of the other.
+    In the second tree hosts are in the opposite order, or, if their number is odd, shifted by one, so that
+    inner hosts of one tree are leaves of the other.
     """
     inside = {member: before for chain in chains for before, member in pairwise(chain)}
     first = [chain[0] for chain in chains]
@@ -234,17 +231,17 @@ def _trees(chains: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
 
 
 def _above(place: int, count: int) -> int:
-    """The place above another one in a binary tree of so many in order, whose leaves are every second one, and whose
-    root is 0.
+    """Return the parent of a place in a binary tree of `count` ordered places, whose leaves are every second
+    place, and whose root is 0.
     """
     lowest = place & -place
     above = place - lowest | lowest << 1
     return above if above < count else place - lowest
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Layers
 
-HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory, by an optimizer with all cores
+HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
 
 class Seconds(NamedTuple):
@@ -256,7 +253,7 @@ class Seconds(NamedTuple):
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Seconds of `work` on a device of `kind`; products whose dtype is not known are in `dtype`."""
+    """Return the seconds of `work` on a device of `kind`; products of unknown dtype use `dtype`."""
     if work.seconds is not None:
         return work.seconds
     bandwidth = kind.memory_bandwidth * kind.bandwidth_reached
@@ -272,7 +269,7 @@ def _dtypes(work: Work) -> set[str]:
 
 
 def _operations(work: Work) -> tuple[Alike, ...]:
-    """The operations of the work; one, where it is known as a whole only."""
+    """Return the operations of the work; a single one if only the sums are known."""
     whole = (Alike(1, work.flops, work.moved_bytes),) if work.flops or work.moved_bytes else ()
     return work.operations or whole
 
@@ -280,9 +277,9 @@ def _operations(work: Work) -> tuple[Alike, ...]:
 def layer_seconds(
     measurement: Measurement, kind: DeviceKind, dtype: str = "float32", group: Group | None = None
 ) -> tuple[Seconds, ...]:
-    """Seconds of every layer, and of the loss behind the last one.
+    """Return the seconds of every layer, and of the loss after the last one.
 
-    Those of a tensor-parallel rank are with its collectives, which it does with its `group`.
+    Those of a tensor-parallel rank include its collectives in `group`.
     """
     alike = [_seconds(cost, kind, dtype, group) for cost in measurement.kinds]
     return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, group))
@@ -295,18 +292,18 @@ def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None)
 
 
 def copy_seconds(nbytes: int, kind: DeviceKind) -> float:
-    """Seconds of a copy of `nbytes` within a device of `kind`, which reads and writes them."""
+    """Return the seconds of a copy of `nbytes` within a device of `kind`, which reads and writes them."""
     return seconds(Work(flops=0, moved_bytes=2 * nbytes), kind)
 
 
 def host_update_seconds(cost: LayerCost, host: Host) -> float:
-    """Seconds of a layer's update on the CPU of `host`, in one pass that takes as long as its bytes move.
+    """Return the seconds of a layer's update on the CPU of `host`, in one pass bound by memory bandwidth.
 
-    It reads parameters, gradients and state, and writes all but the gradients: 28 bytes a parameter by AdamW in
-    float32.
+    It reads parameters, gradients and state, and writes all but the gradients: 28 bytes a parameter for AdamW
+    in float32.
 
     Raises:
-        UsageError: the host's memory bandwidth is not known.
+        UsageError: the host's memory bandwidth is unknown.
     """
     if host.memory_bandwidth is None:
         raise UsageError("an update on a host takes as long as its memory needs: give the host a memory_bandwidth")

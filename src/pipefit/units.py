@@ -1,6 +1,6 @@
-"""Sizes and times between people and machine: `parse_bytes("256MiB")`, `format_bytes(268435456)`.
+"""Parsing and formatting of sizes and times: `parse_bytes("256MiB")`, `format_bytes(268435456)`.
 
-Inside pipefit a size is an `int` of bytes and a time a `float` of seconds; units appear in what people write and read.
+Internally a size is an `int` of bytes and a time a `float` of seconds; units appear only in input and output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-# A whole number in a regular expression. Nothing here has more digits, and of 4301 on `int` raises what nobody expects.
+# A whole number in a regular expression. No input needs more digits, and `int` raises for more than 4300.
 WHOLE = "[0-9]{1,18}"
 _SIZE = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([a-zA-Z]*)\s*")
 _BITS = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([kKMGT])b(?:ps)?")
@@ -34,12 +34,12 @@ _LONGEST = 60  # characters of a refused text that a message repeats
 
 
 def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
-    """Bytes of `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`; with `least` 0 also of `"0"`.
+    """Parse `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`; with `least` 0 also `"0"`.
 
-    A number below 1024 without a unit is taken for a forgotten unit.
+    A number below 1024 without a unit is treated as a forgotten unit.
 
     Raises:
-        UsageError: not a size, an unknown unit or none, or less than `least` bytes.
+        UsageError: not a size, an unknown or missing unit, or less than `least` bytes.
     """
     match = _SIZE.fullmatch(text)
     unit = match and _UNITS.get(match[2].lower())
@@ -56,10 +56,10 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes per second of `"25GB/s"`, or of a size without `/s`.
+    """Parse bytes per second: `"25GB/s"`, or a size without `/s`.
 
     Raises:
-        UsageError: not a size, or one in bits, as networks are sold: `"200Gb/s"`.
+        UsageError: not a size, or one in bits, as networks are specified: `"200Gb/s"`.
     """
     size = text.strip().removesuffix("/s")
     if bits := _BITS.fullmatch(size):
@@ -69,7 +69,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_part(text: str, whole: int) -> int:
-    """Bytes of a size, which may be `"0"`, or of a percentage of `whole` bytes, as `"5%"`.
+    """Parse a size, which may be `"0"`, or a percentage of `whole` bytes, such as `"5%"`; return bytes.
 
     Raises:
         UsageError: neither.
@@ -83,7 +83,7 @@ def parse_part(text: str, whole: int) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` in the largest binary unit that leaves at least one, with two decimals: `13.50 GiB`, `812 B`."""
+    """Format `nbytes` in the largest binary unit that leaves at least one, with two decimals: `13.50 GiB`, `812 B`."""
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -91,22 +91,22 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """`value` with three significant digits and never an exponent: `30.4`, `3,160`, `0.00321`."""
+    """Format `value` with three significant digits and without an exponent: `30.4`, `3,160`, `0.00321`."""
     return f"{Decimal(f'{value:.3g}'):,f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` with three significant digits: `1.23 s`, `45.6 ms`, `789 us`."""
+    """Format `seconds` with three significant digits: `1.23 s`, `45.6 ms`, `789 us`."""
     return _scaled(seconds, (1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds else "0 s"
 
 
 def format_flops(flops: int) -> str:
-    """Floating-point operations with three significant digits: `148 GFLOP`, `3.21 MFLOP`, `0 FLOP`."""
+    """Format floating-point operations with three significant digits: `148 GFLOP`, `3.21 MFLOP`, `0 FLOP`."""
     return _scaled(flops, (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP"))
 
 
 def _scaled(value: float, *units: tuple[float, str]) -> str:
-    """The rounded value in the largest of the units that leaves at least one, or else in the smallest."""
+    """Format the rounded value in the largest unit that leaves at least one, or else in the smallest."""
     rounded = float(f"{value:.3g}")
     unit, name = next((one for one in units if abs(rounded) >= one[0]), units[-1])
     return f"{format_number(rounded / unit)} {name}"

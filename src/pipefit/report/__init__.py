@@ -1,1 +1,1 @@
-"""Documents as text for people. A report is made from a document, without a run or a terminal, and is tested so."""
+"""Documents as text and pages for people, made from a document alone."""

@@ -1,8 +1,8 @@
-"""What is different between two plans, or two traces: what moved, what it costs, and why.
+"""The difference between two plans, or two traces: the changes, their costs, and the reasons.
 
-`pipefit compare` asks how far a prediction is from what was measured of the same plan. This asks what a change of the
-plan did: the question that was put, layers that went to other devices, what is recomputed or moved away, and what that
-does to the memory of each device, by category, and to a step. Plans are simulated, which takes a fraction of a second.
+`pipefit compare` shows how far a prediction is from a measurement of the same plan. This module shows the
+effects of a changed plan: the request, layers on other devices, recomputed and offloaded memory, and the
+change of each device's memory by category and of the step time. Plans are simulated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_WHYS = 2
-_MOST_TENSORS = 4  # kinds of them, that are told of one change
+_MOST_TENSORS = 4  # kinds of tensors that one change lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDifference:
-    """One device's peak before and after, in bytes; None where it is not in one of the two.
+    """One device's peak before and after, in bytes; None if one of the two lacks the device.
 
-    `by_category` has what the bytes at the two peaks differ by, without categories that are the same.
+    `by_category` has the differences between the two peaks, without unchanged categories.
     """
 
     device: int
@@ -42,27 +42,27 @@ class DeviceDifference:
 
     @property
     def changed_bytes(self) -> int:
-        """How much higher the peak is afterwards."""
+        """The increase of the peak."""
         return (self.after_bytes or 0) - (self.before_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is done with a run of layers by one plan alone: its devices, or what is recomputed or moved away.
+    """A run of layers that the plans treat differently: its devices, recomputation or offloading.
 
-    Layers are those of the model, by name, from `first` to `last`. Where saved tensors move, `tensors` says which: the
-    operation that saved them, their bytes, and how many there are of a kind.
+    Layers are those of the model, by name, from `first` to `last`. If saved tensors move, `tensors` lists
+    them by the operation that saved them, their bytes, and their number.
     """
 
     first: str
     last: str
-    before: str  # empty where nothing was
+    before: str  # empty if there was no treatment
     after: str
     why: str = ""
     tensors: tuple[str, ...] = ()
 
     def as_json(self) -> ChangedLayers:
-        """Plain data."""
+        """Return plain data."""
         told = ChangedLayers(layers=[self.first, self.last], before=self.before, after=self.after, why=self.why)
         if self.tensors:
             told["tensors"] = list(self.tensors)
@@ -80,7 +80,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Shown):
-    """All that differs. Seconds are those of the last step, None without a clock; rates are None for traces."""
+    """All differences. Seconds are those of the last step, None without a clock; rates are None for traces."""
 
     asked: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -89,11 +89,11 @@ class Difference(Shown):
     after_seconds: float | None
     before_rate: float | None = None  # samples per second
     after_rate: float | None = None
-    before_busy: float | None = None  # the part of a step in which the busiest device computes
+    before_busy: float | None = None  # share of a step in which the busiest device computes
     after_busy: float | None = None
 
     def __repr__(self) -> str:
-        """A line: what the second costs beside the first."""
+        """Return one line: the second document's costs relative to the first."""
         return f"<Difference: {_price(self)}>"
 
     @property
@@ -104,7 +104,7 @@ class Difference(Shown):
         return max(before, default=0), max(after, default=0)
 
     def as_json(self) -> DiffAnswer:
-        """Plain data, the shape of `pipefit diff --json`."""
+        """Return plain data, the shape of `pipefit diff --json`."""
         return {
             "asked": list(self.asked),
             "changes": [one.as_json() for one in self.changes],
@@ -124,7 +124,7 @@ class Difference(Shown):
 
 
 def difference_of_plans(before: Plan, after: Plan) -> Difference:
-    """What the second plan does otherwise than the first."""
+    """Compare the second plan with the first."""
     traces = simulate(before), simulate(after)
     found = difference_of_traces(*traces)
     rates = [
@@ -141,7 +141,7 @@ def difference_of_plans(before: Plan, after: Plan) -> Difference:
 
 
 def difference_of_traces(before: Trace, after: Trace) -> Difference:
-    """What the second trace tells otherwise than the first, device by device."""
+    """Compare the second trace with the first, device by device."""
     ours, theirs = ({device.device: device for device in trace.devices} for trace in (before, after))
     asked = [] if before.source == after.source else [f"{before.source}, then {after.source}"]
     return Difference(
@@ -170,11 +170,11 @@ def _device(number: int, before: DeviceTrace | None, after: DeviceTrace | None) 
     )
 
 
-# -------------------------------------------------------------------- what two plans do
+# ---- Differences between two plans
 
 
 def _asked(before: Plan, after: Plan) -> Iterator[str]:
-    """How the questions differ, in phrases: first what was, then what is."""
+    """Yield the differences between the requests, as phrases: the first value, then the second."""
     if before.cluster != after.cluster:
         same = str(before.cluster) == str(after.cluster)
         yield f"{before.cluster}, then " + ("the same with other links or reserves" if same else str(after.cluster))
@@ -191,7 +191,7 @@ def _asked(before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _placed(before: Plan, after: Plan) -> Iterator[Change]:
-    """The layers that are on other devices, or that these share otherwise."""
+    """Yield the layers that are on other devices, or shared differently between devices."""
     ours, theirs = _places(before), _places(after)
     names = [name for name in before.profile.layers if name in theirs]
     pairs = [(name, ours[name], theirs[name]) for name in names]
@@ -202,7 +202,7 @@ def _placed(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _places(plan: Plan) -> dict[str, str]:
-    """The devices of every layer and how they share it, in words."""
+    """Return the devices of every layer and the sharing between them, in words."""
     return {name: _place(stage.grid) for stage in plan.stages for name in plan.profile.layers[stage.start : stage.stop]}
 
 
@@ -212,7 +212,7 @@ def _place(grid: Grid) -> str:
 
 
 class _Treated(NamedTuple):
-    """What a plan does with a layer or one of its saved tensors, in words; empty where it does nothing."""
+    """A plan's treatment of a layer or one of its saved tensors, in words; empty without treatment."""
 
     how: str = ""
     why: str = ""
@@ -223,7 +223,7 @@ _Treatments = dict[tuple[What, str], dict[tuple[str, int], _Treated]]
 
 
 def _treated(before: Plan, after: Plan) -> Iterator[Change]:
-    """What the plans recompute or move away otherwise, by runs of layers of which both do the same."""
+    """Yield the differences in recomputation and offloading, by runs of layers with the same treatments."""
     ours, theirs = _treatments(before), _treatments(after)
     for kind in dict.fromkeys([*ours, *theirs]):
         had, has = ours.get(kind, {}), theirs.get(kind, {})
@@ -252,7 +252,7 @@ def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -
 
 
 def _treatments(plan: Plan) -> _Treatments:
-    """What is done with layers and their saved tensors, by what it is and where they go."""
+    """Return the treatments of layers and their saved tensors, by kind and target."""
     found: _Treatments = {}
     for decision in plan.decisions:
         kind = decision.what, _done(decision)
@@ -266,13 +266,13 @@ def _treatments(plan: Plan) -> _Treatments:
 
 
 def _tensor(plan: Plan, stage: int, layer: int, number: int) -> str:
-    """A saved tensor by the operation that saved it, or its dtype, and its bytes."""
+    """Describe a saved tensor: the operation that saved it, or its dtype, and its bytes."""
     saved = next(one for one in plan.measured(stage).costs[layer].saved if one.index == number)
     return f"{saved.operation or saved.dtype} {format_bytes(saved.nbytes)}"
 
 
 def _treatment(decision: Decision) -> str:
-    """What is done, for which microbatches, and how far from its use."""
+    """Describe a decision: the technique, the microbatches, and the distance from its use."""
     taken, every, _ = decision.microbatches
     words = [_done(decision) + (f" for {taken} of {every} microbatches" if taken < every else "")]
     if decision.ahead:
@@ -296,7 +296,7 @@ def _done(decision: Decision) -> str:
 
 
 def _subjects(decision: Decision) -> Iterator[tuple[int, int]]:
-    """The layers that a decision is about, each with the number of a saved tensor, or -1 for the layer itself."""
+    """Yield the layers of a decision, each with the number of a saved tensor, or -1 for the layer itself."""
     match decision.subject:
         case SavedTensors(tensors=tensors):
             yield from tensors
@@ -305,18 +305,18 @@ def _subjects(decision: Decision) -> Iterator[tuple[int, int]]:
 
 
 def _runs(plan: Plan, names: Sequence[str]) -> Iterator[list[str]]:
-    """Runs of layers that follow each other in the model."""
+    """Yield runs of consecutive layers of the model."""
     wanted = set(names)
     for chosen, run in groupby(plan.profile.layers, key=lambda name: name in wanted):
         if chosen:
             yield [*run]
 
 
-# -------------------------------------------------------------------- in words
+# ---- Text
 
 
 def describe_difference(found: Difference) -> list[Block]:
-    """What it costs in a sentence, what was asked otherwise, a row for each device, and what moved."""
+    """Describe a difference: the costs, the request, a row for each device, and the changes."""
     blocks: list[Block] = ["\n".join([_price(found), *_time(found)])]
     if found.asked:
         blocks.append("What was asked:\n" + "\n".join(f"  {phrase}" for phrase in found.asked))
@@ -327,7 +327,7 @@ def describe_difference(found: Difference) -> list[Block]:
 
 
 def _price(found: Difference) -> str:
-    """What the second costs beside the first: memory of the fullest device, and time."""
+    """Describe the second document's costs relative to the first: memory of the fullest device, and time."""
     before, after = found.highest_bytes
     told = [f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"]
     told = told if after != before else ["as much memory on the fullest device"]
@@ -339,7 +339,7 @@ def _price(found: Difference) -> str:
 
 
 def _beside(ratio: float) -> str:
-    """How long something is beside another; that it is several times as long is no matter of percent."""
+    """Describe a ratio of times: in percent, or as a factor from 2 on."""
     if ratio >= 2:
         return f"{ratio:.3g} times as long"
     return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
@@ -361,7 +361,7 @@ def _time(found: Difference) -> Iterator[str]:
 
 
 def _devices(found: Difference) -> Table:
-    """A row for each device, with the category that changed most."""
+    """Return a row for each device, with the category that changed most."""
     rows = tuple(
         (
             str(one.device),
@@ -377,7 +377,7 @@ def _devices(found: Difference) -> Table:
 
 
 def _most(by_category: dict[str, int]) -> str:
-    """The category that changed most, which may be by more than all together."""
+    """Describe the category that changed most, possibly by more than the total."""
     name = max(by_category, key=lambda category: abs(by_category[category]), default="")
     return f"{name} {_signed(by_category[name])}" if name else "-"
 

@@ -1,4 +1,4 @@
-"""The largest that fits, as text: the answer, what limits it, by how much the next one misses, and what was tried."""
+"""Answers about fit as text: the overview of `pipefit fit`, and the largest value that fits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes, format_number
 
-# ----------------------------------------------------------------------------------------------------
-# Does it fit, on one screen: devices, precisions, replicas, what limits, and what to ask next.
+# ---- Overview on one screen: devices, precisions, replicas, the limit, and the next command
 
-_LARGE_LOSS = 4  # a loss that takes more than this part of a budget is named where nothing fits
+_LARGE_LOSS = 4  # a loss that takes more than this fraction of a budget is named if nothing fits
 
 
 def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
-    """The answer, a row for each number of devices and for each precision, what limits, and what to ask next.
+    """Describe an overview: the answer, a row for each number of devices and each precision, the limit, and
+    the next command.
 
-    `asked` is the model with its settings and the cluster, as a command line has them; empty in Python.
+    `asked` is the model with its settings and the cluster, as on the command line; empty in Python.
     """
     return [
         _head(overview),
@@ -35,7 +35,7 @@ def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
 
 
 def _head(overview: Overview) -> str:
-    """Yes or no in the first word, for the cluster that was asked about."""
+    """Return the answer in the first words, for the requested cluster."""
     row, plan = overview.here, overview.here.one.plan
     where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
     least = row.one if row.one.fits else row.fastest  # larger microbatches fill what there is
@@ -55,12 +55,12 @@ def _head(overview: Overview) -> str:
 
 
 def _is_fixed(overview: Overview) -> bool:
-    """Whether there are as many microbatches on any number of devices."""
+    """Return whether the number of microbatches is the same for any number of devices."""
     return len({row.one.plan.training.microbatches for row in overview.reaches}) == 1
 
 
 def _devices(overview: Overview) -> Table:
-    """A row for each number of devices."""
+    """Return a row for each number of devices."""
     largest = overview.sizes[-1]
     rows = tuple(
         (
@@ -78,7 +78,7 @@ def _devices(overview: Overview) -> Table:
 
 
 def _explained(overview: Overview) -> str:
-    """What the columns of the first table mean."""
+    """Explain the columns of the first table."""
     looked = ", ".join(map(str, overview.sizes))
     among = f"one of {looked}" if len(overview.sizes) > 1 else f"of {looked}, the one that was looked at"
     return (
@@ -89,7 +89,7 @@ def _explained(overview: Overview) -> str:
 
 
 def _replicas_take_the_others(overview: Overview) -> str:
-    """That there are more devices than stages, where it is so."""
+    """Say that there are more devices than stages; empty if there are not."""
     stages, devices = overview.here.devices, len(overview.cluster.devices)
     if stages == devices:
         return ""
@@ -100,7 +100,7 @@ def _replicas_take_the_others(overview: Overview) -> str:
 
 
 def _size(one: Attempt | None, largest: int) -> str:
-    """The size of a microbatch; where none larger was looked at, it may be larger."""
+    """Format the size of a microbatch; the largest that was tried may not be the limit."""
     if one is None:
         return "-"
     return f"{one.value} or more" if one.value == largest else str(one.value)
@@ -111,7 +111,7 @@ def _is_tight(one: Attempt) -> bool:
 
 
 def _precisions(overview: Overview) -> Table:
-    """A row for each precision."""
+    """Return a row for each precision."""
 
     def row(one: InPrecision) -> tuple[str, ...]:
         fewest = "-" if one.fewest is None else str(one.fewest)
@@ -123,7 +123,7 @@ def _precisions(overview: Overview) -> Table:
 
 
 def _replicated(overview: Overview) -> Iterator[Block]:
-    """A row for each part of the state that replicas divide, with and without recomputation."""
+    """Yield a row for each way to divide the state between replicas, with and without recomputation."""
     found: dict[str, dict[bool, Replicated]] = {}
     for one in overview.replicated:
         found.setdefault(one.way, {})[one.recompute] = one
@@ -135,20 +135,20 @@ def _replicated(overview: Overview) -> Iterator[Block]:
 
 
 def _replica(one: Replicated | None) -> str:
-    """What the fullest device needs."""
+    """Format the bytes that the fullest device needs."""
     if one is None:
         return "-"
     return f"{'at least ' if one.is_bound else ''}{format_bytes(one.need_bytes)}"
 
 
 def _rate(own: dict[bool, Replicated]) -> str:
-    """The samples per second of the fastest of these plans that fits."""
+    """Format the samples per second of the fastest of these plans that fits."""
     rates = [one.samples_per_second for one in own.values() if one.samples_per_second is not None]
     return format_number(max(rates)) if rates else "-"
 
 
 def _limits(overview: Overview) -> str:
-    """Which device limits, and what holds its bytes."""
+    """Describe the limiting device, and the contents of its memory."""
     one = overview.limiting
     held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
     what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
@@ -158,7 +158,7 @@ def _limits(overview: Overview) -> str:
 
 
 def _next(overview: Overview, asked: str) -> Iterator[str]:
-    """What to ask for next."""
+    """Yield the next command, or alternatives that would fit."""
     here, best = overview.here, overview.here.fastest
     if best is not None:
         yield (
@@ -190,7 +190,7 @@ def _seconds(best: Attempt) -> str:
 
 
 def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
-    """What would fit, where the cluster does not hold one sample."""
+    """Yield alternatives that would fit, if the cluster does not hold one sample."""
     if overview.impossible:
         yield f"It cannot fit: {overview.impossible}."
     else:
@@ -218,19 +218,19 @@ def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
 
 
 def _growing(asked: str, what: str) -> str:
-    """How to ask for the least of something."""
+    """Return the command for the least amount of something."""
     return f": pipefit fit {asked} --grow {what}" if asked else f": pipefit.largest.growth.{what}"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The largest value that fits
 
 
 def describe_fit(fit: Fit) -> list[Block]:
-    """The answer and how it was asked, what limits it, by how much the next one misses, and all that was tried."""
+    """Describe a search: the answer and the request, the limit, the excess of the next value, and all attempts."""
     return ["\n".join(_fit_head(fit)), _tried(fit), "\n".join(_fit_limits(fit))]
 
 
-_WORDS = {What.RECOMPUTE: "recomputed", What.OFFLOAD: "moved away", What.UPDATE: "updated on the host"}  # in parts
+_WORDS = {What.RECOMPUTE: "recomputed", What.OFFLOAD: "moved away", What.UPDATE: "updated on the host"}  # by kind
 
 
 def _fit_head(fit: Fit) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _fit_head(fit: Fit) -> Iterator[str]:
 
 
 def _tried(fit: Fit) -> Table:
-    """A row for each value, rising; with the number of parameters if it is not always the same."""
+    """Return a row for each value, rising; with the number of parameters if it varies."""
     grows = len({attempt.parameters for attempt in fit.tried}) > 1
     rows = tuple(
         (

@@ -1,4 +1,4 @@
-"""A plan in words: its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
+"""A plan in words: its stages and peaks, its limit, the planner, its speed, and the conditions of its figures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from pipefit.tables import Block, Table
 from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# The alternatives to a plan, with their prices: as lines, and as rows of a table.
+# ---- Alternatives to a plan, with their prices
 
 
 def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[str]:
-    """A line for each of the alternatives to a plan whose step takes so long; nothing where there is none."""
+    """Yield a line for each of a plan's alternatives; nothing if there are none. `step_seconds` is the plan's
+    step time.
+    """
     lines = [_line(one, step_seconds) for one in alternatives]
     if lines:
         yield "\n".join(lines)
 
 
 def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[Table]:
-    """A row for each of them; nothing where there is none."""
+    """Yield a table with a row for each alternative; nothing if there are none."""
     if alternatives:
         columns = ("best at", "stages", "devices", "microbatches", "schedule", "fullest", "step", "longer", "ask with")
         yield Table(columns, tuple(_row(one, step_seconds) for one in alternatives))
@@ -40,12 +41,12 @@ def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
 
 
 def _longer(one: Alternative, step_seconds: float) -> str:
-    """By which part of the plan's own step that of an alternative is longer; nothing where that is not known."""
+    """Format the relative difference of an alternative's step time; empty if unknown."""
     return f"{100 * (one.step_seconds / step_seconds - 1):+z.0f} %" if step_seconds else ""
 
 
 def _line(one: Alternative, step_seconds: float) -> str:
-    """What an alternative takes, how much longer its step is, and how to ask for it."""
+    """Describe an alternative: its memory, its step time, and the options that select it."""
     longer = _longer(one, step_seconds)
     by = f" ({longer})" if longer else ""
     return (
@@ -54,14 +55,13 @@ def _line(one: Alternative, step_seconds: float) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What recomputing and moving tensors does for each stage of a plan, as rows of a table.
+# ---- Effects of recomputation and offloading on each stage
 
-_HIDDEN = 1e-4  # the part of a step below which what is added is hidden behind other work
+_HIDDEN = 1e-4  # share of a step below which added time is hidden behind other work
 
 
 def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Table]:
-    """A row for every compaction, with the price of a byte that it frees; no table where there is none."""
+    """Yield a table with a row for every compaction and its price per byte; nothing if there are none."""
     if compactions:
         columns = ("stage", "memory is freed by", "layers", "peak", "step", "a GiB costs")
         yield Table(columns, tuple(_compactions_row(one, step_seconds) for one in compactions))
@@ -78,20 +78,20 @@ def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
     return (*head, f"{'+' if one.added_seconds > 0 else '-'}{added}", price if one.added_seconds > 0 else "-")
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The plan
 
 _BAR = 20  # characters
 _SIZES = "parameters", "peak", "of budget", "full", ""
 
 
 def describe_plan(plan: Plan) -> list[Block]:
-    """The question, a row for each stage, what frees memory, all else in sentences, and what may be wanted instead."""
+    """Describe a plan: the request, a row for each stage, the compactions, sentences, and alternatives."""
     told, step = "\n".join(sentences(plan)), predicted_seconds(plan)
     return [head(plan), stage_table(plan), *freed(plan), told, *paragraph(plan.alternatives, step)]
 
 
 def head(plan: Plan) -> str:
-    """What was planned on what, and for which training."""
+    """Describe the model, the cluster and the training."""
     training = plan.training
     return (
         f"{plan.headline}\n"
@@ -101,9 +101,10 @@ def head(plan: Plan) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row for each stage: device, blocks, parameters, and the predicted peak as a part of the device's budget.
+    """Return a row for each stage: device, blocks, parameters, and the predicted peak as a share of the
+    device's budget.
 
-    Where there are no blocks, or a stage ends inside one, all rows tell layers.
+    Without blocks, or if a stage ends inside one, all rows list layers.
     """
     edges = frozenset(plan.profile.edges)
     whole = bool(plan.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in plan.stages)
@@ -116,12 +117,12 @@ def stage_table(plan: Plan) -> Table:
 
 
 def freed(plan: Plan) -> Iterator[Table]:
-    """What every compaction frees, and what it costs; no table where there is none."""
+    """Yield the table of compactions, if any."""
     yield from table(plan.prediction.compactions, predicted_seconds(plan)) if plan.prediction else ()
 
 
 def sentences(plan: Plan) -> Iterator[str]:
-    """How stages are shared, what limits, how the plan was found, how fast it is, and where that holds."""
+    """Yield the sharing of stages, the limit, the planner, the speed, and the conditions of the figures."""
     yield from told_sharing(plan.stages)
     yield from _coupled(plan)
     yield _limit(plan)
@@ -132,12 +133,12 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 def predicted_seconds(plan: Plan) -> float:
-    """Seconds of a step; 0 without a prediction."""
+    """Return the seconds of a step; 0 without a prediction."""
     return plan.prediction.step_seconds if plan.prediction else 0.0
 
 
 def holds_for(plan: Plan) -> str:
-    """The machine whose kernels were measured for the peaks, in a sentence; empty where no CPU's kernels were."""
+    """Name the machine on which kernels were measured, in a sentence; empty if no CPU kernels were."""
     made = plan.profile.assumptions
     if not made.cpu:
         return ""
@@ -149,7 +150,7 @@ def holds_for(plan: Plan) -> str:
 
 
 def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
-    """A sentence for every way in which devices share stages, with the numbers of these."""
+    """Yield a sentence for every way in which devices share stages, with the numbers of these stages."""
     for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
         found = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
         *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
@@ -158,7 +159,7 @@ def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _coupled(plan: Plan) -> Iterator[str]:
-    """That replicas change the numbers, where they are known to, and which numbers these are."""
+    """Yield a warning if replicas are known to change the computed values."""
     degrees = {stage.grid.data for stage in plan.stages}
     reason = plan.profile.coupled or plan.profile.draws
     if plan.is_sliced and reason:
@@ -173,7 +174,7 @@ def _coupled(plan: Plan) -> Iterator[str]:
 
 
 def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
-    """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
+    """Return the row of a stage, by blocks if all stages consist of `whole` ones, otherwise by layers."""
     names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     measured = plan.measured(number)
@@ -191,13 +192,15 @@ def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[st
 
 
 def _fullest(plan: Plan, stage: Stage) -> int:
-    """The device of a stage with the highest predicted peak for its budget; the smallest without a prediction."""
+    """Return the device of a stage with the highest predicted share of its budget; the smallest without a
+    prediction.
+    """
     peaks = plan.prediction.peak_bytes if plan.prediction else (1,) * len(plan.cluster.budgets)
     return max(stage.devices, key=lambda device: peaks[device] / plan.cluster.budgets[device])
 
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:
-    """The predicted peak as a share of the budget of the stage's fullest device; None without a prediction."""
+    """Return the predicted peak as a share of the budget of the stage's fullest device; None without a prediction."""
     made, device = plan.prediction, _fullest(plan, stage)
     return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
 
@@ -208,7 +211,7 @@ def _bar(full: float) -> str:
 
 
 def _limit(plan: Plan) -> str:
-    """The fullest device, and how far it is from its budget, which leaves a reserve to its process."""
+    """Describe the fullest device, and its distance from its budget."""
     if plan.prediction is None:
         return "This plan holds no predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
@@ -223,7 +226,7 @@ def _limit(plan: Plan) -> str:
 
 
 def _planner(plan: Plan) -> Iterator[str]:
-    """Which planner made the plan, and how good it is proven to be."""
+    """Yield the planner, and the proven quality of the plan."""
     made = plan.provenance
     if made is None:
         yield "This plan does not say which planner made it."
@@ -240,7 +243,7 @@ def _planner(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    """Step time, throughput, and how long devices wait: what a simulated step leaves of their time."""
+    """Yield the step time, the throughput, and the idle time of devices in the simulated step."""
     if plan.prediction is None or plan.prediction.step_seconds <= 0:
         return
     step, busy = plan.prediction.step_seconds, plan.prediction.utilisation
@@ -254,10 +257,10 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _bubble(plan: Plan) -> str:
-    """The ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): what stages of equal time without messages would wait.
+    """Describe the ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): idle time with equal stages and no
+    messages.
 
-    It is defined for one stage on each device. Under recomputation it is not, as devices run forwards again while they
-    would wait.
+    It is defined for one stage on each device, and without recomputation, which devices may run in idle time.
     """
     stages, microbatches = len(plan.stages), plan.training.microbatches
     recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
@@ -273,7 +276,7 @@ def _bubble(plan: Plan) -> str:
 
 
 def _seconds(plan: Plan) -> str:
-    """Whether seconds of layers were measured or estimated, and by what."""
+    """Describe whether layer seconds were measured or estimated, and by which rates."""
     if not plan.measurement.estimated:
         moves = len(plan.workers) > 1 or any(decision.place is not None for decision in plan.decisions)
         links = ", those of messages and copies are estimated by the links" if moves else ""
@@ -285,8 +288,8 @@ def _seconds(plan: Plan) -> str:
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
-    """What ranks divide, what processes take, where seconds come from, on what machine the peaks hold, and what kernels
-    they leave out.
+    """Yield the divided shares, the processes' memory, the source of seconds, and the conditions and gaps of
+    the peaks.
     """
     shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
     yield from (f"Of the model {one.sentence}." for one in shares if one is not None)
@@ -298,7 +301,7 @@ def _caveats(plan: Plan) -> Iterator[str]:
 
 
 def _copies(plan: Plan) -> list[str]:
-    """What half-precision copies of weights take in each of the stages, as a line; none where there are no copies."""
+    """Return a line about the half-precision weight copies of each stage; empty without copies."""
     stages = [plan.measured(n).copy_bytes(stage.start, stage.stop) for n, stage in enumerate(plan.stages)]
     sizes = ", ".join(map(format_bytes, stages))
     each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
@@ -309,7 +312,7 @@ def _copies(plan: Plan) -> list[str]:
 
 
 def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
-    """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
+    """Yield sentences about reserves for GPU processes among `devices`, and the memory that these processes take."""
     left = {cluster.reserves[device] for device in devices}
     if any(left):
         sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
@@ -325,7 +328,7 @@ def _reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction
 
 
 def _taken(cluster: Cluster, prediction: Prediction) -> str:
-    """Which process takes most of what its device has; or that it is not known."""
+    """Describe the fullest process; or say that it is unknown."""
     known = {device: process for device, process in enumerate(prediction.processes) if process}
     if not known:
         return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
@@ -334,7 +337,7 @@ def _taken(cluster: Cluster, prediction: Prediction) -> str:
 
 
 def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
-    """What the process of a device takes, of what it has."""
+    """Describe the memory of a device's process."""
     return (
         f"the process of device {device} takes {format_bytes(process.process_bytes)} of its {format_bytes(memory)} "
         f"({100 * process.process_bytes / memory:.1f} %): {process}"

@@ -1,4 +1,6 @@
-"""A post-mortem as text: what held the memory as it ran out, by category and by layer, and what would have fitted."""
+"""A post-mortem as text: the contents of the memory when it ran out, by category and layer, and plans that
+would fit.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,21 @@ from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# What would have fitted where a run ran out of memory: plans for the same training, with what each of them
-# costs.
+# ---- Remedies: plans for the same training that would have fitted, with their costs
 #
-# Every remedy has been planned and simulated, for budgets that leave room for what the run took beyond its
-# plan's own prediction: nothing on the CPU, where both are one number, and on a GPU what its allocator and
-# libraries took. Costs a few plans, of which the search by simulation takes seconds.
+# Every remedy is planned and simulated, for budgets that leave room for the memory that the run took beyond
+# its plan's prediction: nothing on the CPU, and on a GPU the overhead of its allocator and libraries.
 
 _PRICES = (
     "Each has been planned and simulated for the same batch. The price is what a step takes more than that of the plan "
     "which ran out."
 )
-_MOST_DEVICES = 8  # times as many as the plan has
+_MOST_DEVICES = 8  # as a multiple of the plan's devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A plan that fits, what it does otherwise in words, and the options of `pipefit plan` that ask for it."""
+    """A plan that fits, its difference in words, and the `pipefit plan` options that select it."""
 
     what: str
     plan: Plan
@@ -44,7 +43,7 @@ class Remedy:
 
 
 def remedies(found: PostMortem) -> list[Remedy]:
-    """The plans that would have fitted: first those for the same devices, the fastest of them first, then others."""
+    """Return the plans that would have fitted: those for the same devices, fastest first, then others."""
     cluster = _leaving_room(found)
     same = [one for one in _on_the_same(found.plan, cluster) if _fits(one.plan)]
     same.sort(key=lambda one: _seconds(one.plan))
@@ -52,7 +51,7 @@ def remedies(found: PostMortem) -> list[Remedy]:
 
 
 def describe_remedies(found: PostMortem) -> list[Block]:
-    """A row for each remedy with its price: the seconds that a step takes more than the plan's own."""
+    """Return a row for each remedy with its price: the additional seconds of a step."""
     own = simulate(found.plan).step_seconds[-1]
     rows = tuple(_row(one, own) for one in remedies(found))
     if not rows:
@@ -73,7 +72,9 @@ def _row(one: Remedy, own: float) -> tuple[str, ...]:
 
 
 def _leaving_room(found: PostMortem) -> Cluster:
-    """The plan's cluster, with reserves that hold what the run took beyond what was predicted for that action."""
+    """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction for
+    that action.
+    """
     samples = simulate(found.plan).devices[found.device].memory
     predicted = next((one.total_bytes for one in samples if _alike(one, found.moment)), found.moment.total_bytes)
     surplus = max(0, found.moment.total_bytes - predicted)
@@ -86,12 +87,12 @@ def _leaving_room(found: PostMortem) -> Cluster:
 
 
 def _alike(one: MemorySample, other: MemorySample) -> bool:
-    """Whether two samples are of the same action, of the first step or of later ones."""
+    """Return whether two samples are of the same action, of the first step or of later ones."""
     return one.action == other.action and min(one.step, 1) == min(other.step, 1)
 
 
 def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """For the devices that there are."""
+    """Yield remedies for the same devices."""
     kept = _planned(plan, cluster, planner="exact")
     if kept is not None:
         yield Remedy(what="another split", plan=kept, asked_by="--objective peak")
@@ -105,7 +106,7 @@ def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """In smaller microbatches, as far as these were profiled."""
+    """Yield remedies with smaller microbatches of profiled sizes."""
     training = plan.training
     for size in sorted({one.microbatch_size for one in plan.profile.measurements}, reverse=True):
         if size < training.microbatch_size and training.batch_size % size == 0:
@@ -118,7 +119,7 @@ def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
-    """For more devices of the largest kind, by doubling; and for as many with more memory."""
+    """Yield remedies for more devices of the largest kind, by doubling, and for the same number with more memory."""
     count = len(cluster.devices)
     largest = max(cluster.devices, key=lambda device: device.memory_bytes)
     for times in (2, 4, _MOST_DEVICES):
@@ -138,7 +139,7 @@ def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _planned(plan: Plan, cluster: Cluster, **options: Any) -> Plan | None:
-    """The plan of the same training that a planner finds, whether or not it fits; None where it cannot answer."""
+    """Plan the same training, whether or not it fits; None if the planner fails."""
     try:
         return planned(plan.profile, cluster, plan.training, allow_infeasible=True, **options)
     except PipefitError:
@@ -146,7 +147,7 @@ def _planned(plan: Plan, cluster: Cluster, **options: Any) -> Plan | None:
 
 
 def _fits(plan: Plan) -> bool:
-    """Whether every device, host and disk has room."""
+    """Return whether every device, host and disk has room."""
     over = any(peak > budget for peak, budget in zip(_peaks(plan), plan.cluster.budgets, strict=True))
     return not over and not missing_bytes(plan, Simulation(plan).arenas)
 
@@ -160,24 +161,24 @@ def _seconds(plan: Plan) -> float:
 
 
 def _done(plan: Plan) -> str:
-    """What a plan does with memory, in words."""
+    """Describe a plan's memory techniques."""
     kinds = {"recompute": "layers recomputed", "offload": "tensors moved", "update": "updates on the host"}
     done = [words for kind, words in kinds.items() if any(one.what.value == kind for one in plan.decisions)]
     return f"the fastest plan: {', '.join(done)}" if done else "the fastest plan"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The report
 
-_MOST_LAYERS = 12  # that are told one by one
+_MOST_LAYERS = 12  # layers that are listed individually
 
 
 def describe_post_mortem(found: PostMortem) -> list[Block]:
-    """What was asked for, what held the rest, layer by layer, and what would have fitted."""
+    """Describe a post-mortem: the failed request, the contents of the memory, layer by layer, and remedies."""
     return [found.head, categories(found), *layers(found), *describe_remedies(found)]
 
 
 def categories(found: PostMortem) -> Table:
-    """What the bytes were used for, what was asked for included."""
+    """Return the memory by category, including the failed request."""
     total = found.moment.total_bytes or 1
     held = sorted(found.moment.by_category.items(), key=lambda item: -item[1])
     rows = tuple((name.value, format_bytes(nbytes), f"{100 * nbytes / total:.1f} %") for name, nbytes in held)
@@ -186,7 +187,9 @@ def categories(found: PostMortem) -> Table:
 
 
 def layers(found: PostMortem) -> list[Block]:
-    """The layers with the most bytes as the action began; nothing where the action is none of a training step."""
+    """Return the layers with the most bytes at the start of the action; empty if the action is not of a
+    training step.
+    """
     told = contents_at(found.plan, found.device, found.moment)
     if told is None:
         return []
@@ -195,7 +198,7 @@ def layers(found: PostMortem) -> list[Block]:
 
 
 def filled(plan: Plan, found: Contents, title: str = "") -> Table:
-    """A row for each of the fullest layers, one for all others, and one for what is left of the peak."""
+    """Return a row for each of the fullest layers, one for all others, and one for the rest of the peak."""
     ordered = sorted(found.layers, key=lambda row: -row.total_bytes)
     rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
     rest = ordered[_MOST_LAYERS:]
@@ -213,7 +216,7 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
 
 
 def largest(plan: Plan, found: Contents) -> Table:
-    """A row for each of the activations with the most bytes, and one for all others."""
+    """Return a row for each of the largest activations, and one for all others."""
     ordered = sorted(found.tensors, key=lambda one: -one.nbytes * one.microbatches)
     rows = [
         (_named(plan, one.layer), one.operation or "handed on", " x ".join(map(str, one.shape)) or "-",

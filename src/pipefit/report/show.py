@@ -28,14 +28,13 @@ from pipefit.tables import Block, Table
 from pipefit.texts import counted, numbered, shortened
 from pipefit.units import format_bytes, format_flops, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# A cluster as text: its devices, its hosts, and who talks to whom at what rate.
+# ---- Clusters: devices, hosts, and link rates
 
-_WIDEST = 17  # members of a matrix that still fits a terminal
+_WIDEST = 17  # members of a matrix that fits a terminal
 
 
 def describe_cluster(cluster: Cluster) -> list[Block]:
-    """Name, devices, FLOP/s, what processes take besides tensors, hosts and the matrix of link rates."""
+    """Describe a cluster: devices, FLOP/s, process overheads, hosts and the matrix of link rates."""
     return [
         f"{cluster} ({cluster.backend})",
         _devices(cluster),
@@ -47,7 +46,7 @@ def describe_cluster(cluster: Cluster) -> list[Block]:
 
 
 def _devices(cluster: Cluster) -> Table:
-    """A row for each run of equal devices."""
+    """Return a row for each run of equal devices."""
     rows = []
     for device, run in groupby(range(len(cluster.devices)), key=lambda number: cluster.devices[number]):
         numbers = list(run)
@@ -69,7 +68,7 @@ def _devices(cluster: Cluster) -> Table:
 
 
 def _flops(cluster: Cluster) -> Table:
-    """A row for each kind of device and dtype: FLOP/s, and the part of them that estimates reckon with."""
+    """Return a row for each kind of device and dtype: FLOP/s, and the share that estimates assume."""
     kinds = {device.kind.key: device.kind for device in cluster.devices}
     rows = tuple(
         (kind.name, dtype, f"{figure / 1e12:g} ({100 * kind.part_of_flops(dtype):.0f} %)")
@@ -80,7 +79,7 @@ def _flops(cluster: Cluster) -> Table:
 
 
 def _overheads(cluster: Cluster) -> list[Block]:
-    """A row for each kind of GPU: what a process takes of its memory besides tensors."""
+    """Return a row for each kind of GPU: the non-tensor memory of a process."""
     kinds = {device.kind.name: device.kind.overheads for device in cluster.devices if cluster.backend == "cuda"}
     rows = tuple(
         (
@@ -109,7 +108,7 @@ def _hosts(cluster: Cluster) -> Table:
 
 
 def _links(cluster: Cluster) -> list[Block]:
-    """GB/s one way that copies reach between every two members; a star where bytes go through a host."""
+    """Return the copy rate between every two members, in GB/s one way; a star marks routes through a host."""
     members = [
         *map(Member.device, range(len(cluster.devices))),
         *map(Member.host, range(len(cluster.hosts))),
@@ -123,7 +122,7 @@ def _links(cluster: Cluster) -> list[Block]:
 
 
 def _both_ways(cluster: Cluster) -> Iterator[str]:
-    """The links whose directions hinder each other, by how much."""
+    """Yield the links whose directions slow each other, and by how much."""
     for duplex in sorted({link.duplex for link in cluster.links if link.duplex < 1}):
         names = ", ".join("-".join(map(str, link.members)) for link in cluster.links if link.duplex == duplex)
         yield f"while both directions are busy, each reaches {duplex:.0%} of it: {shortened(names)}"
@@ -140,14 +139,13 @@ def _rate(cluster: Cluster, source: Member, target: Member) -> str:
     return f"{rate:.4g}" if direct else f"{rate:.4g}*"
 
 
-# ----------------------------------------------------------------------------------------------------
-# A profile as text: what every block and layer costs, and what forwards keep for their backwards.
+# ---- Profiles: costs of blocks and layers, and saved tensors
 
 _COLUMNS = ("name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
 
 
 def describe_profile(profile: ModelProfile) -> list[Block]:
-    """The model, what the profile assumes, and tables for every measured microbatch size."""
+    """Describe a profile: the model, the assumptions, and tables for every measured microbatch size."""
     taken = profile.assumptions
     head = (
         f"{profile.model}: {profile.parts}, fingerprint {profile.fingerprint.digest}\n"
@@ -176,7 +174,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
 
 
 def describe_measurement(measurement: Measurement) -> list[Block]:
-    """Every kind of layer, with the numbers of the layers of that kind, which have their names in a profile."""
+    """Describe a measurement: every kind of layer, with the numbers of its layers."""
     numbers = [
         numbered([layer for layer, kind in enumerate(measurement.layers) if kind == one])
         for one in range(len(measurement.kinds))
@@ -187,13 +185,13 @@ def describe_measurement(measurement: Measurement) -> list[Block]:
 
 
 def _unknown(memory: KernelMemory) -> Table:
-    """Operations that could not be measured: where one of them runs, the peak is without its kernel's workspace."""
+    """Return the operations that could not be measured; peaks lack the workspace of their kernels."""
     rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
     return Table(("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside")
 
 
 def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
-    """The two numbers that training runs measured for every block."""
+    """Return the two byte counts that training runs measured for every block."""
     named = enumerate(zip(profile.block_names, costs.mem_isolated, costs.mem_added, strict=True))
     rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
     return Table(
@@ -208,7 +206,7 @@ def _signed(nbytes: int) -> str:
 
 
 def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
-    """What every block would cost as a stage; equal ones in a row share a row, which tells what each of them costs."""
+    """Return the costs of every block as a stage; consecutive equal blocks share a row, which has the costs of each."""
     band = Ranges(measurement, profile.edges).band(1)
     rows = []
     for first, count in _runs(profile, measurement):
@@ -234,7 +232,7 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
 
 
 def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
-    """What every layer costs; of equal blocks in a row, the layers of the first."""
+    """Return the costs of every layer; of consecutive equal blocks, only the layers of the first."""
     rows = [
         _layer_row(str(number), profile.layers[number], measurement.costs[number])
         for first, _ in _runs(profile, measurement)
@@ -244,7 +242,7 @@ def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
 
 
 def _runs(profile: ModelProfile, measurement: Measurement) -> Iterator[tuple[int, int]]:
-    """Equal blocks in a row: the number of the first of them, and how many they are."""
+    """Yield runs of equal blocks: the number of the first, and the length."""
     first = 0
     for _, equal in groupby(measurement.layers[start:stop] for start, stop in pairwise(profile.edges)):
         count = len(list(equal))
@@ -273,12 +271,14 @@ def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:
 
 
 def _work(work: Work) -> str:
-    """Seconds where they were measured, otherwise floating-point operations."""
+    """Format measured seconds, or else floating-point operations."""
     return format_flops(work.flops) if work.seconds is None else format_seconds(work.seconds)
 
 
 def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
-    """What each kind of layer saves, by operation, dtype and storage: masks and score matrices show here."""
+    """Return the saved tensors of each kind of layer, by operation, dtype and storage, such as masks and
+    score matrices.
+    """
     rows = []
     for number, cost in enumerate((*measurement.kinds, measurement.loss)):
         example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
@@ -291,7 +291,7 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
 
 
 def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
-    """How many, their bytes, and those of the largest. Tensors that share a storage of the layer's count once."""
+    """Return the number of tensors, their bytes, and those of the largest. Tensors in one storage count once."""
     sizes: dict[object, int] = {}
     for tensor in tensors:
         key = tensor.origin if tensor.origin.kind in ("own", "input") else tensor.index
@@ -299,7 +299,7 @@ def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
     return str(len(tensors)), format_bytes(sum(sizes.values())), format_bytes(max(sizes.values()))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Any document
 
 Shows = (
     Cluster | Comparison | Difference | Fit | Measurement | ModelProfile | Overview | Plan | PostMortem | Program
@@ -308,13 +308,13 @@ Shows = (
 
 
 def describe(document: Shows) -> list[Block]:
-    """What a person wants to see of a document."""
+    """Describe a document of any kind."""
     words = next(words for kind, words in _WORDS.items() if isinstance(document, kind))
     return words(document)
 
 
 def describe_program(program: UncheckedProgram) -> list[Block]:
-    """The text form, a paragraph for each of its lines that is not empty."""
+    """Return the text form of a program, a paragraph for each non-empty line."""
     head = f"program of {counted(program.stages, 'stage')} and {counted(program.microbatches, 'microbatch')}"
     return [head, *(line for line in str(program).splitlines() if not line.endswith(": "))]
 

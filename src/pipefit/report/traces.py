@@ -1,4 +1,4 @@
-"""A trace as text: how long a step took, and how full each device was when it was fullest."""
+"""Traces as text: step times, peaks of devices, and the comparison of predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipefit.tables import Block, Shown, Table
 from pipefit.texts import counted
 from pipefit.units import format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# Predicted beside measured: accuracy is a subtraction of two traces.
+# ---- Comparison of predicted and measured figures: a subtraction of two traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,20 +26,21 @@ class DeviceComparison:
 
     @property
     def difference_bytes(self) -> int:
-        """Measured above predicted: positive where the prediction was too low."""
+        """Measured minus predicted bytes: positive if the prediction was too low."""
         return self.measured_bytes - self.predicted_bytes
 
     @property
     def difference(self) -> float | None:
-        """The same, as a share of what was measured; None where nothing was."""
+        """The difference as a share of the measured bytes; None if nothing was measured."""
         return self.difference_bytes / self.measured_bytes if self.measured_bytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Shown):
-    """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times.
+    """Two traces of the same devices. Seconds are those of the last step, None for a dry run, which has no
+    times.
 
-    `predicted_estimated` and `measured_estimated` say which of the seconds come of estimated seconds of layers.
+    `predicted_estimated` and `measured_estimated` mark seconds that derive from estimated layer seconds.
     """
 
     predicted_source: str
@@ -52,7 +52,7 @@ class Comparison(Shown):
     measured_estimated: bool
 
     def __repr__(self) -> str:
-        """A line: what is compared, and by how much peaks are apart at most."""
+        """Return one line: the two sources, and the largest difference of peaks."""
         apart = max((abs(row.difference_bytes) for row in self.devices), default=0)
         sources, devices = (
             f"{self.predicted_source} beside {self.measured_source}",
@@ -61,7 +61,7 @@ class Comparison(Shown):
         return f"<Comparison: {sources}, {devices}, peaks at most {format_bytes(apart)} apart>"
 
     def as_json(self) -> CompareAnswer:
-        """Plain data, the shape of `pipefit compare --json`."""
+        """Return plain data, the shape of `pipefit compare --json`."""
         return {
             "predicted": {
                 "source": self.predicted_source,
@@ -87,7 +87,7 @@ class Comparison(Shown):
 
 
 def compare(predicted: Trace, measured: Trace) -> Comparison:
-    """Peaks and step seconds of two traces, device by device.
+    """Compare peaks and step seconds of two traces, device by device.
 
     Raises:
         UsageError: they are traces of different devices.
@@ -110,7 +110,7 @@ def compare(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def describe_comparison(comparison: Comparison) -> list[Block]:
-    """A row for each device, and a sentence on time."""
+    """Return a row for each device, and a sentence about time."""
     rows = tuple(
         (
             str(row.device),
@@ -147,17 +147,17 @@ def _how(estimated: bool) -> str:
 
 
 def _list(devices: dict[int, int]) -> str:
-    """The numbers of the devices: all of them, or how many there are and the first."""
+    """Format the device numbers: all of them, or their count and the first ones."""
     numbers = sorted(devices)
     some = ", ".join(map(str, numbers[:8])) or "none"
     return some if len(numbers) <= 8 else f"{len(numbers)} of them ({some}, ...)"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Traces
 
 
 def describe_trace(trace: Trace) -> list[Block]:
-    """Source, steps and times; a row for each device; and what held the bytes at the peaks."""
+    """Describe a trace: source, steps and times; a row for each device; and its contents at the peak."""
     busy = trace.utilisation() if trace.step_seconds else (0.0,) * len(trace.devices)
     rows = tuple(_device_row(trace, device, share) for device, share in zip(trace.devices, busy, strict=True))
     peaks = Table(("device", "peak", "budget", "full", "step", "at action", "computing"), rows)
@@ -186,7 +186,7 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
 
 
 def _categories(trace: Trace) -> Table:
-    """Bytes by category at each device's peak, without the categories that are empty on all devices."""
+    """Return the bytes by category at each device's peak, without categories that are empty on all devices."""
     peaks = [device.peak.by_category if device.peak else {} for device in trace.devices]
     used = [category for category in CATEGORIES if any(category in peak for peak in peaks)]
     rows = tuple(
@@ -197,7 +197,7 @@ def _categories(trace: Trace) -> Table:
 
 
 def _allocators(trace: Trace) -> list[Block]:
-    """What a GPU's allocator holds at most, and what the process takes besides, which was not measured in training."""
+    """Return the peaks of GPU allocators, and the other memory of processes, which training does not measure."""
     known = [(device, device.allocator) for device in trace.devices if device.allocator]
     if not known:
         return []
@@ -220,7 +220,7 @@ def _allocators(trace: Trace) -> list[Block]:
 
 
 def _process(peaks: AllocatorPeaks, memory: int) -> tuple[str, ...]:
-    """What a process takes besides what its allocator has reserved."""
+    """Format a process's memory outside of its allocator's reserved bytes."""
     return (
         _times(peaks.workspaces, peaks.workspace_bytes),
         format_bytes(peaks.context_bytes),
@@ -231,12 +231,12 @@ def _process(peaks: AllocatorPeaks, memory: int) -> tuple[str, ...]:
 
 
 def _full(process: int, memory: int) -> str:
-    """How full a GPU is with its whole process."""
+    """Format how full a GPU is with its whole process."""
     return fullness(process / memory, tight=process >= TIGHT * memory) if memory else "-"
 
 
 def _shortage(trace: Trace) -> Iterator[str]:
-    """Which device has too little memory for its process, by how much, and what to plan with."""
+    """Yield the device that lacks the most memory for its process, by how much, and a remedy."""
     worst = max(trace.devices, key=lambda device: device.lack_bytes)
     if worst.lack_bytes and worst.allocator:
         yield f"Out of memory: {worst.shortage}. To fit, {worst.remedy}."

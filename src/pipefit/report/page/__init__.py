@@ -1,10 +1,10 @@
-"""A plan, a trace, a run that ran out of memory, or a search for the largest that fits, as one HTML page.
+"""One self-contained HTML page of a plan, a trace, a run that ran out of memory, or a search for the largest
+that fits.
 
-It needs no network and no other file. `page(document)` draws memory over time and the timeline of every device. It says
-what fills each one at its peak, what was decided about its memory and at what price, and what passes over the links.
-With a measured trace beside a plan, both are drawn. A page of a plan for 8 devices and 32 microbatches takes about
-60 kB. Its script is our own. It draws at most 3,000 shapes: what is too narrow to be seen alone is drawn together until
-one looks closer.
+`page(document)` draws memory over time and the timeline of every device, and shows the contents of each
+device at its peak, the decisions about its memory with their prices, and the traffic on the links. With a
+measured trace in addition to a plan, both are drawn. The page needs no network and no other file. Its script
+draws at most 3,000 shapes: shapes too narrow to be seen are drawn together until the user zooms in.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_DECISIONS, _MOST_STRETCHES = 200, 40
-_STRETCHES = {"messages": "k6", "copies": "k4", "sums": "k8"}  # what passes over links, by colour
+_STRETCHES = {"messages": "k6", "copies": "k4", "sums": "k8"}  # traffic on links, by colour
 
 
 def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> str:
-    """The page of a plan, which is simulated for it, of a trace, or of a run that ran out of memory; `measured` is a
-    trace to be drawn beside a plan's or another.
+    """Return the page of a plan, which is simulated, of a trace, or of a post-mortem; `measured` is a second
+    trace to draw.
 
     Raises:
         UsageError: the traces are of different devices.
@@ -54,7 +54,7 @@ def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> 
 
 
 def fit_page(fit: Fit) -> str:
-    """The page of a search: peak against size and all that was tried, and then the plan of the value that fits."""
+    """Return the page of a search: peak over size, all attempts, and the plan of the value that fits."""
     answer, *more = describe_fit(fit)
     best = fit.best.plan
     trace = _simulated(best)
@@ -64,7 +64,7 @@ def fit_page(fit: Fit) -> str:
 
 
 def _post_mortem_page(found: PostMortem) -> str:
-    """The page of a run that ran out of memory: what held it, what would have fitted, and then the plan."""
+    """Return the page of a post-mortem: the memory's contents, remedies, and the plan."""
     plan, planned = found.plan, _simulated(found.plan)
     moment = replace(found.traced, memory=(found.moment,), events=())
     bar = f'<div class="devices">{markup.peaks(replace(found.trace, devices=(moment,)))}</div>'
@@ -89,7 +89,7 @@ def _post_mortem_page(found: PostMortem) -> str:
 
 
 def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
-    """The figures that are asked for first."""
+    """Return the main figures of a post-mortem."""
     moment = found.moment
     facts = [
         ("ran out at", moment.action, f"step {moment.step}, device {found.device}"),
@@ -103,7 +103,7 @@ def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
 
 
 def _simulated(plan: Plan) -> Trace:
-    """The plan's trace beside its budgets, which leave a process what it takes besides tensors."""
+    """Return the plan's simulated trace, with budgets that exclude the reserves for processes."""
     trace = simulate(plan)
     devices = (replace(one, budget_bytes=plan.cluster.budgets[one.device]) for one in trace.devices)
     return replace(trace, devices=tuple(devices))
@@ -169,7 +169,7 @@ def _head(plan: Plan | None, trace: Trace) -> str:
 
 
 def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
-    """The figures that are asked for first."""
+    """Yield the main figures."""
     fullest = max(trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None)
     if fullest is not None and fullest.budget_bytes:
         share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
@@ -193,13 +193,15 @@ def _of_batch(plan: Plan) -> str:
 
 
 def _drawing() -> str:
-    """The place that the script fills, and its controls."""
+    """Return the element that the script fills, and its controls."""
     kinds = markup.legend([(f"k{n}", name) for n, name in enumerate(KINDS)])
     return _asset("drawing.html").replace("<!--KINDS-->", kinds)
 
 
 def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
-    """The layers with the most bytes as the action begins at which a device is fullest; once for devices alike."""
+    """Yield the layers with the most bytes at the start of each device's fullest action; equal devices share
+    a table.
+    """
     yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
     alike: dict[tuple[str, str], list[int]] = {}
@@ -215,7 +217,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _decided(plan: Plan) -> Iterator[str]:
-    """Every decision with its reason, below what it does for its stage."""
+    """Yield every decision with its reason, after its effects on its stage."""
     yield html(freed(plan))
     if not plan.decisions:
         yield "<p>Nothing is recomputed or moved away.</p>"
@@ -236,7 +238,7 @@ def _decision(plan: Plan, decision: Decision) -> tuple[str, str, str, str]:
 
 
 def _subject(plan: Plan, decision: Decision) -> str:
-    """What the decision is about, by the names of layers."""
+    """Describe a decision's subject by the names of layers."""
     layers = decision.layers
     names = [plan.profile.layers[layer] for layer in (min(layers), max(layers))]
     span = names[0] if names[0] == names[1] else f"{names[0]} .. {names[1]}"
@@ -250,7 +252,7 @@ def _subject(plan: Plan, decision: Decision) -> str:
 
 
 def _links(plan: Plan, trace: Trace) -> Iterator[str]:
-    """A picture of the cluster and a row for every stretch that bytes pass."""
+    """Yield a picture of the cluster and a row for every stretch with traffic."""
     flows = traffic(plan)
     if not flows:
         return

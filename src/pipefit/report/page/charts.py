@@ -1,4 +1,4 @@
-"""Peak against size as a chart: every value that was tried, beside the memory there is, on a logarithmic scale."""
+"""Charts of a page: what-if controls, traffic on the cluster's links, and peak over size."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ from pipefit.texts import counted
 from pipefit.timing import Hop
 from pipefit.units import MIB, format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
-# What if: other numbers of microbatches and devices, recomputation and faster links, computed with the page.
+# ---- What if: other numbers of microbatches and devices, recomputation and faster links
 #
-# For every point of a small grid the split of lowest peak is planned and simulated, with one device a stage
-# and microbatches of what a device of the plan computes at once: what a slider does is a plan that `pipefit
-# plan` would make with `--objective peak --data 1 --tensor 1`, and no model of it. A grid takes a second, for
-# models of many layers too; endless schedules, and models of which peaks are computed one by one for ranges
-# of blocks, have none.
+# For every point of a small grid, the split of lowest peak is planned and simulated, with one device a stage
+# and microbatches of a device's local batch: a slider shows the plan that `pipefit plan --objective peak
+# --data 1 --tensor 1` would make. Asynchronous schedules have no grid, nor do models whose peaks are computed
+# one by one for ranges of blocks.
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
 _RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
-_MOST_PASSES = 1_000  # of a point: stages times microbatches
+_MOST_PASSES = 1_000  # stages times microbatches of a point
 
 
 class Axes(NamedTuple):
@@ -57,7 +55,9 @@ class Axes(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What one choice gives: the highest peak and its budget in bytes, seconds, samples per second, part of waiting."""
+    """The result of one choice: the highest peak and its budget in bytes, seconds, samples per second, share
+    of idle time.
+    """
 
     peak_bytes: int
     budget_bytes: int
@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
 
 def axes_of(plan: Plan) -> Axes | None:
-    """The grid of a plan, with its own number of microbatches and stages in it; None where there is none."""
+    """Return the grid of a plan, including its own numbers of microbatches and stages; None if it has none."""
     known = {one.microbatch_size for one in plan.profile.measurements if one.tensor == 1}
     if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
         return None
@@ -86,7 +86,7 @@ def axes_of(plan: Plan) -> Axes | None:
 
 
 def _size(plan: Plan) -> int:
-    """The samples that a device of the plan computes at once."""
+    """Return the samples that a device of the plan computes at once."""
     return plan.training.microbatch_size // plan.stages[0].grid.data
 
 
@@ -97,12 +97,12 @@ def _question(plan: Plan, microbatches: int, recompute: Recompute, devices: int)
 
 
 def points(plan: Plan, axes: Axes) -> list[Point]:
-    """Every point, with the links changing fastest, then devices, recomputation and microbatches."""
+    """Return all points, with the links changing fastest, then devices, recomputation and microbatches."""
     return [point for choice in product(*axes[:3]) for point in _points(plan, *choice)]
 
 
 def _points(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Iterator[Point]:
-    """One split, beside links of every speed."""
+    """Yield one split with links of every speed."""
     made = solved(_question(plan, microbatches, recompute, devices), exact, name="exact")
     for factor in _LINKS:
         trace = simulate(replace(made, cluster=_faster(plan.cluster, factor)))
@@ -125,7 +125,7 @@ def _faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _own(plan: Plan) -> str:
-    """What the plan itself takes, beside which positions are read; nothing where it holds no prediction."""
+    """Describe the plan's own figures for comparison; empty without a prediction."""
     if plan.prediction is None:
         return ""
     pairs = zip(plan.prediction.peak_bytes, plan.cluster.budgets, strict=True)
@@ -141,13 +141,13 @@ def _own(plan: Plan) -> str:
 
 
 def lesson(plan: Plan) -> str:
-    """The section's content: a control for each axis, figures, and the data; empty where there is no grid."""
+    """Return the section's content: a control for each axis, figures, and the data; empty if there is no grid."""
     axes = axes_of(plan)
     if axes is None:
         return ""
     try:
         found = points(plan, axes)
-    except PipefitError:  # this plan was made by hand, of what no planner makes
+    except PipefitError:  # the plan was written directly, with settings that no planner uses
         return ""
     rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in found]
     start = (
@@ -176,14 +176,13 @@ def lesson(plan: Plan) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What passes over the links of a plan's cluster in one step: messages between stages, copies by decisions,
-# and sums of gradients with what owners of parameters bring to other replicas. What ranks of tensor shards
-# exchange inside of layers is not told.
+# ---- Traffic of a step on the cluster's links: messages, copies, and collectives of replicas
+#
+# Collectives of tensor-parallel ranks inside of layers are not included.
 
 
 class Stretch(NamedTuple):
-    """Bytes from one member of the cluster to another, and what they are."""
+    """The source, target and kind of a traffic between two members of the cluster."""
 
     source: Member
     target: Member
@@ -191,9 +190,9 @@ class Stretch(NamedTuple):
 
 
 def traffic(plan: Plan) -> dict[Stretch, int]:
-    """The bytes of a step by where they come from and go to, in the order in which they first appear.
+    """Return the bytes of a step by source, target and kind, in order of first appearance.
 
-    The step is the last of those that differ. A device's own bytes in two stages of its own do not travel.
+    The step is the last of those that differ. Bytes between two stages on one device do not travel.
     """
     program, storages = step_programs(plan)[-1], [StageStorages.of(plan, n) for n in range(len(plan.stages))]
     moved, sizes = moved_by_devices(plan, program), message_sizes(plan, program.placement, storages)
@@ -214,7 +213,7 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
 
 
 def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
-    """The hops of every collective, the way by which its seconds are reckoned."""
+    """Yield the hops of every collective, by the algorithm of its predicted seconds."""
     found: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
     costs, moved = Costs.of(plan), moved_by_devices(plan, program)
     for device, actions in enumerate(program.actions):
@@ -227,7 +226,7 @@ def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
 
 
 def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:
-    """Add what a copy moves to each member of its place, or from there."""
+    """Add the bytes of a copy between the device and each member of its place."""
     assert action.place is not None
     here, host = Member.device(device), plan.cluster.devices[device].host
     for member, share in action.place.split(nbytes):
@@ -236,19 +235,16 @@ def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, 
         found[Stretch(*pair, "copies")] += share
 
 
-# ----------------------------------------------------------------------------------------------------
-# The cluster as a picture: its devices and hosts, and what a step sends from one to the other.
-#
-# Of many devices it has only the hosts, and what passes between them.
+# ---- Picture of the cluster: devices, hosts and their traffic; only hosts if there are many devices
 
-MOST = 16  # boxes in a row: devices, of more of them hosts, and more of these are told in a table alone
+MOST = 16  # boxes in a row: more devices are drawn as hosts, more hosts only listed in a table
 _BOX, _GAP = 76, 40  # pixels
-_ABOVE, _BELOW = 36, 170  # where the middles of hosts and of devices are
+_ABOVE, _BELOW = 36, 170  # vertical centres of hosts and devices
 
 
 def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
-    """An SVG of a box for every device, with its stages, and an arrow for every stretch that bytes pass; of hosts where
-    there are many devices; empty for clusters that are too large for a picture.
+    """Return an SVG with a box for every device and its stages, and an arrow for every traffic; with hosts
+    instead of many devices; empty for larger clusters.
     """
     row = [Member.device(number) for number in range(len(plan.cluster.devices))]
     if len(row) > MOST:
@@ -276,7 +272,7 @@ _HEADS = (
 
 
 def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
-    """What the devices of one host send to those of another."""
+    """Return the traffic between hosts instead of devices."""
     found = Counter[Stretch]()
     for (source, target, what), nbytes in flows.items():
         ends = [
@@ -289,7 +285,7 @@ def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
 
 
 def _spots(plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
-    """The middle of every box: those of a row at `level`, and over it the hosts and disks that are used."""
+    """Return the middle of every box: those of a row at `level`, and above it the hosts and disks in use."""
     left = _BOX // 2 + 20
     below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(row)}
     used = {member for stretch in flows for member in stretch[:2]} - {*row}
@@ -313,17 +309,17 @@ def _box(plan: Plan, member: Member, spot: tuple[int, int]) -> str:
 
 
 def _devices(plan: Plan, member: Member) -> str:
-    """How many devices a host has, where they are not drawn."""
+    """Format the number of a host's devices, if they are not drawn."""
     count = sum(device.host == member.number for device in plan.cluster.devices)
     drawn = len(plan.cluster.devices) <= MOST or member.kind is not MemberKind.HOST
     return "" if drawn else counted(count, "device")
 
 
 def _arrow(spots: dict[Member, tuple[int, int]], stretch: Stretch, nbytes: int) -> str:
-    """A curve from box to box, wider the more bytes; both directions of a pair bend to different sides."""
+    """Return a curve between boxes, wider for more bytes; both directions of a pair bend to different sides."""
     (x0, y0), (x1, y1) = spots[stretch.source], spots[stretch.target]
     width = max(1.0, min(9.0, log2(nbytes / MIB + 1)))
-    if y0 == y1:  # two of a row: messages and sums go below, memory that is lent above
+    if y0 == y1:  # two of a row: messages and sums go below, lent memory above
         side = -1 if stretch.what == "copies" else 1
         away = x1 > x0
         bend = side * (26 + 0.22 * abs(x1 - x0) + (0 if away else 20))
@@ -341,14 +337,14 @@ def _arrow(spots: dict[Member, tuple[int, int]], stretch: Stretch, nbytes: int) 
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Peak over size, on a logarithmic scale
 
 _WIDTH, _HEIGHT, _LEFT, _GROWTH_BELOW = 900, 320, 90, 40  # pixels
 _MOST_TICKS = 10
 
 
 def growth(fit: Fit) -> str:
-    """An SVG of the peak of the device that limits, over the value, and of that device's memory."""
+    """Return an SVG of the limiting device's peak over the value, and of its memory."""
     tried = sorted(fit.tried, key=lambda attempt: attempt.value)
     across = _Scale([float(attempt.value) for attempt in tried], _LEFT, _WIDTH - 20, fit.grown == "memory")
     sizes = [size for attempt in tried for size in (attempt.need_bytes, attempt.budget_bytes)]
@@ -364,7 +360,7 @@ def growth(fit: Fit) -> str:
 
 
 class _Scale:
-    """From values to pixels between `begin` and `end`, by their logarithms if so asked."""
+    """A map from values, or their logarithms, to pixels between `begin` and `end`."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float, logarithmic: bool) -> None:
         self._logarithmic, self._begin = logarithmic, begin
@@ -397,7 +393,7 @@ def _point(fit: Fit, across: _Scale, up: _Scale, attempt: Attempt) -> str:
 
 
 def _levels(up: _Scale, sizes: Sequence[int]) -> str:
-    """Lines at powers of two, a few of them."""
+    """Return a few lines at powers of two."""
     first, last = min(sizes).bit_length() - 1, max(sizes).bit_length()
     ticks = [1 << power for power in range(first, last + 1, 1 + (last - first) // _MOST_TICKS)]
     inside = [tick for tick in ticks if 12 < up(tick) < _HEIGHT - _GROWTH_BELOW]
@@ -409,7 +405,9 @@ def _levels(up: _Scale, sizes: Sequence[int]) -> str:
 
 
 def _values(fit: Fit, across: _Scale, tried: Sequence[Attempt]) -> str:
-    """The values below the chart, of those that are too close the first; and what they are."""
+    """Return the labels of values below the chart, without those too close to a previous one, and the name of
+    the axis.
+    """
     shown, last = [], -1e9
     for attempt in tried:
         x = across(attempt.value)

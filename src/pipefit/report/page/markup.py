@@ -1,4 +1,4 @@
-"""Parts of a page as HTML that need no script: figures, bars and legends."""
+"""Parts of a page as HTML without a script: figures, bars and legends."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pipefit.tables import kept_together
 from pipefit.texts import printable
 from pipefit.units import format_bytes
 
-_MANY = 16  # devices, of which bars that are alike are folded
-_EMPTY = 16  # times what they hold is what devices have of which bars would show nothing
+_MANY = 16  # devices from which on equal bars are folded
+_EMPTY = 16  # bars show nothing if devices have this multiple of the bytes that they hold
 
 
 def text(words: str) -> str:
-    """Words from outside, safe in HTML."""
+    """Escape words from outside for HTML."""
     return escape(printable(words))
 
 
 def _sentence(words: str) -> str:
-    """Words as `text`, with figures beside their units however wide the page is."""
+    """Escape words as `text`, without line breaks between figures and units."""
     return escape(kept_together(printable(words)))
 
 
 def head(title: str, verdict: str, where: str, facts: Sequence[tuple[str, str, str]], *, fits: bool) -> str:
-    """The top of a page: what it is of, whether it fits, and figures; `where` is HTML."""
+    """Return the top of a page: its subject, whether it fits, and figures; `where` is HTML."""
     return (
         f'<header><h1>{text(title)} <em class="{"fits" if fits else "over"}">{verdict}</em></h1>{where}'
         f'<dl class="tiles">{tiles(facts)}</dl></header>'
@@ -34,7 +34,7 @@ def head(title: str, verdict: str, where: str, facts: Sequence[tuple[str, str, s
 
 
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
-    """Figures that are read first: a name, the figure, and what it is compared with."""
+    """Return the main figures: name, figure, and comparison of each."""
     return "".join(
         f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{_sentence(beside)}</span></dd></div>"
         for name, figure, beside in facts
@@ -42,16 +42,18 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def scale(trace: Trace) -> int:
-    """The bytes at the end of bars: the largest peak or budget; the largest peak where that is next to nothing."""
+    """Return the bytes at the end of bars: the largest peak or budget; only the largest peak if it is
+    comparatively tiny.
+    """
     peak = max((device.peak_bytes for device in trace.devices), default=0)
     budget = max((device.budget_bytes for device in trace.devices), default=0)
     return peak if 0 < _EMPTY * peak < budget else max(peak, budget, 1)
 
 
 def peaks(trace: Trace) -> str:
-    """A bar for every device: what fills it at its peak by category, beside its budget.
+    """Return a bar for every device: its peak by category, next to its budget.
 
-    Of many devices, those whose bars are that of the one before them are folded away below it.
+    With many devices, bars that equal the previous one are folded.
     """
     largest = scale(trace)
     fewest = 1 if len(trace.devices) > _MANY else len(trace.devices)
@@ -63,12 +65,12 @@ def peaks(trace: Trace) -> str:
 
 
 def _bar(device: DeviceTrace) -> tuple[object, ...]:
-    """What a device's bar shows."""
+    """Return a key of a device's bar."""
     return device.budget_bytes, None if device.peak is None else tuple(device.peak.by_category.items())
 
 
 def _alike(devices: Sequence[DeviceTrace], largest: int, fewest: int) -> str:
-    """The bars of devices that are alike; all but the first in a fold, if these are more than `fewest`."""
+    """Return equal bars; all but the first in a fold, if these are more than `fewest`."""
     first, *others = (_peak(device, largest) for device in devices)
     if len(others) <= fewest:
         return "".join((first, *others))
@@ -98,5 +100,5 @@ def _peak(device: DeviceTrace, largest: int) -> str:
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:
-    """Coloured squares and what they stand for: pairs of a class and a name."""
+    """Return coloured squares with their meanings, from pairs of a class and a name."""
     return "".join(f'<span><i class="{kind}"></i>{text(name)}</span>' for kind, name in names)

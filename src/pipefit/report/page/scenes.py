@@ -1,8 +1,8 @@
-"""A trace as the data that a page's script draws: events by lane and memory by category, in few bytes.
+"""A trace as compact data for the page's script: events by lane and memory by category.
 
-Times are whole ticks, of which the shown steps have ten million, and every row of numbers is told by its differences,
-so that 100,000 events are a few hundred kilobytes once they are compressed. Bytes are exact. A trace with more events
-than that is shown by its last steps.
+Times are whole ticks, of which the shown steps have ten million, and rows of numbers are stored as
+differences, so that 100,000 events take a few hundred kilobytes compressed. Bytes are exact. Of a longer
+trace, only the last steps are shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipefit.schema.trace import CATEGORIES, DeviceTrace, Event, MemorySample, S
 from pipefit.texts import shortened
 
 _TICKS = 10_000_000
-MOST = 100_000  # events, and as many samples of memory
+MOST = 100_000  # events, and equally many memory samples
 _MESSAGE, _COPY = "messages", "copies"
 _KINDS = {
     Kind.FORWARD: "forward",
@@ -38,20 +38,20 @@ _KINDS = {
     Kind.RELOAD: "copy back",
 }
 KINDS = (*dict.fromkeys(_KINDS.values()), "send", "receive", "collective")
-_NUMBERED = re.compile(r"([0-9]+[A-Z_]+)(-?[0-9]+)?(.*)")  # stage and kind, microbatch, what else there is
+_NUMBERED = re.compile(r"([0-9]+[A-Z_]+)(-?[0-9]+)?(.*)")  # stage and kind, microbatch, rest
 _OTHER = KINDS.index("collective")
 
 
 def packed(scenes: Sequence[dict[str, Any]]) -> str:
-    """The scenes as text for a page: JSON, compressed, in base64. Equal scenes are equal texts."""
+    """Compress the scenes to text for a page: gzipped JSON in base64. Equal scenes give equal texts."""
     text = json.dumps(scenes, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int = MOST) -> dict[str, Any]:
-    """What is drawn of a trace; with its cluster, devices are named by their kinds.
+    """Return the data to draw a trace; given its cluster, devices are named by their kinds.
 
-    Where there are more than `most` events or samples, the first steps are left out; the last step never is.
+    With more than `most` events or samples, the first steps are omitted, but never the last.
     """
     first = _first_shown(trace, most)
     begin = sum(trace.step_seconds[:first]) if trace.has_clock else _begin(trace, first)
@@ -76,7 +76,7 @@ def scene(trace: Trace, name: str, cluster: Cluster | None = None, *, most: int 
 
 
 class _Clock:
-    """Seconds to whole ticks since the first shown moment."""
+    """Conversion of seconds to whole ticks since the first shown moment."""
 
     def __init__(self, begin: float, tick: float) -> None:
         self.begin, self.tick = begin, tick
@@ -86,7 +86,7 @@ class _Clock:
 
 
 class _Words:
-    """Actions without their microbatch, such as `2F*`, each told once, and the kind of each."""
+    """Distinct actions without their microbatch, such as `2F*`, and the kind of each."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -94,7 +94,7 @@ class _Words:
         self._numbers: dict[str, int] = {}
 
     def of(self, action: str) -> tuple[int, int]:
-        """The number of an action's word, and its microbatch; -1 where it has none."""
+        """Return the number of an action's word, and its microbatch; -1 without one."""
         match = _NUMBERED.fullmatch(action)
         if match is None:
             raise UsageError(f"{shortened(repr(action))} is not an action: the trace was not made by pipefit")
@@ -116,9 +116,10 @@ def _kind(action: Action) -> int:
 
 
 def _first_shown(trace: Trace, most: int) -> int:
-    """The first of the last steps that have no more than `most` events and samples; the last one at most.
+    """Return the first of the last steps that have at most `most` events and samples; the last step at the
+    latest.
 
-    What is numbered beyond the last step counts with it.
+    Steps numbered beyond the last one count with it.
     """
     last = trace.steps - 1
     events = Counter(min(event.step, last) for device in trace.devices for event in device.events)
@@ -133,7 +134,7 @@ def _first_shown(trace: Trace, most: int) -> int:
 
 
 def _begin(trace: Trace, step: int) -> float:
-    """When a step begins in a trace whose times are positions."""
+    """Return the start of a step in a trace whose times are positions."""
     return min((event.start_seconds for device in trace.devices for event in _shown(device.events, step)), default=0.0)
 
 
@@ -187,5 +188,5 @@ def _memory(samples: list[MemorySample], clock: _Clock, words: _Words) -> dict[s
 
 
 def _differences(numbers: list[int]) -> list[int]:
-    """The first number, and every other one as what it adds to the one before."""
+    """Return the first number, then the difference of each number from the previous one."""
     return [*numbers[:1], *(after - before for before, after in pairwise(numbers))]
