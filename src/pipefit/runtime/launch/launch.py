@@ -1,13 +1,13 @@
 """Launches the workers of a plan on this machine and supervises them.
 
-There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can read.
-Workers wait for each other without a timeout; the parent decides that one hangs, because it knows at which action each
-one is, and whether that is an action that waits for others. The parent reports only the root cause of a failure
-(`pipefit.runtime.launch.launch`), and stops all other workers.
+There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can
+read. Workers wait for each other without a timeout; the parent decides which one hangs, because it knows the
+action of each worker, and whether that action waits for others. The parent reports only the root cause of a
+failure and stops all other workers.
 
-The workers find each other through a file without a name in memory: no port is needed that another program may use, and
-nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around
-`pipefit.Trainer`. A training that fails is started again by `pipefit.runtime.launch.restarts`.
+The workers meet through an anonymous file in memory: no port is needed that another program may use, and
+nothing is left of the file when they end. For several machines, use `torchrun` with a script around
+`pipefit.Trainer`. A failed training is restarted by `runtime.launch.restarts`.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace, Trace
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# Which links training waits for: two devices have both begun a message, and it does not come to its end.
-#
-# A worker that waits in silence may wait for another that computes, which is nobody's fault, or for one that
-# hangs, which is found at its own action. Where all who take part in a message or a sum have begun it, what
-# is left is the link between them, or a process that stands still in the middle of it. A supervisor knows
-# that from the actions that workers are at.
+# ---- Slow links
+# A worker that waits in silence may wait for another that computes, which is fine, or for one that hangs,
+# which is found at its own action. If all participants of a message or collective have begun it, only the
+# link between them, or a process that stalls in the middle of it, is left to blame. The supervisor knows this
+# from the actions of all workers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a worker is: at action `number` of its `actions` in a step; at none of them where `number` is negative."""
+    """Position of a worker: at action `number` of its `actions` in a step; a negative `number` is outside of
+    all actions.
+    """
 
     step: int
     number: int
@@ -81,9 +81,10 @@ class Position:
 
 
 def waited_for(plan: Plan, device: int, positions: Mapping[int, Position]) -> tuple[int, ...]:
-    """The devices with which `device` shares a message or sum that it waits for and that all of them have begun.
+    """Return the devices that share a message or collective for which `device` waits, if all of them have
+    begun it.
 
-    Empty where it waits for no such thing, or somebody has not come to it yet. `positions` are by device.
+    Empty if it waits for none, or a participant has not begun it yet. `positions` are by device.
     """
     here = positions[device]
     if not 0 <= here.number < len(here.actions) or not here.actions[here.number].wait:
@@ -94,7 +95,7 @@ def waited_for(plan: Plan, device: int, positions: Mapping[int, Position]) -> tu
 
 
 def _exchange(plan: Plan, device: int, action: Action) -> tuple[Hashable, tuple[int, ...]]:
-    """A key of the message or sum that an action belongs to, the same for all who take part; and these."""
+    """Return a key of an action's message or collective, equal for all participants, and the participants."""
     if action.kind in MESSAGES:
         message = message_of(device, action, plan.placement)
         return message, (message.source, message.target)
@@ -110,12 +111,9 @@ def _has_begun(plan: Plan, device: int, there: Position, step: int, awaited: Has
     return any(_exchange(plan, device, action)[0] == awaited for action in begun if not action.wait)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Who is to blame when training fails or stands still: the worker that failed by itself, or the one that
-# hangs.
-#
-# When one worker fails, others fail soon after it, because their connections break; while one hangs, others
-# wait for it in silence. Both are told apart from the culprit by what the parent sees of every worker.
+# ---- Root causes
+# When one worker fails, others fail soon after, because their connections break; while one hangs, others wait
+# for it in silence. The parent distinguishes them from the culprit by the states of all workers.
 
 
 class ProcessDied(WorkerFailed):
@@ -123,13 +121,14 @@ class ProcessDied(WorkerFailed):
 
 
 class Aborted(ProcessDied):
-    """A process on a GPU that was aborted, as NCCL's watchdog does to one that waits in vain for another."""
+    """A process on a GPU that was aborted, as NCCL's watchdog does after waiting for another in vain."""
 
 
 def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bool = False) -> ProcessDied:
-    """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs.
+    """Return the error for a worker whose pipe ended without a report; `code` is its exit code, None if it
+    still runs.
 
-    `building` says that it was before its first step, where libraries start their threads.
+    `building` says that it was before its first step, when libraries start their threads.
     """
     if on_gpu and code == -signal.SIGABRT:
         return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
@@ -155,10 +154,10 @@ def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bo
 
 
 def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
-    """The rank whose failure caused the others, of `failures`: error and time by rank.
+    """Return the rank whose failure caused the others, of `failures`: error and time by rank.
 
-    A process that died comes before a worker's own error, that before one that was aborted on a GPU, and that before
-    one that only lost its peer; among several of a kind, the earliest.
+    A process that died comes before a worker's own error, then a process that was aborted on a GPU, then one
+    that lost its peer; among several of a kind, the earliest.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -169,7 +168,7 @@ def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
 
 
 def _order(error: PipefitError) -> int:
-    """By what failures are sorted: causes first, then those that follow from others."""
+    """Return the sort key of a failure: causes before consequences."""
     match error:
         case Aborted():
             return 2
@@ -181,10 +180,10 @@ def _order(error: PipefitError) -> int:
 
 
 class Watch:
-    """A clock of the time in which this process looks on: from one look to the next it goes on by `longest` seconds.
+    """A clock that counts at most `longest` seconds between two calls of `now`.
 
-    A program that was stopped, as Ctrl-Z stops it together with its workers, or that got no processor, knows nothing of
-    the silence of others meanwhile.
+    A program that was stopped, as Ctrl-Z stops it together with its workers, or that got no processor time,
+    thus does not count that time as silence of the workers.
     """
 
     def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,7 +191,7 @@ class Watch:
         self._seconds, self._before = 0.0, clock()
 
     def now(self) -> float:
-        """Seconds since it began; whoever asks looks on."""
+        """Return the seconds counted so far."""
         now = self._clock()
         self._seconds += min(now - self._before, self._longest)
         self._before = now
@@ -201,9 +200,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """What the parent sees of an unfinished worker: since when it is silent, and how long it may be where it is.
+    """State of an unfinished worker: the time since its last sign of life, and the limit for its present
+    action.
 
-    `waits` says that it is where it waits for others, so that its silence says nothing about itself.
+    `waits` says that the action waits for others, so that its silence does not mean that it hangs.
     """
 
     rank: int
@@ -213,10 +213,10 @@ class Sighting:
 
 
 def hanging(unfinished: Sequence[Sighting]) -> int | None:
-    """The rank that hangs, of all workers that have not finished; None if they may still come on.
+    """Return the rank that hangs, of all workers that have not finished; None if they may still continue.
 
-    It is silent for longer than it may be, and does not wait for others. Where all are silent for too long and all
-    wait, it is the one that has done so for the longest.
+    It is silent for longer than its limit and does not wait for others. If all are silent for too long and
+    all wait, it is the one with the longest silence.
     """
     silent = [worker for worker in unfinished if worker.silent_seconds > worker.limit_seconds]
     blamed = [worker for worker in silent if not worker.waits]
@@ -226,30 +226,30 @@ def hanging(unfinished: Sequence[Sighting]) -> int | None:
     return None if longest is None else longest.rank
 
 
-# ----------------------------------------------------------------------------------------------------
-# Signals held back: while processes are started and stopped, so that none is forgotten halfway.
+# ---- Signals held back while processes start and stop
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside, Ctrl-C is held back, and other signals that have a handler; what came meanwhile takes effect at the end.
+    """Hold back Ctrl-C and other signals with a handler inside; the first one takes effect at the end.
 
-    Processes that are started inside ignore Ctrl-C for good. A terminal sends it to all, and the parent stops them.
+    Processes that are started inside ignore Ctrl-C for good: a terminal sends it to all, and the parent stops
+    them.
     """
     came = list[signal.Signals]()
 
     def hold(number: int, frame: object) -> None:
         came.append(signal.Signals(number))
 
-    # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
+    # A handler too: another thread may get the signal, and Python then runs the handler in the main thread.
     ours = threading.current_thread() is threading.main_thread()
     usual = {number: handler for number in ENDING if ours and callable(handler := signal.getsignal(number))}
     try:
         for number in usual:
             signal.signal(number, hold)
-        with suppress(OSError):  # what cannot be started here fails where it is needed
-            ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
+        with suppress(OSError):  # an error here will occur again at the start of a process
+            ensure_running()  # otherwise multiprocessing starts its tracker inside, and unblocks SIGINT
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit the block
         try:
             yield
         finally:
@@ -261,23 +261,23 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The supervisor
 
 OnStep = Callable[[StepReport], None]
 OnSaved = Callable[[Saved], None]
-ACTION_SECONDS, START_SECONDS = 60.0, 120.0  # unless said otherwise
+ACTION_SECONDS, START_SECONDS = 60.0, 120.0  # defaults
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
-_LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two of them
-_GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
-_END_SECONDS = 5.0  # for a worker to end, once it has delivered its trace
-_ENDING_SECONDS = 30.0  # for a worker to end, once it has closed its pipe: one that used a GPU takes a while
+_LOOK_SECONDS = 2 * _POLL_SECONDS  # the most that counts as time between two readings
+_GRACE_SECONDS = 3.0  # for reports of other workers after the first failure
+_END_SECONDS = 5.0  # for a worker to end after it has delivered its trace
+_ENDING_SECONDS = 30.0  # for a worker to end after it has closed its pipe; with a GPU this takes longer
 
 
 def check_startable() -> None:
-    """Check that workers can be started here.
+    """Check that workers can be started by this process.
 
     Raises:
-        UsageError: this is not Linux, or a process that may start none.
+        UsageError: this is not Linux, or a daemonic process, which may not start any.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(
@@ -302,13 +302,13 @@ def launch(
     on_saved: OnSaved | None,
     hold: Hold | None = None,
 ) -> Trace:
-    """Train as ordered, once, by workers that each build the pickled task; the measured trace.
+    """Train once by `ordered`, with workers that each build the pickled task; return the measured trace.
 
-    The arguments are those of `pipefit.runtime.launch.restarts.train`; the first worker shares the `hold` of the folder
-    for checkpoints, which is then held as long as one of both processes is there.
+    The arguments are those of `runtime.launch.restarts.train`; the first worker shares the `hold` of the
+    checkpoint folder, which lasts as long as one of both processes runs.
 
     Raises:
-        PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
+        PipefitError: the root cause, if a worker failed; the reason why the last checkpoint was not written.
     """
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
@@ -357,18 +357,18 @@ class _Supervisor:
     hold: Hold | None = None
     workers: list[_Worker] = field(default_factory=list)
     watch: Watch = field(default_factory=lambda: Watch(_LOOK_SECONDS))
-    token: str = field(default_factory=new_token)  # by which the workers know each other
-    meeting: int | None = None  # the file through which the workers find each other
+    token: str = field(default_factory=new_token)  # authenticates the workers to each other
+    meeting: int | None = None  # the file through which the workers meet
     unsaved: str | None = None  # why the last checkpoint of the training was not written
-    failed_saves: set[int] = field(default_factory=set)  # steps whose checkpoints have been told as not written
-    slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
-    stands_still: bool = False  # whether it has been told that a host has no room for copies of what is saved
+    failed_saves: set[int] = field(default_factory=set)  # steps of unwritten checkpoints that were reported
+    slow: set[frozenset[int]] = field(default_factory=set)  # devices whose slow links were reported
+    stands_still: bool = False  # whether a host's lack of room for copies was reported
 
     def start(self, task: bytes) -> None:
         """Start all workers.
 
         Raises:
-            WorkerFailed: the system does not let us start one.
+            WorkerFailed: the system refuses to start one.
         """
         ranks = len(self.plan.workers)
         try:
@@ -382,9 +382,9 @@ class _Supervisor:
                 raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {obstacle(error)}") from error
 
     def _start(self, task: bytes, rank: int) -> None:
-        """Start one worker; `stop` will find it, whatever happens meanwhile."""
+        """Start one worker; `stop` finds it even if this is interrupted."""
         if self.meeting is None:
-            self.meeting = os.memfd_create("pipefit-meeting")  # it ends with the last process that has it open
+            self.meeting = os.memfd_create("pipefit-meeting")  # ends with the last process that has it open
         meeting, context = Passed(self.meeting), forks()
         assignment = Assignment(
             task=task,
@@ -428,7 +428,7 @@ class _Supervisor:
                 self._look_at_link(one)
 
     def stop(self) -> None:
-        """Stop all workers, and close their file. No worker outlives the call."""
+        """Stop all workers and close their file. Workers do not outlive the call."""
         for worker in self.workers:
             if worker.result is None:
                 worker.process.kill()
@@ -488,7 +488,7 @@ class _Supervisor:
                 worker.error.post_mortem = found
 
     def _hear_saved(self, saved: Saved) -> None:
-        """What a save took a worker; why training stood still for it is told once."""
+        """Handle a worker's report of a save; warn once if training stood still for lack of room."""
         if saved.shortage and not self.stands_still:
             self.stands_still = True
             warnings.warn(saved.shortage, PipefitWarning, stacklevel=2)
@@ -496,7 +496,9 @@ class _Supervisor:
             self.on_saved(saved)
 
     def _hear_unsaved(self, step: int, why: str) -> None:
-        """A checkpoint could not be written: told once, whatever workers say it; the last one as training has ended."""
+        """Handle the report of an unwritten checkpoint: warn once per step; keep the reason if it is the last
+        checkpoint.
+        """
         if step == self.orders.steps:
             self.unsaved = self.unsaved or why
         elif step not in self.failed_saves:
@@ -518,12 +520,12 @@ class _Supervisor:
         raise self._error_of(root_cause(failures))
 
     def _error_of(self, rank: int) -> PipefitError:
-        """The error of a worker that failed, with the worker's name and what it was doing."""
+        """Return the error of a failed worker, with the worker's name and its action."""
         error = self.workers[rank].error
         assert error is not None
         if not isinstance(error, WorkerFailed):
-            return error  # its message says where
-        kind = PeerLost if isinstance(error, PeerLost) else WorkerFailed  # of those whose order has a meaning
+            return error  # its message names the place
+        kind = PeerLost if isinstance(error, PeerLost) else WorkerFailed  # as `_order` distinguishes
         failure = kind(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
@@ -535,14 +537,16 @@ class _Supervisor:
         held = ", ".join(self.plan.profile.named(stage.start, stage.stop) for stage in stages)
         return f"worker {rank} (device {device}, {held})"
 
-    # ---------------------------------------------------------------- where workers are
+    # ---------------------------------------------------------------- positions of workers
 
     @cached_property
     def _programs(self) -> Programs:
         return Programs(self.plan)
 
     def _actions(self, rank: int) -> Sequence[Action]:
-        """The actions of a worker in the step that it is in, or behind it, where it ends what is in flight."""
+        """Return the actions of a worker in its present step, or those that complete microbatches in flight
+        after it.
+        """
         heartbeat, training = self.workers[rank].heartbeat, self.plan.training
         empties = training.endless and heartbeat.empties
         entered = Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
@@ -550,16 +554,16 @@ class _Supervisor:
         return program.actions[self.plan.workers[rank]]
 
     def _place(self, rank: int) -> str:
-        """What a worker is doing."""
+        """Describe the present action of a worker."""
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if number >= len(actions):
             return "at the end of a step"
         return PHASES.get(number) or f"at {actions[number]}"
 
     def _waits(self, rank: int) -> bool:
-        """Whether a worker is where it waits for others, so that its silence says nothing about itself.
+        """Return whether a worker waits for others, so that its silence does not mean that it hangs.
 
-        Copies of saved tensors are its own.
+        Waiting for copies of saved tensors is not waiting for others.
         """
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if not 0 <= number < len(actions):
@@ -567,13 +571,15 @@ class _Supervisor:
         return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:
-        """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""
+        """Return the seconds that a worker may be silent at its action, and the argument of `train` that sets
+        them.
+        """
         if self.workers[rank].heartbeat.action in (STARTING, RENDEZVOUS, BUILDING):
             return self.start_seconds, "start_seconds"
         return self.timeout_seconds, "timeout_seconds"
 
     def _sightings(self, heard: Sequence[object], now: float) -> Iterator[Sighting]:
-        """What is seen of the workers that have not finished; a worker with a report to read is not silent."""
+        """Yield the states of workers that have not finished; a worker with an unread report is not silent."""
         for rank, worker in enumerate(self.workers):
             worker.look(now)
             if worker.result is None:
@@ -585,7 +591,9 @@ class _Supervisor:
                 )
 
     def _link(self, rank: int) -> tuple[int, ...]:
-        """The devices at the other ends of what a worker waits for, if all of them have begun it."""
+        """Return the devices that share the message or collective for which a worker waits, if all have begun
+        it.
+        """
         beats = {self.plan.workers[n]: (worker.heartbeat, n) for n, worker in enumerate(self.workers)}
         positions = {
             device: Position(step=beat.step, number=beat.action, actions=self._actions(n))
@@ -594,7 +602,9 @@ class _Supervisor:
         return waited_for(self.plan, self.plan.workers[rank], positions)
 
     def _look_at_link(self, seen: Sighting) -> None:
-        """Tell, once for the same devices, where a worker waits for long and nobody computes what it waits for."""
+        """Warn, once for the same devices, if a worker waits for long in a transfer that all participants
+        have begun.
+        """
         if not seen.waits or seen.silent_seconds < seen.limit_seconds / 2 or not (others := self._link(seen.rank)):
             return
         ends = frozenset((self.plan.workers[seen.rank], *others))
@@ -609,8 +619,9 @@ class _Supervisor:
             )
 
     def _together(self, rank: int) -> str:
-        """Who else may hang where a worker seems to: those that compute its layers with it, in the middle of which it
-        waits for them; and links over which it waits for what others have begun.
+        """Describe others that may hang instead of a worker: its link, or devices of its tensor group.
+
+        The worker may wait for its tensor group within an action.
         """
         device = self.plan.workers[rank]
         if ends := self._link(rank):

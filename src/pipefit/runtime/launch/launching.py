@@ -1,7 +1,8 @@
-"""Imported by the process that forks workers, and by no other: what workers need, and a home for their own children.
+"""Preloaded module of the fork server, imported by no other process: it adopts orphans of workers.
 
-A worker's children, such as those of a data loader, outlive a worker that is killed. Here they are waited for when they
-end, so that none stays as a zombie of the training program, which takes in orphans as well (`orphans_adopted`).
+A worker's children, such as those of a data loader, outlive a worker that is killed. The fork server waits
+for them, so that none stays as a zombie of the training program, which adopts orphans too
+(`orphans_adopted`).
 """
 
 from __future__ import annotations

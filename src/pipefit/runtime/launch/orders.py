@@ -1,4 +1,4 @@
-"""What all workers of a training do alike: from where, how far, and where checkpoints go."""
+"""Orders that all workers of a training share: first and last step, seed, start, and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OnNan = Literal["warn", "stop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Train steps `first` to `steps - 1`, each with random draws by `seed`.
+    """Train steps `first` to `steps - 1`, with random draws by `seed`.
 
-    `numbers` says whether a traced model is compared with its chain at the start, `share_device` whether all workers
-    compute on one GPU, `cap` whether GPUs reserve no more memory than the plan's devices have for it, `on_nan` what
-    becomes of a training whose loss is infinite or nan. `resume` is the folder of the checkpoint after `first` steps,
-    `weights` a safetensors file or sharded model, from which the training starts. `owner` is the run that trains.
+    `numbers` compares a traced model with its chain at the start, `share_device` runs all workers on one GPU,
+    `cap` limits the memory that GPUs reserve to the plan's memory per device, and `on_nan` is the reaction to
+    an infinite or nan loss. `resume` is the folder of the checkpoint after `first` steps, `weights` a
+    safetensors file or sharded model from which the training starts. `owner` is the run that trains.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class Orders:
     owner: Owner | None = None
 
     def after(self, checkpoint: Checkpoint) -> Orders:
-        """The same, going on from a checkpoint."""
+        """Return these orders, continued from a checkpoint."""
         return replace(self, first=checkpoint.manifest.step, resume=str(checkpoint.folder), weights=None)
 
 
@@ -61,13 +61,14 @@ def orders(
     saving: Saving | None,
     owner: Owner,
 ) -> Orders:
-    """The orders of a training by `plan`; without a `seed` it is that of the checkpoint, or 0.
+    """Return the orders of a training by `plan`; default of `seed`: that of the checkpoint, or 0.
 
-    `owner` is the run of a new training; one that goes on from a checkpoint is of that checkpoint's.
+    `owner` is the run of a new training; one that continues from a checkpoint gets that checkpoint's
+    training.
 
     Raises:
-        FileError: there is no checkpoint to go on from, or it is of another task; or there are no weights.
-        UsageError: a number is out of range, or not that of the checkpoint.
+        FileError: there is no checkpoint to continue from, or it is of another task; or there are no weights.
+        UsageError: a number is out of range, or differs from that of the checkpoint.
     """
     whole("steps", steps, 1)
     if seed is not None:
@@ -77,7 +78,7 @@ def orders(
     if resume is not None and weights is not None:
         raise UsageError("a checkpoint has weights of its own: give either a checkpoint or weights to start from")
     if weights is not None:
-        load_weights(weights, ())  # none of them, but a file that is not there is told before a worker starts
+        load_weights(weights, ())  # reads no tensor, but reports a missing file before a worker starts
     checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
     seed = (seed or 0) if checkpoint is None else checkpoint.manifest.seed
     owner = owner if checkpoint is None else replace(owner, training=checkpoint.manifest.owner.training)
@@ -96,10 +97,12 @@ def orders(
 
 
 def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -> Checkpoint:
-    """The newest checkpoint of `candidates`, from which a training of `steps` steps in all can go on."""
+    """Return the newest checkpoint of `candidates` from which a training of `steps` steps in all can
+    continue.
+    """
     checkpoint = candidates.take()
     check_task(checkpoint, plan.profile)
-    checkpoint.check_headers()  # before anything starts; workers read the bytes, and hold them to their hashes
+    checkpoint.check_headers()  # before anything starts; workers read the bytes and check their hashes
     manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
     if manifest.step >= steps:
         raise UsageError(

@@ -1,16 +1,14 @@
-"""Where worker processes come from: each is a fork of one process that has imported torch.
+"""Worker processes as forks of one process that has imported torch.
 
-Importing torch and what its optimizers need takes three seconds of processor time, and ending an interpreter that has
-imported them takes one more. Processes that start from nothing would pay that once each. Forks pay it once together,
-share the memory, and start in a tenth of a second. What forks them is multiprocessing's fork server, which starts
-with the first training and ends with the program. It computes nothing, so none of torch's threads and no context of a
-GPU exists when it forks.
+Importing torch and what its optimizers need takes seconds per process. Forks pay for it once together and
+share the memory. Multiprocessing's fork server forks them; it starts with the first training and ends with
+the program. It computes nothing, so none of torch's threads and no CUDA context exists when it forks.
 
-A fork has the environment and the standard error of the moment at which the server started. `Inherited` takes the
-present ones along to a worker. What C libraries read when they are loaded, such as OMP_NUM_THREADS, stays as it was
-then, as it does in the program itself. So the server starts with a word to glibc's malloc, which forks keep: ask for
-huge pages, which Linux gives to those who ask. Kernels then wait less for page tables, and memory that is freed and
-taken again need not be zeroed: a training step of a GPT of 9 M parameters takes 8 % less of a core's time.
+A fork has the environment and the standard error of the start of the server. `Inherited` takes the present
+ones along to a worker. Variables that C libraries read when they are loaded, such as OMP_NUM_THREADS, keep
+their values from the start, as in the program itself. So the server starts with a tunable of glibc's malloc,
+which forks keep: it requests huge pages, which shortens waits for page tables and avoids zeroing of memory
+that is freed and allocated again.
 """
 
 from __future__ import annotations
@@ -37,28 +35,25 @@ from pipefit.processes import addresses, adopt_orphans, met, room_for_threads
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-# ----------------------------------------------------------------------------------------------------
-# The folder of multiprocessing's sockets, which is gone however the program ends.
-#
-# multiprocessing makes a folder `pymp-...` for the socket of the process that forks workers, and removes it
-# as the program ends; a program that is killed cannot. So the folder lies in one of ours, and before that is
-# made, a small process waits for the end of a pipe that only this one holds. The pipe ends when the program
-# does, however that happens, and then the process removes the folder. It has a session of its own: signals to
-# all of a terminal do not reach it.
+# ---- The folder of multiprocessing's sockets
+# multiprocessing makes a folder `pymp-...` for the fork server's socket, and removes it when the program
+# ends; a killed program cannot. So the folder is made in another one, and a small process waits for the end
+# of a pipe that only this process holds. The pipe ends when the program does, in any way, and then the
+# process removes the folder. It has a separate session, which signals to a whole terminal do not reach.
 
 _NAME = "pipefit-12345678"
-_LONGEST_PATH = 107 - len(f"/{_NAME}/pymp-12345678/listener-12345678")  # Linux allows 107 bytes in the path of a socket
+_LONGEST_PATH = 107 - len(f"/{_NAME}/pymp-12345678/listener-12345678")  # Linux's limit for sockets
 _WAITS_AND_REMOVES = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], True)"
-_AFTER_MULTIPROCESSING = -101  # its own folder, in ours, goes at -100
+_AFTER_MULTIPROCESSING = -101  # its own folder goes at -100
 
 
 def make_sockets_folder() -> None:
-    """Have multiprocessing make its folder where it will be removed; if it has made one already, that stays its own.
+    """Make multiprocessing put its folder where it will be removed; a folder that exists already stays.
 
-    The folder is below TMPDIR, and below /tmp if the path of TMPDIR is too long for sockets.
+    The folder is below TMPDIR, or below /tmp if the path of TMPDIR is too long for sockets.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: the system refuses.
     """
     usual = tempfile.tempdir
     try:
@@ -70,7 +65,7 @@ def make_sockets_folder() -> None:
 
 @cache
 def _removed_at_the_end_of(process: int) -> str:
-    """A new folder of this process, which is removed when it has ended."""
+    """Return a new folder of this process, which is removed when the process has ended."""
     usual = tempfile.gettempdir()
     below = "/tmp" if len(os.fsencode(usual)) > _LONGEST_PATH else usual  # noqa: S108 - the folder's name is its own
     folder = os.path.join(below, _NAME[:-8] + token_hex(4))
@@ -81,7 +76,7 @@ def _removed_at_the_end_of(process: int) -> str:
 
 
 def _remove_when_we_end(folder: str) -> None:
-    """Start what waits and removes. Programs that this process starts do not hold the pipe; Python sees to that."""
+    """Start the process that waits and removes. Programs that this process starts do not inherit the pipe."""
     waits, _ = os.pipe()  # the other end stays open until this process has ended
     streams = [(os.POSIX_SPAWN_DUP2, waits, 0), *((os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_WRONLY, 0) for n in (1, 2))]
     python = os.fsdecode(get_executable())
@@ -92,18 +87,18 @@ def _remove_when_we_end(folder: str) -> None:
         os.close(waits)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Starting and ending processes
 
 _ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
-# What the fork server imports; making an optimizer imports the last
+# Modules that the fork server imports; making an optimizer imports the last
 _IMPORTED = ["pipefit.runtime.launch.launching", "torch._dynamo.config"]
-_UNKNOWN = 255  # what multiprocessing says of a process whose fork server is gone; or its exit code
-_LEAST = 4  # processes and threads of a worker: itself, the one that watches its parent, and two of gloo
+_UNKNOWN = 255  # exit code that multiprocessing reports if the fork server is gone
+_LEAST = 4  # processes and threads of a worker: itself, its parent watcher, two of gloo
 
 
 def obstacle(error: OSError) -> str:
-    """What keeps a process from starting, and what to try."""
+    """Return what keeps a process from starting, with advice."""
     try:
         os.getcwd()
     except OSError:
@@ -118,13 +113,14 @@ def obstacle(error: OSError) -> str:
 
 
 def check_room(workers: int) -> None:
-    """Check that so many workers can be started, as far as one can know without starting any.
+    """Check that `workers` workers can probably be started, without starting any.
 
-    As many threads as they have processes and threads at least are started here, since the system counts both alike.
-    A process whose address space is limited cannot have them, although its workers might.
+    At least the number of threads that the workers have as processes and threads is started here, because the
+    system counts both equally. With a limited address space there is no check: the threads might not fit,
+    although the workers would.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: the system refuses.
     """
     if addresses():
         return
@@ -133,20 +129,21 @@ def check_room(workers: int) -> None:
 
 
 def forks() -> ForkServerContext:
-    """The context of multiprocessing in which workers start. If a fork server runs already, it is used as it is."""
+    """Return the multiprocessing context in which workers start. A running fork server is used unchanged."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process of the context.
+    """Start a process of the context of `forks`.
 
-    The fork server ends when a request fails halfway, as for want of a file descriptor, or when it is killed, as for
-    want of memory. While it is ending it refuses requests; once it is gone, another one starts by itself.
+    The fork server ends when a request fails halfway, for example without a free file descriptor, or when it
+    is killed, for example without memory. While it ends it refuses requests; afterwards the next request
+    starts another one.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: the system refuses.
     """
     make_sockets_folder()
     with _told({_TUNABLES: tunables(os.environ.get(_TUNABLES, ""))}):
@@ -154,7 +151,9 @@ def start(process: BaseProcess) -> None:
 
 
 def tunables(given: str) -> str:
-    """What glibc is told: what it is told here, and to ask for huge pages, unless this says whether it shall."""
+    """Return glibc's tunables: the given ones, and a request for huge pages, unless the given ones decide
+    about it.
+    """
     return given if _HUGE_PAGES in given else ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))
 
 
@@ -165,7 +164,7 @@ def _start(process: BaseProcess) -> None:
             process.start()
         except ConnectionRefusedError:
             time.sleep(_PAUSE_SECONDS)
-        except (EOFError, ConnectionError) as error:  # it was there, and ended with our request
+        except (EOFError, ConnectionError) as error:  # it was there, and ended during the request
             if lost:
                 what = "the process that forks workers was ended twice, as by lack of memory or of processes"
                 raise OSError(errno.EAGAIN, what) from error
@@ -177,7 +176,9 @@ def _start(process: BaseProcess) -> None:
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
-    """Inside, processes whose fork server is killed become children of this one, which can wait for them."""
+    """Make processes whose fork server is killed children of this process inside, so that it can wait for
+    them.
+    """
     before = adopt_orphans(True)
     try:
         yield
@@ -186,10 +187,10 @@ def orphans_adopted() -> Iterator[None]:
 
 
 class Started:
-    """A process that `start` has started inside `orphans_adopted`, and how it ends.
+    """A process that `start` has started inside `orphans_adopted`, with its exit code.
 
-    The fork server tells that, and nobody does where the fork server is gone: then multiprocessing takes the process
-    for ended, with code 255, although it may still run.
+    The fork server reports the exit code. If the server is gone, multiprocessing considers the process ended
+    with code 255, although it may still run; then the system is queried.
     """
 
     def __init__(self, process: BaseProcess) -> None:
@@ -197,7 +198,7 @@ class Started:
         self._code: int | None = None
 
     def exit_code(self, seconds: float = 0.0) -> int | None:
-        """Its exit code, negative if a signal has ended it, None if it still runs after so many seconds."""
+        """Return the exit code, negative for a signal; None if the process still runs after `seconds`."""
         if self._code is None:
             self._process.join(seconds)
             code = self._process.exitcode
@@ -205,7 +206,7 @@ class Started:
         return self._code
 
     def kill(self) -> None:
-        """End it if it still runs."""
+        """Kill the process if it still runs."""
         if self.exit_code() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._number, signal.SIGKILL)
@@ -217,7 +218,9 @@ class Started:
         return number
 
     def _of_orphan(self, seconds: float) -> int | None:
-        """The exit code as the system tells it to a parent; it becomes ours a moment after the fork server is gone."""
+        """Return the exit code from the system; the process becomes a child of this one a moment after the
+        server's end.
+        """
         until = time.monotonic() + seconds
         while True:
             try:
@@ -235,7 +238,7 @@ class Started:
 
 @contextmanager
 def _told(words: dict[str, str]) -> Iterator[None]:
-    """Inside, processes start with these words in their environment too."""
+    """Set environment variables inside, which processes inherit that start there."""
     before = {word: os.environ.get(word) for word in words}
     os.environ.update(words)
     try:
@@ -250,7 +253,9 @@ def _told(words: dict[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A file descriptor. Pickled as an argument of a process that starts, it becomes one of that process."""
+    """A file descriptor. Pickled as an argument of a process that starts, it becomes a descriptor of that
+    process.
+    """
 
     number: int
 
@@ -273,7 +278,7 @@ class Inherited:
 
     @classmethod
     def here(cls) -> Inherited:
-        """Those of this process."""
+        """Return those of this process."""
         stderr = None
         with suppress(OSError):
             os.fstat(2)
@@ -281,7 +286,7 @@ class Inherited:
         return cls(environment=dict(os.environ), stderr=stderr)
 
     def take_over(self) -> None:
-        """Make them those of this process."""
+        """Make them this process's environment and standard error."""
         os.environ.clear()
         os.environ.update(self.environment)
         if self.stderr is not None:

@@ -1,9 +1,9 @@
-"""Training by workers, started again from its last checkpoint when one of them fails.
+"""Training by workers, restarted from its last checkpoint when one of them fails.
 
-Good for machines on which processes are killed or hang now and then. A restart costs the start of the workers, a few
-seconds, and the steps since the last checkpoint, which are trained again and give the same losses. Only the failure of
-a worker is answered by a restart: what would happen again, such as a lack of memory on a device or a mistake in the
-question, ends the training. (torchrun's `--max-restarts`, but for the way to the checkpoint and the plan.)
+A restart costs the start of the workers, a few seconds, and the steps since the last checkpoint, which are
+trained again with the same losses. Only the failure of a worker leads to a restart: errors that would occur
+again, such as an out-of-memory error of a device or a wrong argument, end the training. This is torchrun's
+`--max-restarts`, with the addition of checkpoints and new plans.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipefit.schema.trace import Trace
 from pipefit.schema.validation import LONGEST_SECONDS, instance, number, whole
 from pipefit.texts import counted, printable
 
-_STARTS = 5  # of workers that lose each other before they have done a step
+_STARTS = 5  # starts of workers that lose each other before their first step
 Replan = Callable[[Plan], Plan]
 
 
@@ -66,42 +66,44 @@ def train(
     restarts: int = 0,
     replan: Replan | None = None,
 ) -> tuple[list[float], Trace]:
-    """Train for `steps` steps in all with one worker process per device; the losses and measured trace of this run.
+    """Train for `steps` steps in all with one worker process per device; return losses and measured trace of
+    this run.
 
     Args:
-        task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
-            one).
-        seed: of weights, data and dropout: 0, or that of the checkpoint, unless given.
-        timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
-            as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
-        start_seconds: the longest that a worker may take to start, and to build its layers.
-        numbers: whether worker 0 compares a traced model with its chain, and the plan with plain training, before it is
-            trained, as a `Trainer` does.
-        share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
-        cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
-        on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all devices.
-            Steps that are trained again are told again.
-        on_nan: whether a loss that is infinite or nan is told in a warning (`warn`), or ends the training (`stop`).
-        saving: where checkpoints go and when; None for none. The folder is this training's as long as it lasts.
-        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on. In a
-            folder, those that are damaged are passed over with a warning.
-        weights: a safetensors file, or a folder with a sharded model, whose parameters and buffers the training starts
-            from.
-        on_saved: called with what a save took, by each worker, as training goes on after it.
-        restarts: how often the training may start again from its last checkpoint after a worker has failed. Each
-            restart is told in a warning. The trace is that of the last start.
-        replan: called with the plan before every start; the plan that it returns is trained. It is the place to look
-            at what devices are left (`pipefit.plan_again`).
+        task: builds the task in each worker; must be picklable (a function of a module, or a
+            `functools.partial` of one).
+        seed: seed of weights, data and dropout; default: that of the checkpoint, or 0.
+        timeout_seconds: limit for a worker to execute one action, or to make a batch. Waiting for others does
+            not count. A GPU's work is queued, so there it is the limit for a whole step.
+        start_seconds: limit for a worker to start, and to build its layers.
+        numbers: worker 0 compares a traced model with its chain, and the plan with plain training, before
+            training, as a `Trainer` does.
+        share_device: all workers compute on this machine's first GPU, with messages through the host.
+        cap: limit the memory that GPUs reserve to the plan's memory per device; False leaves all of the GPU's
+            memory.
+        on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all
+            devices. Steps that are trained again are reported again.
+        on_nan: reaction to an infinite or nan loss: a warning (`warn`), or the end of the training (`stop`).
+        saving: folder and interval of checkpoints; None for none. The folder belongs to this training while
+            it runs.
+        resume: a checkpoint, or a folder whose newest whole checkpoint is meant, to continue from. In a
+            folder, damaged checkpoints are skipped with a warning.
+        weights: a safetensors file, or a folder with a sharded model, with initial parameters and buffers.
+        on_saved: called with the costs of a save, by each worker, when its training goes on after it.
+        restarts: maximum number of restarts from the last checkpoint after a worker has failed. Each restart
+            raises a warning. The trace is that of the last start.
+        replan: called with the plan before every start; the plan that it returns is trained. It can adapt the
+            plan to the devices that are left (`pipefit.plan_again`).
 
     Raises:
-        OutOfMemory: a device passed its cap; the message says where.
+        OutOfMemory: a device passed its cap; the message names the action.
         WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
-        LossNotFinite: a loss is infinite or nan, and `on_nan` says `stop`.
+        LossNotFinite: a loss is infinite or nan, and `on_nan` is `stop`.
         NotSaved: the checkpoint after the last step is not written; it has losses and trace.
-        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used; or another
-            training saves to the folder.
-        UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
-            numbers as a chain than as a module.
+        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used; or
+            another training saves to the folder.
+        UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes
+            other numbers as a chain than as a module.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
@@ -141,12 +143,12 @@ def train(
 def _restarted(
     run: Callable[..., Trace], plan: Plan, starts: _Starts, told: _Told, restarts: int, replan: Replan | None
 ) -> Trace:
-    """The trace of a training that starts again at most so many times where a worker fails."""
+    """Return the trace of a training that restarts at most `restarts` times after failures of workers."""
     start, saving, restart = starts.begun, starts.begun.saving, 0
     while True:
         try:
             return _connected(partial(run, plan, start, on_step=told.step), told)
-        except DamagedCheckpoint as error:  # the one from which it was to start
+        except DamagedCheckpoint as error:  # the checkpoint to start from
             start = starts.before(error)
             told.begin(start.first)
             continue
@@ -169,7 +171,7 @@ def _restarted(
 
 @contextmanager
 def _held(start: Orders) -> Iterator[Hold | None]:
-    """Inside, this training holds the folder to which it saves, and nobody else saves there.
+    """Hold the folder to which this training saves inside, so that no other training saves there.
 
     Raises:
         FileError: another training holds it.
@@ -186,13 +188,12 @@ def _held(start: Orders) -> Iterator[Hold | None]:
 
 
 class _Starts:
-    """From where a training starts: as it began, or from the newest checkpoint that it has saved itself; never from
-    one of another training.
+    """Orders for the starts of a training: from its beginning, or from the newest checkpoint of its own run.
 
     Args:
-        begun: its orders as it began.
-        ordered: makes them anew, from the newest checkpoint of `source` that has not been passed over.
-        source: the checkpoints from which it was to go on, if any.
+        begun: the orders of the first start.
+        ordered: makes them again, from the newest checkpoint of `source` that was not skipped.
+        source: the checkpoints to continue from, if any.
     """
 
     def __init__(self, begun: Orders, ordered: Callable[[], Orders], source: Candidates | None) -> None:
@@ -200,10 +201,11 @@ class _Starts:
         self._own: Candidates | None = None  # checkpoints of this training, if it starts from one
 
     def first(self) -> Orders:
-        """The orders of the first start, where the folder for checkpoints has none of another training.
+        """Return the orders of the first start, if the checkpoint folder has no checkpoint of another
+        training.
 
         Raises:
-            UsageError: it has.
+            UsageError: it has one.
         """
         self._set_aside(self._source)
         saving, owner = self.begun.saving, self.begun.owner
@@ -212,7 +214,7 @@ class _Starts:
         return self.begun
 
     def newest(self) -> Orders:
-        """The orders of a start after a failure."""
+        """Return the orders of a start after a failure."""
         saving, owner = self.begun.saving, self.begun.owner
         assert saving is not None
         assert owner is not None
@@ -220,10 +222,10 @@ class _Starts:
         return self._from_own()
 
     def before(self, error: DamagedCheckpoint) -> Orders:
-        """The orders of a start where the last one has found its checkpoint damaged.
+        """Return the orders of a start after the last one found its checkpoint damaged.
 
         Raises:
-            FileError: there is no other to start from.
+            FileError: there is no other checkpoint to start from.
         """
         if self._own is not None:
             self._own.pass_over(error)
@@ -249,14 +251,16 @@ class _Starts:
         return again
 
     def _set_aside(self, source: Candidates | None) -> None:
-        """Give damaged checkpoints in the folder for ours another name: the next ones may be of their steps."""
+        """Rename damaged checkpoints in the folder of this training: the next ones may be of their steps."""
         if source is not None and self.begun.saving is not None:
             set_aside(pathlib.Path(self.begun.saving.directory), source.damaged)
 
 
 def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
-    """The trace of a launch, which is made anew where workers have lost each other before their first step, and none
-    has failed by itself: a stranger has taken the place of one as they connected, and is dropped so.
+    """Return the trace of a launch, repeated if workers lose each other before their first step and none
+    fails alone.
+
+    This drops a stranger that has taken the place of a worker while they connected.
     """
     before = told.steps_done
     for start in range(2, _STARTS + 1):
@@ -278,7 +282,7 @@ def _planned_again(replan: Replan, plan: Plan, failure: str) -> Plan:
 
 
 class _Told:
-    """What the parent has heard of steps, and what it tells of them."""
+    """Losses that the parent has received, and its warnings about them."""
 
     def __init__(self, first: int, on_step: OnStep | None, on_nan: OnNan) -> None:
         self.losses = list[float]()
@@ -286,25 +290,25 @@ class _Told:
 
     @property
     def steps_done(self) -> int:
-        """Steps whose losses are known, those before this training included."""
+        """Number of steps with known losses, including those before this training."""
         return self._first + len(self.losses)
 
     def step(self, report: StepReport) -> None:
-        """A step has ended."""
+        """Handle the report of a finished step."""
         self.losses.append(report.loss)
         if not isfinite(report.loss) and self._warns:
-            self._warns = False  # the steps behind it have the same weights
+            self._warns = False  # the following steps have the same weights
             _warn(f"{not_finite(report.step, report.loss)}. Training goes on; --on-nan stop would end it")
         if self._on_step is not None:
             self._on_step(report)
 
     def begin(self, first: int) -> None:
-        """The training begins after `first` steps: what is known of later ones is forgotten."""
+        """Begin after `first` steps: forget the losses of later steps."""
         del self.losses[max(0, first - self._first) :]
         self._first = min(first, self._first)
 
     def go_on(self, first: int, why: str, plan: Plan) -> None:
-        """The training goes on after `first` steps, under that plan."""
+        """Continue after `first` steps, under that plan, with a warning."""
         self.begin(first)
         _warn(f"{why}, with {counted(len(plan.workers), 'worker')} on {printable(plan.cluster.name)}")
 
@@ -314,10 +318,10 @@ def _warn(text: str) -> None:
 
 
 def pickled_task(task: Callable[[], Task]) -> bytes:
-    """The bytes from which every worker builds its own task.
+    """Return the bytes from which every worker builds the task.
 
     Raises:
-        UsageError: there can be none.
+        UsageError: the task cannot be pickled.
     """
     if not callable(task):
         raise UsageError(
@@ -334,7 +338,8 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
 
 
 def _check_script(task: Callable[[], Task]) -> None:
-    """Check that workers can read what `task` is part of: they run the file of the main script again, if it has one.
+    """Check that workers can import the module of `task`: they run the file of the main script again, if
+    there is one.
 
     Raises:
         UsageError: the script came from standard input, or `task` from a notebook or a prompt.

@@ -1,8 +1,8 @@
 """A worker: one process that trains the stages of one device and reports to its parent.
 
-It sends its reports through a pipe: warnings, the loss of each step, what each save took, then its trace, or what
-failed. The number of the action that it is at stands in shared memory (`Heartbeat`), so that the parent can read it
-even when the worker hangs. A worker ends when its parent ends.
+It sends its reports through a pipe: warnings, the loss of each step, the costs of each save, then its trace,
+or the failure. The number of its present action is in shared memory (`Heartbeat`), so that the parent can
+read it even when the worker hangs. A worker ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import DeviceTrace
 from pipefit.texts import printable
 
-# What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
-# a step, where losses are exchanged.
+# Values of a heartbeat outside of actions. Actions are numbered from 0; their count stands for the end of a
+# step, when losses are exchanged.
 SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
 PHASES = {
     STARTING: "while it started",
@@ -67,28 +67,30 @@ PHASES = {
     SAVES_TOGETHER: "while it waited for the others to save",
 }
 
-_FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
+_FOREVER = timedelta(days=1000)  # no timeout between workers: the parent knows which one hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a worker is to do, on the plan's device of its rank.
+    """Work of a worker, on the plan's device of its rank.
 
-    The task is pickled by itself, so that a worker which cannot load it can still report that.
+    The task is pickled separately, so that a worker that cannot load it can still report the error.
     """
 
     task: bytes
     plan: Plan
     rank: int
     orders: Orders
-    meeting: Passed  # an empty file, through which the workers find each other
-    token: str  # by which they know each other
-    hold: Passed | None = None  # the lock on the folder for checkpoints, which the first worker keeps open
+    meeting: Passed  # an empty file, through which the workers meet
+    token: str  # authenticates the workers to each other
+    hold: Passed | None = None  # the lock on the checkpoint folder, which the first worker keeps open
 
 
 class Heartbeat:
-    """A worker's sign of life, in shared memory: how many actions it has begun, the number of the one it is at, and in
-    which step: how many there were since the pipeline was empty, and whether it is being emptied.
+    """A worker's sign of life, in shared memory.
+
+    It holds the number of actions begun, the number of the present action, the number of steps since the
+    pipeline was empty, and whether the pipeline is being drained.
     """
 
     def __init__(self, context: Any) -> None:
@@ -96,36 +98,38 @@ class Heartbeat:
         self._process, self._in_a_fork = 0, _nothing
 
     def watch(self, in_a_fork: Callable[[], None]) -> None:
-        """This process is the worker. What it begins in a fork of it, `in_a_fork` is called instead."""
+        """Register this process as the worker; in a fork of it, `in_a_fork` is called at the next action."""
         self._process, self._in_a_fork = os.getpid(), in_a_fork
 
     @property
     def beats(self) -> int:
-        """How many actions the worker has begun: it grows as long as the worker does not hang."""
+        """Number of actions that the worker has begun; it grows unless the worker hangs."""
         return int(self._words[0])
 
     @property
     def action(self) -> int:
-        """The number of the action that the worker is at, or, at none, one of the negative constants of this module."""
+        """Number of the worker's present action, or one of this module's negative constants outside of
+        actions.
+        """
         return int(self._words[1])
 
     @property
     def step(self) -> int:
-        """How many steps there were since the pipeline was empty, before the one that the worker is in."""
+        """Number of steps since the pipeline was empty, before the present one."""
         return int(self._words[2])
 
     @property
     def empties(self) -> bool:
-        """Whether the worker is in no step, but ends what the steps before have left in flight."""
+        """True if the worker completes microbatches in flight, outside of a step."""
         return bool(self._words[3])
 
     def enter(self, step: int, *, empties: bool = False) -> None:
-        """The worker goes on to another step, or, behind it, to the end of what is in flight."""
+        """Begin another step, or with `empties`, after a step, the completion of microbatches in flight."""
         self._words[2], self._words[3] = step, empties
         self.at(BETWEEN_STEPS)
 
     def at(self, action: int) -> None:
-        """The worker begins `action`."""
+        """Begin `action`."""
         if os.getpid() != self._process:
             self._in_a_fork()
         self._words[1] = action
@@ -133,16 +137,16 @@ class Heartbeat:
 
 
 def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbeat: Heartbeat) -> None:
-    """The whole life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
+    """Run the whole life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the parent stops all
     inherited.take_over()
     heartbeat.watch(partial(_end_fork, assignment.plan.workers[assignment.rank], pipe))
     with suppress(OSError):
-        os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
+        os.dup2(2, 1)  # the model's prints go to stderr: stdout belongs to the parent's result
     try:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
-    except BaseException as error:  # noqa: BLE001 - whatever happens is reported to the parent
+    except BaseException as error:  # noqa: BLE001 - every error is reported to the parent
         found = error.post_mortem if isinstance(error, OutOfMemory) else None
         word = ("error", *_report(error, assignment, heartbeat), traceback.format_exc(), found)
     with suppress(OSError):  # the parent may be gone
@@ -150,18 +154,16 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
     pipe.close()
     if word[0] == "error":
         sys.stdout.flush()
-        # The others learn of it at once. Destroying a process group in the middle of its work may hang or abort.
+        # The others notice at once. Destroying a process group in the middle of its work may hang or abort.
         os._exit(1)
 
 
 def _nothing() -> None:
-    """Nobody watches yet."""
+    """Do nothing: the heartbeat is not watched yet."""
 
 
 def _end_fork(device: int, pipe: Connection) -> None:
-    """End this process, a fork of a worker that a model has made and lets go on as if it were the worker: what both
-    send would be in each other's way.
-    """
+    """End this process, a fork of a worker made by a model, because reports of both would collide."""
     with suppress(OSError):
         pipe.send(
             (
@@ -182,7 +184,7 @@ _FORKED = (
 
 
 def _end_with_parent() -> None:
-    """End when the parent has ended."""
+    """Exit when the parent has ended."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -190,10 +192,10 @@ def _end_with_parent() -> None:
 
 
 def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
-    """This worker's part of the training; its device's trace and the seconds of every step."""
+    """Train this worker's part; return its device's trace and the seconds of every step."""
     orders, workers = assignment.orders, assignment.plan.workers
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
-    torch.manual_seed(orders.seed)  # for a task whose function makes a module, and not a function that builds one
+    torch.manual_seed(orders.seed)  # for a task factory that builds the module itself
     task = _task(assignment.task)
     heartbeat.at(RENDEZVOUS)
     rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
@@ -234,10 +236,10 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
 
 
 def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
-    """Take up the checkpoint in `folder`.
+    """Load the checkpoint in `folder`.
 
     Raises:
-        FileError: it is not the one that was there when the orders were made.
+        FileError: it has changed since the orders were made.
     """
     steps = trainer.load(folder)
     if steps != orders.first or (orders.owner is not None and trainer.owner.training != orders.owner.training):
@@ -248,11 +250,11 @@ def _load(trainer: Trainer, folder: str, orders: Orders) -> None:
 
 
 def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
-    """All steps and saves of this worker."""
+    """Run all steps and saves of this worker."""
     orders, since = assignment.orders, 0
     steps, saving = orders.steps, orders.saving
     if saving is not None:
-        trainer.state_dict(optimizer=True)  # so that what no checkpoint can hold is refused before the first step
+        trainer.state_dict(optimizer=True)  # refuses state that checkpoints cannot hold before the first step
     for step in range(orders.first, steps):
         heartbeat.enter(since)
         torch.manual_seed(orders.seed + step)
@@ -272,24 +274,24 @@ def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, he
 
 
 class _Told:
-    """What a worker tells its parent while it trains."""
+    """Reports of a worker to its parent during training."""
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
         orders, plan = assignment.orders, assignment.plan
         self._pipe, self._saving, self._stops = pipe, orders.saving, orders.on_nan == "stop"
         self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
         self._heard = deque[StepReport]()
-        self.over = False  # whether all steps are done, so that nothing is left that a failed save could stop
+        self.over = False  # whether all steps are done, so that a failed save cannot stop any
 
     def hear(self, report: StepReport) -> None:
-        """What the trainer reports of a step."""
+        """Keep the trainer's report of a step."""
         self._heard.append(report)
 
     def step(self, step: int, loss: float) -> None:
-        """The report of a step, which one worker tells for all; every worker knows its loss and its peaks.
+        """Report a step, which one worker does for all; every worker knows its loss and its peaks.
 
         Raises:
-            LossNotFinite: the loss is infinite or nan, which is to end the training.
+            LossNotFinite: the loss is infinite or nan, and `on_nan` is `stop`.
         """
         report = self._heard.popleft()
         if self._reports_steps:
@@ -298,7 +300,7 @@ class _Told:
             raise LossNotFinite(not_finite(step, loss))
 
     def save(self, trainer: Trainer, saving: Saving) -> None:
-        """Save a checkpoint, and tell what that took."""
+        """Save a checkpoint, and report its costs."""
         try:
             trainer.save(saving.directory, keep=saving.keep, background=not saving.in_foreground)
         except FileError as failure:
@@ -308,7 +310,7 @@ class _Told:
                 self._pipe.send(("saved", trainer.saved))
 
     def failed_save(self, failure: SaveFailed) -> None:
-        """A checkpoint that could not be written, which may end the training."""
+        """Report a checkpoint that could not be written; raise it if it must end the training."""
         stops = self._saving is not None and self._saving.on_failure == "stop"
         if stops and not self.over:
             raise failure
@@ -316,7 +318,7 @@ class _Told:
 
 
 def not_finite(step: int, loss: float) -> str:
-    """What is said of a loss that is infinite or nan."""
+    """Return the message about an infinite or nan loss."""
     return (
         f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at the data; "
         "checkpoints of later steps hold what came of it"
@@ -325,7 +327,7 @@ def not_finite(step: int, loss: float) -> str:
 
 def _task(pickled: bytes) -> Task:
     try:
-        factory = pickle.loads(pickled)  # noqa: S301 - our own parent's
+        factory = pickle.loads(pickled)  # noqa: S301 - pickled by the parent
     except Exception as error:
         raise UsageError(
             f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that can be "
@@ -338,17 +340,17 @@ def _task(pickled: bytes) -> Task:
 
 
 class _Rendezvous:
-    """Where the workers find each other, and wait for the slowest to start."""
+    """Meeting of the workers, which waits for the slowest to start."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.rank, self.world = assignment.rank, len(assignment.plan.workers)
         path = f"/proc/self/fd/{assignment.meeting.number}"
-        self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported without its name
+        self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported unnamed
         plan = assignment.plan
-        count = str(self.world)  # whatever we have inherited
+        count = str(self.world)  # whatever the environment says
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
         os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, TOKEN: assignment.token}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are on this machine
         backend = Hardware(plan, assignment.orders.share_device).backend
         self.wait("here")
         try:
@@ -358,7 +360,7 @@ class _Rendezvous:
         check_members(None, "all")
 
     def wait(self, name: str) -> None:
-        """Return when every worker has come to this point."""
+        """Wait until every worker has reached this point."""
         self.store.set(f"{name} {self.rank}", "")
         try:
             self.store.wait([f"{name} {rank}" for rank in range(self.world)], _FOREVER)
@@ -367,12 +369,14 @@ class _Rendezvous:
 
 
 def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) -> tuple[type[PipefitError], str]:
-    """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types.
+    """Return a failure as a type and a text that the parent can always unpickle: one of pipefit's exception
+    types.
 
-    Memory that ran out in the model's own code is no mistake of that code, although a check of it says so.
+    An out-of-memory error in the model's code is reported as such, although a check of the code raised a
+    `UsageError`.
     """
     behind = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
-    if ran_out(behind):  # at no action, which would have said so
+    if ran_out(behind):  # outside of actions, which would have named themselves
         device, where = (
             assignment.plan.workers[assignment.rank],
             PHASES.get(heartbeat.action, "before or between steps"),
