@@ -1,14 +1,15 @@
-"""What all stages must agree on before an update: the norm of all gradients, and whether any of them overflowed.
+"""Agreement of all stages before an update: the norm of all gradients, and whether any of them overflowed.
 
-Every stage makes a vector with an element for each parameter of the model, in the order of their names, or one for each
-tensor shard that it may be divided into. It writes the norms of its own parameters' gradients and zeros elsewhere, and
-the vectors of all stages are added up. The sum is
-exact, because each element has only one addend that is not zero; so the result does not depend on the split. From it
-every stage computes the same clipping factor and the same decision to skip the update. (Clipping as in
-`torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
+Every stage makes a vector with an element for each parameter of the model, in the order of their names, or
+for each tensor shard of it. It writes the norms of its own gradients and zeros elsewhere, and an all-reduce
+adds the vectors of all stages. The sum is exact, because each element has at most one nonzero addend; so the
+result does not depend on the split. From it every stage computes the same clipping factor and the same
+decision to skip the update. (Clipping as in `torch.nn.utils.clip_grad_norm_`; scaling as in
+`torch.amp.GradScaler`.)
 
-Gradients are unscaled and clipped in place. Those of parameters with master weights are in half precision and would
-lose digits, so they stay as they are: norms are computed in float32, and the update multiplies by `gradient_factor`.
+Gradients are unscaled and clipped in place. Those of parameters with master weights are in half precision and
+would lose digits, so they stay unchanged: norms are computed in float32, and the update multiplies by
+`gradient_factor`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch import Tensor, nn
 
 from pipefit.fake_cuda.target import is_fake
 
-_EPSILON = 1e-6  # as clip_grad_norm_ has it
+_EPSILON = 1e-6  # as in clip_grad_norm_
 
 
 @dataclass(slots=True)
 class LossScale:
     """The factor on the loss that keeps float16 gradients from underflowing.
 
-    It is halved when gradients overflow, and doubled after `growth_interval` steps without overflow, which `quiet`
-    counts.
+    It is halved when gradients overflow, and doubled after `growth_interval` steps without overflow, which
+    `quiet` counts.
     """
 
     value: float = 2.0**16
@@ -50,15 +51,16 @@ class Agreement:
     """One stage's part of the agreement.
 
     Args:
-        names: of all trainable parameters of the model, each once.
-        own: the parameters whose norms this stage reports, by name, and each with the number of the shard that it is;
-            only its first stage reports a shared one.
-        shards: the largest number of them that a stage of the model is divided into.
+        names: names of all trainable parameters of the model, each once.
+        own: the parameters whose norms this stage reports, by name, each with its shard number; only the
+            first stage of a shared parameter reports it.
+        shards: the largest number of tensor shards of a stage of the model.
         parameters: all of this stage's trainable parameters.
         clip_norm: the largest norm of all gradients together; None for no clipping.
         scale: the loss scale, for float16; None for no scaling.
-        master_weights: leave the gradients as they are; the update multiplies them by `gradient_factor`.
-        absent: further parameters of the model, of layers that a dry run leaves out; their norms stay zero.
+        master_weights: leave the gradients unchanged; the update multiplies them by `gradient_factor`.
+        absent: number of further parameters of the model, in layers that a dry run leaves out; their norms
+            stay zero.
     """
 
     def __init__(
@@ -79,10 +81,12 @@ class Agreement:
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
         self.gradient_factor = 1.0
-        self.norm = 0.0  # of all gradients, before clipping; a Python number, so that it takes no device memory
+        self.norm = 0.0  # norm of all gradients before clipping; not on the device
 
     def contribution(self, device: torch.device) -> Tensor:
-        """This stage's vector: norms of its gradients, and as the last element 1 if any of them overflowed, else 0."""
+        """Return this stage's vector: norms of its gradients and, as last element, 1 if any of them
+        overflowed, else 0.
+        """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, dtype=torch.float32, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
@@ -101,9 +105,10 @@ class Agreement:
         return vector
 
     def conclude(self, total: Tensor) -> None:
-        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages' vectors.
+        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages'
+        vectors.
 
-        The host reads all that it needs at once: on a GPU it waits there for what has been computed.
+        The host reads all values at once: on a GPU it waits there for the computations.
         """
         norm = torch.linalg.vector_norm(total[:-1])
         factor = torch.ones_like(norm) if self.clip_norm is None else self._factor(norm, self.clip_norm)
@@ -116,17 +121,19 @@ class Agreement:
             self.scale.update(self.overflow)
 
     def _norm_of(self, gradient: Tensor) -> Tensor:
-        """The norm of a gradient, without the loss scale."""
+        """Return the norm of a gradient, without the loss scale."""
         wide = self.master_weights and gradient.is_floating_point()
         found: Tensor = torch.linalg.vector_norm(gradient.float() if wide else gradient)
         return found.mul_(self.gradient_factor)
 
     def _factor(self, norm: Tensor, clip_norm: float) -> Tensor:
-        """What gradients of this norm are multiplied by."""
+        """Return the clipping factor for gradients of this norm."""
         return (clip_norm / (norm + _EPSILON)).clamp(max=1.0)
 
     def _clip(self, factor: Tensor, on_host: float) -> None:
-        """Multiply the gradients by `factor`, which the host has read, or leave that to the update."""
+        """Multiply the gradients by `factor` (`on_host`: its value), or leave that to the update with master
+        weights.
+        """
         if self.master_weights:
             self.gradient_factor *= on_host
             return

@@ -1,7 +1,6 @@
-"""The collectives of a device around an update: sums of gradients, parameters from their owners, and agreements.
+"""The collectives of a device around an update: gradient sums, parameters from their owners, and agreements.
 
-What they exchange is chosen in `pipefit.runtime.comm.collectives`; the devices that take part are those that the plan's
-cost counts (`pipefit.memory.arenas`).
+The participants are the devices that the plan's cost counts (`memory.arenas`).
 """
 
 from __future__ import annotations
@@ -23,24 +22,26 @@ from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 
-# ----------------------------------------------------------------------------------------------------
-# What devices exchange around an update: gradients that they add up, and parameters that owners bring to all.
-#
-# Replicas of a stage add up the gradients of all their parameters, and stages those of a parameter that they
-# share. Each has those of its own samples, scaled by their part in the batch, so that their sum is that of
-# the whole batch. All have to exchange the same tensors in the same order. Where replicas divide the state of
-# a stage (`pipefit.memory.model_state`), only the owner of a layer gets the sum.
+# ---- Exchanged tensors
+# Replicas of a stage sum the gradients of all their parameters, and stages those of a parameter that they
+# share. Each has the gradients of its own samples, scaled by their part in the batch, so their sum is the
+# gradient of the whole batch. All participants must exchange the same tensors in the same order. If replicas
+# shard the state of a stage (`memory.model_state`), only the owner of a layer gets the sum.
 
 
 class Exchanged(NamedTuple):
-    """The tensors of a collective, and for each the replica that owns its layer; no owners where none does."""
+    """The tensors of a collective, and for each the replica that owns its layer; without ZeRO `owners` is
+    empty.
+    """
 
     tensors: list[Tensor]
     owners: list[int]
 
 
 def summed_gradients(stage: StageRunner, action: Action, summed: Container[int]) -> Exchanged:
-    """The gradients of a stage that a REDUCE adds up; `summed` are the parameters that stages add up by themselves."""
+    """Return the gradients of a stage that a REDUCE sums; `summed` are the parameters that stages sum
+    separately.
+    """
     if isinstance(action.subject, Subject):
         parameter = stage.shared[action.subject.layer]
         if parameter.grad is None:  # the layers of this stage did not use it
@@ -51,7 +52,7 @@ def summed_gradients(stage: StageRunner, action: Action, summed: Container[int])
 
 
 def reduced(stage: StageRunner, action: Action, summed: Container[int]) -> list[nn.Parameter]:
-    """The parameters whose gradients a REDUCE of a stage adds up, without those `summed` between stages."""
+    """Return the parameters whose gradients a REDUCE of a stage sums, without those `summed` between stages."""
     if isinstance(action.subject, Subject):
         return [stage.shared[action.subject.layer]]
     apart = _apart(stage, summed)
@@ -59,9 +60,9 @@ def reduced(stage: StageRunner, action: Action, summed: Container[int]) -> list[
 
 
 def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorage]:
-    """Free the gradients that have been summed for other replicas; the storages that have lost their memory.
+    """Free gradients that have been reduced to other replicas; return the storages that lost their memory.
 
-    The memory is freed now, though a thread that has added it up may hold the tensors a little longer.
+    Their memory is freed immediately, although a communication thread may hold the tensors a little longer.
     """
     if stage.share is None or not stage.share.divides_gradients:
         return []
@@ -77,12 +78,12 @@ def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorag
 
 
 def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
-    """The parameters of a stage that an UNSHARD brings from their owners."""
+    """Return the parameters of a stage that an UNSHARD brings from their owners."""
     return _of_layers(stage, action, lambda layer: stage.gathered.parameters((layer, layer + 1))[0])
 
 
 def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], list[Tensor]]) -> Exchanged:
-    """The tensors of all layers of an action, with their owners where the stage has any."""
+    """Return the tensors of all layers of an action, with their owners if the stage is sharded."""
     layers = range(*stage.layers_of(action))
     found = [(layer, tensor) for layer in layers for tensor in of_layer(layer)]
     owners = [] if stage.share is None else [stage.share.owner(layer) for layer, _ in found]
@@ -90,10 +91,11 @@ def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], lis
 
 
 def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Tensor]:
-    """The gradients of a layer's own parameters.
+    """Return the gradients of a layer's own parameters.
 
-    A layer whose parameters all have gradients by its profile has them in every replica: zeros where its samples do not
-    reach a parameter, as with an expert. Of another layer it is those that there are.
+    If all parameters of a layer have gradients in its profile, all have one in every replica: zeros if its
+    samples do not reach a parameter, as with an expert. For other layers, only existing gradients are
+    returned.
     """
     found: list[Tensor] = []
     cost = stage.storages.costs[layer - stage.start]
@@ -105,30 +107,28 @@ def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Ten
 
 
 def _apart(stage: StageRunner, summed: Container[int]) -> set[int]:
-    """The ids of the parameters of a stage among those `summed` between stages."""
+    """Return the ids of the parameters of a stage among those `summed` between stages."""
     return {id(parameter) for number, parameter in stage.shared.items() if number in summed}
 
 
 def _trained(stage: StageRunner, layer: int, apart: Container[int]) -> list[nn.Parameter]:
-    """The parameters that a layer trains, but those `apart`, by id."""
+    """Return the parameters that a layer trains, without those with ids in `apart`."""
     own = stage.updates.parameters((layer, layer + 1))
     return [parameter for parameter in own if parameter.requires_grad and id(parameter) not in apart]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Gradients that are absent, in messages that have room for them.
+# ---- Marks of absent gradients
+# If values decide on which tensors a loss depends, a value may have a gradient in one microbatch and none in
+# another, but its message always has room for one. Zeros would train other numbers: plain training leaves a
+# parameter without a gradient unchanged, but an optimizer with momentum or decay moves one whose gradient is
+# zero. So the room is filled with a number that no operation makes: a signalling NaN, because any result is a
+# quiet NaN. Only plans of models with assumptions about values (`capture.by_value`) are checked for it; it
+# takes no memory.
 #
-# Where values decide on what a loss depends, a value may have a gradient in one microbatch and none in
-# another, and its message has the room all the same. Zeros there would train something else: plain training
-# leaves a parameter without a gradient as it is, and an optimizer with momentum or decay moves one whose
-# gradient is zero. So the room is filled with a number that no operation makes: a signalling NaN, of which
-# any result is a quiet one. Only plans of models of which something was assumed (`pipefit.capture.by_value`)
-# are looked at for it; it takes no memory.
-#
-# In sums of replicas' gradients the room is filled with -0.0, of which alone the sum is -0.0; those that are
-# there have none, as -0.0 + 0.0 is 0.0.
+# In sums over replicas the room is filled with -0.0: only a sum of -0.0 alone is -0.0. Present gradients
+# contain none, because -0.0 + 0.0 is 0.0.
 
-_MARKS = {  # whole numbers with the bits of a NaN whose mantissa begins with 0
+_MARKS = {  # integers with the bits of a NaN whose mantissa begins with 0
     torch.float16: (torch.int16, 0x7C5A),
     torch.bfloat16: (torch.int16, 0x7FA5),
     torch.float32: (torch.int32, 0x7FA5A5A5),
@@ -139,10 +139,10 @@ _MARKS = {  # whole numbers with the bits of a NaN whose mantissa begins with 0
 def to_send(
     gradients: Sequence[Tensor | None], values: Sequence[Value], profile: ModelProfile, device: torch.device
 ) -> list[Tensor]:
-    """The message of the gradients of a stage's inputs, of those `values` that have one by the plan.
+    """Return the gradients to send for a stage's inputs, of those `values` that have one by the plan.
 
     Raises:
-        UsageError: one is absent, and values do not decide about that.
+        UsageError: one is absent, although the dependence of the loss does not vary with values.
     """
     expected = [value for value in values if value.has_gradient]
     return [
@@ -164,14 +164,15 @@ def _absent(value: Value, profile: ModelProfile, device: torch.device) -> Tensor
 
 
 def may_be_absent(profile: ModelProfile) -> bool:
-    """Whether values decide on what a loss depends."""
+    """Return whether values decide on which tensors a loss depends."""
     return any(map(is_assumed, profile.kernels.unknown))
 
 
 def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProfile) -> list[Tensor | None]:
-    """The gradients of a stage's outputs, taken out of the message `tensors`: None for one without, and absent ones.
+    """Return the gradients of a stage's outputs, removed from the message `tensors`; None for absent
+    gradients.
 
-    Of the slices of a microbatch that several replicas have sent some may have it: zeros stand for the others.
+    If only some replicas' local batches have a gradient, zeros stand for the others.
     """
     found = [tensors.pop(0) if value.has_gradient else None for value in outputs]
     if may_be_absent(profile):
@@ -180,7 +181,7 @@ def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProf
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Before a sum: a gradient for every parameter, which is -0.0 where there is none, and nowhere else."""
+    """Give every parameter a gradient before a sum: -0.0 for a missing one, and nowhere else."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.full_like(parameter, -0.0)
@@ -189,7 +190,7 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """After a sum: no gradient for a parameter that had one nowhere."""
+    """Remove the gradients that no replica had, after a sum."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and not is_fake(gradient) and _is_marked(gradient):
@@ -219,13 +220,13 @@ def _is_absent(row: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> tuple[Tensor, int]:
-    """A view of the bits of a tensor, those of complex numbers in pairs, and the mark in them."""
+    """Return a view of the bits of a tensor, with complex numbers as pairs, and the mark's bits."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     whole, mark = _MARKS[real.dtype]
     return real.view(whole), mark
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Execution
 
 EXECUTED = frozenset({Kind.REDUCE, Kind.UNSHARD, Kind.AGREE})
 Resized = Sequence[torch.UntypedStorage]  # storages that have got or lost their memory
@@ -239,7 +240,7 @@ class Collectives:
         self._marks = may_be_absent(plan.profile)
 
     def start(self, stage: StageRunner, action: Action) -> Resized:
-        """Begin a collective of a stage."""
+        """Begin a collective of a stage; return the resized storages."""
         resized = stage.gather(action) if action.kind is Kind.UNSHARD else ()
         exchanged = self._exchanged(stage, action)
         devices = members(self._plan, action)
@@ -248,7 +249,7 @@ class Collectives:
         return resized
 
     def join(self, stage: StageRunner, action: Action) -> Resized:
-        """Wait for the end of a collective, and let the stage have what it brought."""
+        """Wait for the end of a collective, and apply its result to the stage; return the resized storages."""
         tensors = self._transfers.join(action) or ()
         if action.kind is Kind.REDUCE:
             resized = others_freed(stage, action)

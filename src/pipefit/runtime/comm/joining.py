@@ -1,4 +1,4 @@
-"""How a trainer joins the workers that a launcher has started."""
+"""Joins a trainer with the workers that a launcher has started."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# Messages by way of the host, for workers that share a GPU: NCCL refuses that, and gloo takes the host's
-# memory.
-#
-# What is sent is copied to the host first, and what is received lies there until it is joined. So a message
-# takes as much of the host at either end as of the device, and devices wait for their copies: this is for
-# tests, and for people with one GPU, not for speed.
+# ---- Messages through the host, for workers that share a GPU
+# NCCL refuses to connect them, and gloo takes host memory. Sent tensors are copied to the host first, and
+# received ones lie there until the join. So a message takes equal bytes of the host and of the device at
+# either end, and devices wait for their copies: this is for tests and single GPUs, not for speed.
 
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """A transfer between hosts, its buffers there, and the tensors of the device that wait for what is in them."""
+    """A transfer between hosts, its host buffers, and the device tensors that wait for their contents."""
 
     handle: Any
     buffers: list[Tensor]
@@ -44,7 +41,7 @@ class _OnHost:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffers:
-    """A transport over `hosts`, another one that takes tensors on the host."""
+    """A transport over `hosts`, another transport, which takes tensors on the host."""
 
     hosts: Transport
 
@@ -64,7 +61,7 @@ class HostBuffers:
 
     def join(self, action: Action, handle: _OnHost) -> None:
         self.hosts.join(action, handle.handle)
-        for tensor, buffer in zip(handle.waiting, handle.buffers, strict=False):  # a sender has none that wait
+        for tensor, buffer in zip(handle.waiting, handle.buffers, strict=False):  # for receivers only
             tensor.copy_(buffer)
 
     def abandon(self) -> None:
@@ -72,19 +69,19 @@ class HostBuffers:
 
 
 def _buffer(tensor: Tensor) -> Tensor:
-    """Memory of the host for a tensor: pinned, if it is for a GPU."""
+    """Return host memory for a tensor: pinned, if the tensor is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the host. It is there when this returns, so that gloo may read it."""
+    """Return a copy on the host, complete on return, so that gloo may read it."""
     return _buffer(tensor).copy_(tensor)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Workers
 
-# Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712); under
-# --node-rank those of another machine are, with this set too.
+# Workers that torchrun restarts get the addresses of their predecessors (pytorch issue 135712); under
+# --node-rank those of another machine do, even with this set.
 _ADVICE = (
     "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and let several "
     "machines meet by --rdzv-backend=c10d"
@@ -92,11 +89,13 @@ _ADVICE = (
 
 
 def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
-    """Whether this process is one of a plan's workers; joins their process group if a launcher has set one up.
+    """Return whether this process is one of a plan's workers; join the process group that a launcher has set
+    up.
 
     Raises:
         PeerLost: the workers do not find each other.
-        UsageError: there are not as many workers as the plan has devices in use, or not on the plan's hosts.
+        UsageError: the number of workers is not the plan's number of devices in use, or they are not on the
+            plan's hosts.
     """
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = hardware.backend
@@ -122,10 +121,10 @@ def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
 
 
 def transport_of(hardware: Hardware, program: Program, here: torch.device, timeout_seconds: float) -> Transport:
-    """How this worker, which computes `here`, exchanges tensors with the others. All must call it.
+    """Return the transport between this worker, which computes on `here`, and the others. All must call it.
 
     Raises:
-        UsageError: they share a GPU, and some hold tensor shards.
+        UsageError: workers that share a GPU hold tensor shards.
     """
     plan, timeout = hardware.plan, timedelta(seconds=timeout_seconds)
     if hardware.shared and here.type == "cuda":
@@ -141,13 +140,14 @@ def transport_of(hardware: Hardware, program: Program, here: torch.device, timeo
 def connected(
     hardware: Hardware, program: Program, worker: int | None, timeout_seconds: float
 ) -> tuple[Transport, Lending]:
-    """How a worker exchanges tensors with the others and borrows their memory, or one process, without a worker, does.
+    """Return transport and lending of a worker, or of a single process if `worker` is None.
 
-    All must call it, before they build their layers, which may take longer on one than on another.
+    All workers must call it before they build their layers, because building may take longer on one than on
+    another.
 
     Raises:
-        OutOfMemory: there is no room for what is moved away.
-        UsageError: this machine cannot do it.
+        OutOfMemory: offloaded tensors do not fit a host, a disk or a lender.
+        UsageError: this machine cannot run the plan.
     """
     plan = hardware.plan
     run = whole_run(plan)
@@ -159,11 +159,13 @@ def connected(
 
 
 def groups_of(plan: Plan, transport: Transport) -> TensorGroups:
-    """How devices that hold the shards of one replica compute together: as workers, or in this process."""
+    """Return the collectives of tensor groups: between workers, or in this process."""
     return transport.end if isinstance(transport, Network) else Together(plan)
 
 
 def _part() -> None:
-    """Leave the process group that the trainer joined, whose threads may otherwise abort the process at its exit."""
+    """Leave the process group that the trainer joined, whose threads may otherwise abort the process at its
+    exit.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

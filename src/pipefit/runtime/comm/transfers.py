@@ -1,8 +1,8 @@
-"""The transfers of a device that run in the background: one action starts each, and another one joins it.
+"""Background transfers of a device: one action starts each, and another one joins it.
 
-Messages and collectives go through a `Transport` and are handled alike. As long as a transfer runs, its tensors are
-held here alone; the join returns them, so that they are freed if nobody uses them. What goes in several messages, some
-rows in each, is held until the last of them is joined.
+Messages and collectives go through a `Transport` and are treated equally. During a transfer, its tensors are
+held here only; the join returns them, so that unused ones are freed. Tensors that are sent in several
+messages, some rows in each, are held until the last of them is joined.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pipefit.texts import dtype_name
 
 
 class Part(NamedTuple):
-    """What one of several messages carries of a stage's tensors.
+    """One of several messages' part of a stage's tensors.
 
-    `carried` are their numbers, each with the dimension of which the message has `rows`; None where it has the whole
-    tensor. All of these messages together have `samples` rows.
+    `carried` are the tensors' numbers, each with the dimension of the `rows`; None for a whole tensor. All of
+    these messages together have `samples` rows.
     """
 
     carried: tuple[tuple[int, int | None], ...]
@@ -34,11 +34,11 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return self.rows[1] - self.rows[0]
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The part of the tensors, as views."""
+        """Return the part of the tensors, as views."""
         return [
             tensors[number] if dimension is None else tensors[number].narrow(dimension, self.rows[0], self.length)
             for number, dimension in self.carried
@@ -47,7 +47,9 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Whole:
-    """The tensors of all messages of one kind about one microbatch of a stage; `left` are the rows not yet joined."""
+    """The tensors of all messages of one kind about one microbatch of a stage; `left` counts the rows not yet
+    joined.
+    """
 
     tensors: list[Tensor]
     left: int
@@ -63,11 +65,12 @@ class Transfers:
         self._whole: dict[Action, _Whole] = {}
 
     def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
-        """Keep tensors that `action`, or the same for some of the rows each, will send."""
+        """Keep tensors that `action`, or its variants for some of the rows each, will send."""
         self._waiting[_name(action)] = tensors
 
     def send(self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None) -> None:
-        """Begin to send the tensors of `action`, or a part of them; the other end has allocated memory for `values`.
+        """Begin to send the tensors of `action`, or a part of them; the receiver has allocated memory for
+        `values`.
 
         Raises:
             UsageError: the tensors have other shapes or dtypes.
@@ -82,7 +85,7 @@ class Transfers:
     def receive(
         self, action: Action, message: Message, buffers: Callable[[], list[Tensor]], part: Part | None = None
     ) -> None:
-        """Begin to receive, all or a part. What `buffers` makes at the first part is for all of them."""
+        """Begin to receive, all or a part. `buffers` allocates memory at the first part, for all parts."""
         name = _name(action)
         if name not in self._whole:
             self._whole[name] = _Whole(buffers(), 1 if part is None else part.samples)
@@ -96,22 +99,24 @@ class Transfers:
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
     ) -> None:
-        """Begin a collective of the devices `members`, of which this one is `device`, as a `Transport` does."""
+        """Begin a collective of the devices `members`, including this `device`, as a `Transport` does."""
         self._whole[_name(action)] = _Whole(tensors, 1)
         self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device, owners), 1
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is waiting to be sent, or under way."""
+        """All tensors that wait to be sent, or are in transfer."""
         whole = [whole.tensors for whole in self._whole.values()]
         return [tensor for tensors in (*self._waiting.values(), *whole) for tensor in tensors]
 
     def ready(self, join: Action) -> bool:
-        """Whether joining would return at once."""
+        """Return whether joining would return at once."""
         return self._transport.ready(self._under_way[join.start][1])
 
     def join(self, join: Action) -> list[Tensor] | None:
-        """Wait for the end of a transfer; its tensors, or None while other parts of them are under way."""
+        """Wait for the end of a transfer; return its tensors, or None while other parts of them are in
+        transfer.
+        """
         tensors, handle, rows = self._under_way.pop(join.start)
         self._transport.join(join, handle)
         del tensors
@@ -120,7 +125,7 @@ class Transfers:
         return None if whole.left else self._whole.pop(_name(join)).tensors
 
     def abandon(self) -> None:
-        """Drop all transfers after a step has failed: its messages must not reach the next one."""
+        """Drop all transfers after a failed step: its messages must not reach the next one."""
         self._transport.abandon()
         self._under_way.clear()
         self._waiting.clear()
@@ -128,13 +133,13 @@ class Transfers:
 
 
 def _name(action: Action) -> Action:
-    """What all parts of a transfer have in common."""
+    """Return the action without part and place, common to all parts of a transfer."""
     kind, stage, microbatch, layers, subject, *_ = action
     return Action(kind, stage, microbatch, layers, subject)
 
 
 def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
-    """Check that what is sent is what device `target` expects.
+    """Check that sent tensors are as device `target` expects.
 
     Raises:
         UsageError: the tensors have other shapes or dtypes.
@@ -150,5 +155,5 @@ def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], value
 
 
 def _described(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
-    """Shapes and dtypes, as people read them."""
+    """Return shapes and dtypes as text."""
     return ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors) or "nothing"

@@ -1,7 +1,8 @@
-"""Transports: how boundary tensors travel, between processes over `torch.distributed` or inside one process.
+"""Transports of boundary tensors: between processes over `torch.distributed`, or inside one process.
 
-A transport starts a transfer and returns a handle; `ready` says whether joining it would block, and `join` waits for
-its end. A receiver allocates its buffers before it starts; a sender keeps its tensors until it has joined.
+A transport starts a transfer and returns a handle; `ready` says whether joining it would block, and `join`
+waits for its end. A receiver allocates its buffers before it starts; a sender keeps its tensors until it has
+joined.
 """
 
 from __future__ import annotations
@@ -29,25 +30,20 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Channel, Program, channel, channels
 from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives
 
-# ----------------------------------------------------------------------------------------------------
-# Messages and collectives of several tensors: NCCL carries them out as one, in one kernel, with the delays of
-# one.
-#
-# A message of one tensor goes the same way. torch gives messages that are not coalesced a communicator of
-# their own, beside that of the group (`ProcessGroupNCCL::pointToPoint`): it would be made, and waited for, in
-# the middle of a step.
-#
-# Gloo would copy the tensors into one and back, which takes memory that nobody counts. So it gets each for
-# itself.
+# ---- Transfers of several tensors
+# NCCL executes a message or collective of several tensors as one, in one kernel with one latency. A message
+# of one tensor is sent in the same way: torch gives messages that are not coalesced a separate communicator
+# (`ProcessGroupNCCL::pointToPoint`), which would be made, and waited for, in the middle of a step. Gloo would
+# copy the tensors into one and back, which takes uncounted memory, so it gets each tensor separately.
 
 
 def begin_together(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], begins: Sequence[Callable[[], dist.Work | None]]
 ) -> list[dist.Work]:
-    """Begin transfers in a process group, one of each tensor; what has to be waited for.
+    """Begin transfers in a process group, one of each tensor; return the work to wait for.
 
     Raises:
-        RuntimeError: one could not begin; nothing is held back then.
+        RuntimeError: one could not begin; then no transfer is held back.
     """
     together = len(tensors) > 0 and tensors[0].is_cuda
     if together:
@@ -56,7 +52,7 @@ def begin_together(
         begun = [begin() for begin in begins]
     except BaseException:
         if together:
-            with suppress(RuntimeError):  # what could not begin is what is told
+            with suppress(RuntimeError):  # the first error is the one to report
                 torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)
         raise
     if together:
@@ -65,30 +61,28 @@ def begin_together(
     return [work for work in begun if work is not None]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Proof that whoever has connected to a worker is a worker of the same training: it knows the training's
-# token.
-#
-# gloo takes for another worker whoever connects first and says its number. So before anything is exchanged,
-# the members of a process group tell each other a digest of the token, of the group, and of who tells it to
-# whom. A stranger cannot make it, and what it hears is of no use elsewhere. `pipefit train` makes a token for
-# every start, and where a stranger has taken a place it starts the workers anew (`pipefit.runtime.launch.restarts`).
+# ---- Authentication of workers
+# gloo accepts whatever process connects first under a worker's number. So before tensors are exchanged, the
+# members of a process group send each other a digest of the training's token, of the group, and of sender and
+# receiver. A stranger cannot make it, and a received digest is useless elsewhere. `pipefit train` makes a
+# token for every start, and restarts the workers if a stranger has taken a place (`runtime.launch.restarts`).
 # Under `torchrun` it is the environment's `PIPEFIT_TOKEN`, the same text for all workers; without one the
-# digests keep nobody out. It costs one message of 32 bytes to each other member as a group is made. NCCL's
-# groups are not checked.
+# digests keep no stranger out. It costs one message of 32 bytes to each other member when a group is made.
+# NCCL's groups are not checked.
 
 TOKEN = "PIPEFIT_TOKEN"  # noqa: S105 - the name of a variable
-_PATIENCE = timedelta(seconds=20)  # members of a group tell it right after they have made it
-_FAREWELL = timedelta(seconds=5)  # for what is on its way to one that is refused
+_PATIENCE = timedelta(seconds=20)  # members of a group send it right after making the group
+_FAREWELL = timedelta(seconds=5)  # for messages on their way to a refused process
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """Return a random token."""
     return secrets.token_hex(16)
 
 
 def check_members(group: dist.ProcessGroup | None, name: str) -> None:
-    """Check that all members of a group know the token; every member has to call it, with one `name` for the group.
+    """Check that all members of a group know the token; every member must call it, with the same `name` for
+    the group.
 
     Raises:
         PeerLost: one does not, or is silent.
@@ -107,7 +101,7 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
         with _with(rank):
             _under_way(dist.irecv(tensor, rank, group=group)).wait(_PATIENCE)
         if not hmac.compare_digest(bytes(tensor.tolist()), _digest(name, rank, mine)):
-            _let_go(begun)  # a worker with another token hears ours before we are gone, and tells the same
+            _let_go(begun)  # a worker with another token receives ours before we exit, and reports the same
             raise PeerLost(
                 f"what has connected as worker {rank} does not know the token of this training: a stranger has taken "
                 f"its place, or workers were started with different {TOKEN}s"
@@ -119,7 +113,7 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
 
 @contextmanager
 def _with(rank: int) -> Iterator[None]:
-    """Inside, whatever fails in talking with a worker is its loss."""
+    """Convert errors of messages to or from a worker inside to the loss of the worker."""
     try:
         yield
     except RuntimeError as error:
@@ -135,7 +129,7 @@ def _under_way(work: dist.Work | None) -> dist.Work:
 
 
 def _let_go(begun: Sequence[dist.Work]) -> None:
-    """Wait shortly for messages of which some may never arrive."""
+    """Wait shortly for messages that may never arrive."""
     for work in begun:
         with suppress(RuntimeError):
             work.wait(_FAREWELL)
@@ -146,38 +140,40 @@ def _digest(name: str, teller: int, hearer: int) -> bytes:
     return hmac.digest(token, f"{name} {teller} {hearer}".encode(), "sha256")
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Transports
 
-_UnderWay = Sequence[dist.Work | Loan]  # what is joined, in order
-Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
+_UnderWay = Sequence[dist.Work | Loan]  # joined in order
+Owners = Sequence[int]  # the device that owns each tensor of a collective; empty without owners
 
 
 class Transport(Protocol):
-    """What a `DeviceRunner` needs in order to exchange tensors with others."""
+    """Exchange of tensors between a `DeviceRunner` and others."""
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> Any:
-        """Begin to send `tensors` as `message`, or to receive them; a handle to join."""
+        """Begin to send `tensors` as `message`, or to receive them; return a handle to join."""
 
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> Any:
-        """Begin to add up `tensors` over the devices `members`, in place, on each or on the `owners` of the tensors
-        alone; or, for an UNSHARD, to bring them from their owners to all. `device` is this one.
+        """Begin to sum `tensors` over the devices `members` in place, or, for an UNSHARD, to broadcast them
+        from their owners.
+
+        The sum goes to all members, or only to the `owners` of the tensors. `device` is this one.
         """
 
     def ready(self, handle: Any) -> bool:
-        """Whether `join` would return at once."""
+        """Return whether `join` would return at once."""
 
     def join(self, action: Action, handle: Any) -> None:
-        """Return when the transfer is complete."""
+        """Wait until the transfer is complete."""
 
     def abandon(self) -> None:
-        """Drop all transfers after a step has failed: its messages must not reach the next one."""
+        """Drop all transfers after a failed step: its messages must not reach the next one."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """A message inside one process: when both ends have started, it is copied."""
+    """A message inside one process, copied when both ends have started."""
 
     sent: list[Tensor] | None = None
     buffers: list[Tensor] | None = None
@@ -193,13 +189,13 @@ class _Message:
 
 @dataclass(slots=True)
 class _Sum:
-    """A collective inside one process, for which the tensors of all members are there when the last has started it."""
+    """A collective inside one process, computed when its last member has started it."""
 
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     done: bool = False
 
     def add_up(self, members: Sequence[int], owners: Owners) -> None:
-        """Add the tensors up in the order of the members, for all of them or for the owners."""
+        """Sum the tensors in the order of the members, for all of them or for the owners."""
         for number, (first, *others) in enumerate(zip(*(self.tensors[member] for member in members), strict=True)):
             for other in others:
                 first.add_(other.to(first.device))
@@ -209,7 +205,7 @@ class _Sum:
         self._end()
 
     def hand_out(self, owners: Owners) -> None:
-        """Bring the tensors from their owners to all."""
+        """Copy the tensors from their owners to all members."""
         for number, owner in enumerate(owners):
             for tensors in self.tensors.values():
                 if tensors is not self.tensors[owner]:
@@ -225,7 +221,7 @@ class _Sum:
 class InProcess:
     """The transport inside one process: a message is delivered when both ends have started.
 
-    A failed step leaves messages behind of which one end has started; `abandon` drops them.
+    A failed step leaves messages with one started end; `abandon` drops them.
     """
 
     messages: dict[Message, _Message] = field(default_factory=dict)
@@ -269,22 +265,23 @@ class InProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Network:
-    """The transport between processes: `torch.distributed` point to point, first in first out in every channel.
+    """The transport between processes: `torch.distributed` point to point, first in first out in every
+    channel.
 
-    Messages between two stages of this process's device never leave it. `timeout` is how long a join waits. None on
-    GPUs, where a join makes the device wait, not the process: with a timeout the process would poll instead, and could
-    not run ahead.
+    Messages between two stages of this process's device never leave it. `timeout` limits a join. It is None
+    on GPUs, where a join makes the device wait, not the process: with a timeout the process would poll
+    instead, and could not run ahead.
     """
 
     timeout: timedelta | None
     device: int  # the cluster's device that this process runs
     placement: Placement
-    workers: dict[int, int]  # device -> the worker that runs it
+    workers: dict[int, int]  # the worker that runs each device
     channels: dict[Channel, dist.ProcessGroup]
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the devices that add up
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # by the devices that sum
     tensor_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict
-    )  # that compute layers together
+    )  # by the devices that compute layers together
     inside: InProcess = field(default_factory=InProcess)
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> _UnderWay | _Message:
@@ -315,7 +312,7 @@ class Network:
             raise lost(f"{action} failed: device {others} is gone", error, self.device) from error
 
     def ready(self, handle: _UnderWay | _Message) -> bool:
-        return True  # joining may block: nothing else runs in this process
+        return True  # joining may block: this process runs only this device
 
     def join(self, action: Action, handle: _UnderWay | _Message) -> None:
         if isinstance(handle, _Message):
@@ -329,7 +326,7 @@ class Network:
         return None
 
     def end(self, group: tuple[int, ...], rank: int) -> Collectives:
-        """This worker's end of a group of devices that compute layers together, of which it is number `rank`."""
+        """Return this worker's collectives in a tensor group, in which it has this `rank`."""
         inner = ProcessGroupCollectives(group=self.tensor_groups[group])
         assert inner.rank == rank, "workers are in the order of devices"
         return BetweenWorkers(inner=inner, devices=group, device=self.device)
@@ -339,10 +336,10 @@ class Network:
         self.inside.abandon()
 
     def warm_up(self, device: torch.device) -> None:
-        """Send one number through every channel and group, in one order on all workers.
+        """Send one number through every channel and group, in the same order on all workers.
 
-        NCCL makes a communicator at its first operation, and then the process waits for the other end. In the middle of
-        a step, the other end may be waiting for this process.
+        NCCL makes a communicator at its first operation, and then the process waits for the other end. In the
+        middle of a step, the other end may be waiting for this process.
         """
         mine, number = dist.get_rank(), torch.zeros(1, device=device)
         for name, group in self.channels.items():
@@ -363,22 +360,24 @@ class Network:
 
 
 def connect(plan: Plan, program: Program, device: torch.device, timeout: timedelta) -> Network:
-    """The network of a plan's workers, one a device, of which this one sends tensors on `device`. All must call it.
+    """Return the network of a plan's workers, one per device; this one sends tensors on `device`. All must
+    call it.
 
-    Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of
-    devices that add something up or hold the shards of one replica.
+    Every worker makes all communicators in the same order: one for each channel of `program`, and one for
+    each set of devices that sum tensors or hold the shards of one replica.
 
     Raises:
         UsageError: the GPU is set up in a way that would make messages block computations.
         PeerLost: another worker did not come.
-        OutOfMemory: the device has no memory for communicators.
+        OutOfMemory: the device lacks memory for communicators.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
         _check_queues()
     workers = {device: number for number, device in enumerate(plan.workers)}
-    # NCCL's timeout runs from the start of a message, not from its join, and ends the process that waits, not the one
-    # that hangs. So on GPUs its default of ten minutes stays; the launcher finds the process that hangs earlier.
+    # NCCL's timeout runs from the start of a message, not from its join, and ends the process that waits, not
+    # the one that hangs. So on GPUs its default of ten minutes stays; the launcher finds the process that
+    # hangs earlier.
     patience = None if on_gpu else timeout
 
     numbers = count()
@@ -405,10 +404,10 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
 
 
 def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of devices that add tensors up.
+    """Return the sets of devices that sum tensors.
 
     Raises:
-        UsageError: one of them takes part with two stages.
+        UsageError: a device takes part with two stages.
     """
     members = sums(plan)
     for devices in members:
@@ -421,7 +420,7 @@ def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of devices that compute layers together, each in the order of their workers, as process groups are.
+    """Return the tensor groups, each in the order of its workers, as in process groups.
 
     Raises:
         UsageError: one of them names its hosts in another order.
@@ -437,7 +436,8 @@ def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_queues() -> None:
-    """Check that a GPU's messages and computations do not share one queue, in which a receive could block its sender.
+    """Check that a GPU's messages and computations do not share one queue, in which a receive could block its
+    sender.
 
     Raises:
         UsageError: the environment says that they do.

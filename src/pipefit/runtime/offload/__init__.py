@@ -1,1 +1,1 @@
-"""Tensors and state that are offloaded: copies, streams, memory of hosts, peers and disks."""
+"""Offloading of tensors and state: copies, streams, memory of hosts, peers and disks."""

@@ -1,12 +1,12 @@
-"""Copying bytes between storages and slots: at once, beside computing, or not at all in a dry run.
+"""Copies between storages and slots: immediately, in parallel with computing, or not at all in a dry run.
 
-A `Copier` starts a copy and returns a handle to join, as a transport does with messages. Threads copy with the C
-library, which needs no operation of torch: no meter sees them, and Python runs on meanwhile. How bytes get into a slot
-and out of it is the slot's own: in memory they are copied, on a disk written and read (`pipefit.runtime.offload.disk`).
+A `Copier` starts a copy and returns a handle to join, as a transport does with messages. Threads copy with
+the C library, without operations of torch: no meter sees the copies, and they do not hold Python's lock. Each
+kind of slot defines its transfer: memory is copied, a disk is written and read (`runtime.offload.disk`).
 
-Links of emulated devices are paced: a copy ends no earlier than its link would take after its start. Outward copies of
-a device come one after the other, and so do inward ones, as in the simulator; what copies of several devices would take
-from each other on a common wire is not made up. Updates on a host keep their time in the same way (`Pace`).
+Links of emulated devices are paced: a copy ends no earlier than its start plus the time of its link. A
+device's copies of one direction are sequential, as in the simulator; contention between devices on a common
+wire is not emulated. Updates on a host are paced in the same way (`Pace`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipefit.schema.devices import Member
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """`nbytes` of memory from `address` on; `owner` keeps it. Slots of a dry run have neither."""
+    """`nbytes` of memory from `address` on; `owner` keeps it alive. Slots of a dry run have neither."""
 
     nbytes: int
     address: int = 0
@@ -43,7 +43,7 @@ class Slot:
 
 
 def in_a_row(nbytes: int, count: int, address: int, owner: object) -> list[Slot]:
-    """So many slots of `nbytes` one after the other in memory of `owner`, from `address` on."""
+    """Return `count` adjacent slots of `nbytes` in memory of `owner`, from `address` on."""
     return [Slot(nbytes, address + number * nbytes, owner) for number in range(count)]
 
 
@@ -59,13 +59,13 @@ class Part(NamedTuple):
 
 
 class Pace:
-    """Lets what runs on a thread end no earlier than an emulated device would, unless a step has failed meanwhile."""
+    """Delays work on a thread to the time that an emulated device takes, unless a step has failed meanwhile."""
 
     def __init__(self) -> None:
         self._ending = Event()
 
     def keeping(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that runs `run`, and returns `seconds` after it was called or later."""
+        """Return a function that runs `run`, and returns `seconds` after its call or later."""
         ending = self._ending
 
         def paced() -> None:
@@ -77,55 +77,61 @@ class Pace:
         return paced
 
     def abandon(self) -> None:
-        """Functions that `keeping` has returned so far wait no longer, as after a failed step."""
+        """End the delays of all functions that `keeping` has returned so far, as after a failed step."""
         self._ending.set()
         self._ending = Event()
 
 
 class Copier(Protocol):
-    """What moves bytes between storages and slots.
+    """Copies bytes between storages and slots.
 
-    Copies of one direction of a device follow one another in the order in which they start. Those of the two directions
-    run side by side.
+    Copies of one direction of a device run one after the other, in the order of their starts. The two
+    directions run in parallel.
     """
 
     @property
     def beside(self) -> bool:
-        """Whether copies run while the device computes, so that they take time of their own."""
+        """True if copies run while the device computes, and therefore take time separately."""
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Any:
-        """Begin to copy, into the slots if `outward`, over links that take `seconds`; a handle to join."""
+        """Begin to copy, into the slots if `outward`, over links that take `seconds`; return a handle to
+        join.
+        """
 
     def join(self, handle: Any) -> None:
-        """What computes from now on finds the copy complete; the host may not, on a GPU."""
+        """Order later computations after the copy; on a GPU the host does not wait."""
 
     def settle(self, handle: Any) -> None:
-        """Return when the copy is complete, so that the host may read and write what was copied. Any thread may ask."""
+        """Wait until the copy is complete, so that the host may read and write the bytes. Any thread may call
+        it.
+        """
 
     def abandon(self) -> None:
-        """End all copies after a step has failed."""
+        """End all copies after a failed step."""
 
 
 class NoCopier:
-    """Copies nothing: the tensors are fake."""
+    """A copier for fake tensors, which copies nothing."""
 
     beside = False
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
-        """There is nothing to copy."""
+        """Do nothing."""
 
     def join(self, handle: None) -> None:
-        """The copy was complete from the start."""
+        """Return at once: the copy was complete from the start."""
 
     def settle(self, handle: None) -> None:
-        """The copy was complete from the start."""
+        """Return at once: the copy was complete from the start."""
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is in flight."""
 
 
 class AtOnce(NoCopier):
-    """Copies as a copy starts, in no time of any link: for several devices in one process, which take turns anyway."""
+    """Copies completely at the start of a copy, without pacing: for several devices in one process, which run
+    in turns.
+    """
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
         carry(parts, outward=outward)
@@ -157,13 +163,15 @@ class Beside:
     def abandon(self) -> None:
         self._pace.abandon()
         for copy in self._under_way:
-            copy.exception()  # returns when the copy has ended, which now takes no time of a link
+            copy.exception()  # returns when the copy has ended, without pacing
         self._under_way.clear()
 
 
 def carry_and_forget(parts: list[Part], *, outward: bool) -> None:
-    """Carry parts, and let go of their storages: a thread keeps its work for a moment after it has said that this is
-    done, in which whoever joins it may want the memory back.
+    """Copy parts, and then release their storages.
+
+    A thread keeps its arguments for a moment after it has reported the end of its work, and the caller that
+    joins it may need the memory at once.
     """
     try:
         carry(parts, outward=outward)
@@ -172,6 +180,6 @@ def carry_and_forget(parts: list[Part], *, outward: bool) -> None:
 
 
 def carry(parts: Sequence[Part], *, outward: bool) -> None:
-    """Copy parts to their slots, or back from them; it has been done when this returns."""
+    """Copy parts to their slots, or back from them; the copy is complete on return."""
     for slot, own in groupby(parts, attrgetter("slot")):
         slot.carry(list(own), outward=outward)

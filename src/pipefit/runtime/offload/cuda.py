@@ -1,19 +1,20 @@
-"""Copies of a GPU, beside its computing: on streams of their own, behind events instead of stops of the host.
+"""Copies of a GPU in parallel with its computing: on separate streams, ordered by events, without stops of
+the host.
 
-Copies out and copies in run side by side. Those of one direction follow one another in the order of the program. A copy
-between a GPU and several lenders has a stream for each of them, so that stripes over several links move at once; the
-next copy of that direction begins when all of them have ended. The simulator's clock has the same streams
-(`pipefit.simulate.timed_program`), and links say how fast both directions are together (`Link.duplex`).
+Copies in the two directions run in parallel; those of one direction in the order of the program. A copy
+between a GPU and several lenders has a stream for each lender, so that stripes over several links move at
+once; the next copy of that direction begins when all of them have ended. The simulator's clock has the same
+streams (`simulate.timed_program`), and `Link.duplex` gives the joint speed of both directions.
 
-A copy begins when all that was launched before its start has been computed: the bytes that leave are there, and memory
-for those that come is free. Its join lets the computing stream wait for it. What is freed or read afterwards is so on
-the computing stream, whose allocations torch's allocator gives out again in the order of that stream: no
-`record_stream`, which would make peaks depend on timing. So copies of the two directions that use the same memory, on
-the device or at a lender, are ordered by the join of the first. The host does not wait at a join: before it reads or
-writes what was copied, as an update on the host does, it settles the copy.
+A copy begins after all work that was launched before its start: outgoing bytes are then computed, and memory
+for incoming ones is free. Its join makes the computing stream wait for it. Later frees and reads happen on
+the computing stream, whose allocations torch's allocator reuses in that stream's order: `record_stream`,
+which would make peaks depend on timing, is not needed. So copies of the two directions that use the same
+memory, on the device or at a lender, are ordered by the join of the first. The host does not wait at a join:
+before it reads or writes copied bytes, as an update on the host does, it settles the copy.
 
-What goes to a disk or comes from one is copied by threads, on streams of their own: files know no events, so that the
-join of such a copy stops the host.
+Copies to and from a disk run on threads with separate streams: files lack events, so the join of such a
+copy stops the host.
 """
 
 from __future__ import annotations
@@ -33,13 +34,10 @@ from pipefit.runtime.offload.copying import Part, carry_and_forget
 from pipefit.runtime.offload.disk import DiskSlot
 from pipefit.schema.devices import Member
 
-# ----------------------------------------------------------------------------------------------------
-# CUDA's driver, for what torch has no public function: copies between addresses, and memory of another
-# process.
-#
-# The driver's interface is stable, so that this works with every release of torch and CUDA. Handles of memory
-# for other processes leave no file, unlike torch's own way to share tensors. The library is loaded when a
-# driver is made, and only runs on GPUs make one. (CUDA Driver API, sections on memory management and on
+# ---- CUDA's driver
+# Torch lacks a public function for copies between addresses, and for memory of another process whose handles
+# leave no file. The driver's interface is stable over releases of torch and CUDA. The library is loaded when
+# a driver is made, and only runs on GPUs make one. (CUDA Driver API, sections on memory management and on
 # unified addressing.)
 
 _HANDLE_BYTES = 64
@@ -50,16 +48,18 @@ class Driver(Protocol):
     """Copies, and memory that processes share. Every call is for the calling thread's current device."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy between two addresses, whatever devices or pinned memory they are of."""
+        """Queue a copy between two addresses, of any devices or pinned memory."""
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """A handle of the allocation that an address of this device is in, and how far into it the address is."""
+        """Return a handle of the allocation that contains an address of this device, and the address's offset
+        in it.
+        """
 
     def open(self, handle: bytes) -> int:
-        """Where another process's allocation begins here; it is mapped until it is closed."""
+        """Map another process's allocation until it is closed; return its first address in this process."""
 
     def close(self, start: int) -> None:
-        """Unmap what was opened there."""
+        """Unmap an allocation that `open` has mapped."""
 
 
 class _Handle(ctypes.Structure):
@@ -70,7 +70,7 @@ class CudaDriver:
     """The driver of this machine.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the machine has none.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -101,7 +101,7 @@ class CudaDriver:
         """Call a function of the driver.
 
         Raises:
-            RuntimeError: it failed; in the driver's words.
+            RuntimeError: it failed; names the function and the driver's error.
         """
         if error := getattr(self._library, name)(*arguments):
             words = c_char_p()
@@ -109,30 +109,31 @@ class CudaDriver:
             raise RuntimeError(f"{name}: {(words.value or b'unknown error').decode()}")
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Copies on streams
 
 
 class Queue(Protocol):
-    """What is used of a `torch.cuda.Stream`."""
+    """The used part of the interface of `torch.cuda.Stream`."""
 
     @property
     def cuda_stream(self) -> int:
-        """The driver's name for it."""
+        """The driver's handle of the stream."""
 
     def record_event(self) -> Any:
-        """An event behind all that is queued now."""
+        """Record an event after all work queued so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what is queued from now on wait for an event."""
+        """Make work that is queued later wait for an event."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all that is queued."""
+        """Make the host wait for all queued work."""
 
 
 @dataclass(slots=True)
 class UnderWay:
-    """A copy: the event behind it on every stream, its files if it has any, and the parts whose storages it needs until
-    its join.
+    """A copy in flight: its final event on every stream, its files if any, and its parts.
+
+    The parts keep their storages until the join.
     """
 
     done: Sequence[Any]
@@ -141,7 +142,7 @@ class UnderWay:
 
 
 class StreamCopies:
-    """Copies between a GPU and the buffers before a disk, on a stream of their own."""
+    """Copies between a GPU and the buffers before a disk, on a separate stream."""
 
     def __init__(self, stream: Queue, driver: Driver) -> None:
         self._stream, self._driver = stream, driver
@@ -154,11 +155,11 @@ class StreamCopies:
 
 
 class OnStreams:
-    """Copies on streams of their own, beside the one that computes.
+    """Copies on streams separate from the one that computes.
 
     Args:
-        stream: makes a stream; asked once for every direction and lender.
-        computing: the stream that computes now.
+        stream: makes a stream; called once for every direction and lender.
+        computing: returns the stream that computes now.
         here: makes the device the current one.
     """
 
@@ -179,7 +180,7 @@ class OnStreams:
 
     @classmethod
     def of(cls, device: torch.device) -> OnStreams:
-        """The copies of a GPU."""
+        """Return the copies of a GPU."""
         return cls(
             lambda: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             lambda: torch.cuda.current_stream(device),
@@ -200,16 +201,16 @@ class OnStreams:
             self._last[outward] = done
         files = self._threads[outward].submit(self._through, ready, on_disks, outward) if on_disks else None
         self._files = [file for file in (*self._files, files) if file is not None and not file.done()]
-        return UnderWay([*done.values()] or [ready], files, parts)  # even a copy of nothing comes after what was ready
+        return UnderWay([*done.values()] or [ready], files, parts)  # an empty copy too
 
     def _queue(self, parts: Sequence[Part], lender: Member | None, ready: Any, *, outward: bool) -> Any:
-        """Queue the parts of one lender behind `ready` and the copy before; the event behind them."""
+        """Queue the parts of one lender after `ready` and the previous copy; return the event after them."""
         stream = self._streams.get((outward, lender))
         if stream is None:
             stream = self._streams[outward, lender] = self._stream()
         stream.wait_event(ready)
         for other, before in self._last[outward].items():
-            if other != lender:  # what is on this stream comes before anyway
+            if other != lender:  # the own stream keeps the order anyway
                 stream.wait_event(before)
         for storage, offset, slot, within, nbytes, _ in parts:
             here, there = storage.data_ptr() + offset, slot.address + within
@@ -240,7 +241,7 @@ class OnStreams:
             stream.synchronize()
 
     def _through(self, ready: Any, parts: list[Part], outward: bool) -> None:
-        """Carry parts to files or back, when all that was launched before has been computed."""
+        """Copy parts to files or back, after all work that was launched before."""
         with self._here():
             ready.synchronize()
             carry_and_forget(parts, outward=outward)

@@ -1,10 +1,10 @@
-"""Slots on a disk: a file without a name, which is read and written through buffers in the host's memory.
+"""Slots on a disk: an unnamed file, read and written through buffers in host memory.
 
-The file is as large as its arena from the start, so that a full disk shows before the first step. The system removes it
-with the last process that has it open, however that ends. A copy passes through two buffers in turn: while one is
-filled from the device, the other is written, and the other way round on the way in. What lies in several storages is
-gathered in a buffer, so that a bundle of small tensors is one write. The system may keep what was written in memory
-too, as long as nobody else needs that memory.
+The file has the size of its arena from the start, so a full disk shows before the first step. The system
+removes it with the last process that has it open. A copy alternates between two buffers: while one is filled
+from the device, the other is written, and vice versa inward. Several storages are gathered in a buffer, so
+that a bundle of small tensors is one write. The system may keep written bytes in its cache too, as long as
+that memory is not needed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.file_access import obstacle
 from pipefit.units import format_bytes
 
-Row = tuple[int, int]  # bytes in a row: their address and how many
+Row = tuple[int, int]  # a row of bytes: address and size
 
 
 def folder_of(named: str | None) -> str:
-    """The folder for a disk's files: the one that the cluster names for it, or the system's for temporary files."""
+    """Return the folder for a disk's files: the one that the cluster names, or the system's temporary folder."""
     return named or tempfile.gettempdir()
 
 
 def check_folder(folder: str, nbytes: int) -> None:
-    """Check that a folder can hold so much.
+    """Check that a folder can hold `nbytes`.
 
     Raises:
-        UsageError: there is no such folder, or nothing can be written there.
-        OutOfMemory: its disk has no room; says by how much.
+        UsageError: the folder does not exist, or is not writable.
+        OutOfMemory: its disk has too little room; says by how much.
     """
     reason = obstacle(folder)
     if reason:
@@ -55,10 +55,10 @@ def check_folder(folder: str, nbytes: int) -> None:
 
 
 def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
-    """A file of an arena's size that no folder shows.
+    """Return an unnamed file with an arena's size.
 
     Raises:
-        OutOfMemory: the disk has no room for it.
+        OutOfMemory: the disk lacks the room.
     """
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it is open for the whole run
@@ -72,13 +72,13 @@ def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
 
 
 class Copies(Protocol):
-    """What copies between a device and a buffer."""
+    """Copies between a device and a buffer."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Begin to copy between two addresses."""
 
     def settle(self) -> None:
-        """Return when all that was begun is complete."""
+        """Wait until all copies that have begun are complete."""
 
 
 class PlainCopies:
@@ -88,11 +88,11 @@ class PlainCopies:
         ctypes.memmove(target, source, nbytes)
 
     def settle(self) -> None:
-        """Copies were complete as they began."""
+        """Return at once: each copy is complete when `copy` returns."""
 
 
 class Buffers:
-    """Two equal buffers for one direction, of which a thread writes or reads one while the other is copied."""
+    """Two equal buffers for one direction: a thread writes or reads one while the other is copied."""
 
     def __init__(self, memory: Sequence[memoryview], copies: Copies) -> None:
         self._memory, self._copies = memory, copies
@@ -113,7 +113,7 @@ class Buffers:
             future.result()
 
     def read(self, file: int, at: int, rows: Sequence[Row]) -> None:
-        """Fill rows of memory one after the other with what is in the file from byte `at` on."""
+        """Fill rows of memory one after the other from the file, from byte `at` on."""
         known, read = list(chunks(rows, self._nbytes)), list[Future[None]]()
         for number, chunk in enumerate(known):
             size = sum(nbytes for _, nbytes in chunk)
@@ -129,7 +129,7 @@ class Buffers:
         self._copy(number % 2, known[number], gather=False)
 
     def _copy(self, buffer: int, chunk: Sequence[Row], *, gather: bool) -> int:
-        """Copy rows into a buffer, or out of it; how many bytes they are."""
+        """Copy rows into a buffer, or out of it; return their bytes."""
         address = self._addresses[buffer]
         for row, nbytes in chunk:
             self._copies.copy(*((address, row) if gather else (row, address)), nbytes)
@@ -140,7 +140,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DiskSlot(Slot):
-    """A slot from byte `address` of the file `owner` on, with the buffers of its device for each direction."""
+    """A slot from byte `address` of the file `owner` on, with its device's buffers for each direction."""
 
     owner: IO[bytes]
     outward: Buffers
@@ -159,16 +159,16 @@ class DiskSlot(Slot):
 
 
 def plain_buffers(nbytes: int) -> Buffers:
-    """Buffers of plain memory."""
+    """Return buffers in plain memory."""
     return Buffers([memoryview(mmap.mmap(-1, nbytes)) for _ in range(2)], PlainCopies())
 
 
 class Disks:
-    """The disks' arenas of the devices of a process.
+    """Disk arenas of the devices of a process.
 
     Args:
-        arenas: all of the run; the buffers before a disk are as large as they need.
-        buffers: makes those of one direction of a device, of so many bytes each.
+        arenas: all arenas of the run; they determine the size of the buffers.
+        buffers: makes the buffers for one direction of a device, given the device and the bytes of each.
     """
 
     def __init__(self, cluster: Cluster, arenas: Sequence[Arena], buffers: Callable[[int, int], Buffers]) -> None:
@@ -176,7 +176,7 @@ class Disks:
         self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
 
     def slots(self, arena: Arena) -> list[Slot]:
-        """The slots of an arena, in a new file."""
+        """Return the slots of an arena, in a new file."""
         borrower, host = arena.borrower, self._cluster.hosts[arena.lender.number or 0]
         if borrower not in self._buffers:
             nbytes = buffer_bytes(self._arenas, borrower)
@@ -190,7 +190,7 @@ class Disks:
 
 
 def chunks(rows: Sequence[Row], nbytes: int) -> Iterator[list[Row]]:
-    """Rows in lists of `nbytes` together, the last one of fewer; a row may be cut."""
+    """Yield rows in lists of `nbytes` together, the last one smaller; a row may be cut."""
     chunk, left = list[Row](), nbytes
     for row, size in rows:
         offset = 0

@@ -1,8 +1,10 @@
-"""Memory that a device borrows for what it moves away: slots in arenas of its host, of a disk, and of other devices.
+"""Memory that a device borrows for offloaded tensors: slots in arenas of its host, of a disk, and of other
+devices.
 
-All arenas of a run follow from its program (`pipefit.memory.arenas`) and exist before the first step, outside of what
-torch's allocator keeps for the device. Those of a host or a disk belong to the worker that uses them. Those of a device
-with a worker are made by that worker, for others to map. A device without a worker lends through its borrower.
+All arenas of a run follow from its program (`memory.arenas`) and exist before the first step, outside of the
+memory that torch's allocator keeps for the device. Arenas of a host or a disk belong to the worker that uses
+them. Arenas of a device with a worker are made by that worker, and other workers map them. A device without a
+worker lends through its borrower.
 """
 
 from __future__ import annotations
@@ -34,28 +36,28 @@ from pipefit.schema.program import Program
 from pipefit.schema.trace import CATEGORIES, Category, DeviceTrace, MemorySample
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# The memory of arenas on emulated devices and CPU workers: plain, shared with another worker, or on a disk.
-#
-# What workers share are files without a name in memory, so that nothing is left when all are gone, however
-# they end.
+# ---- Arenas of emulated devices and CPU workers
+# Their memory is plain, shared with another worker, or on a disk. Shared memory is an unnamed file in memory,
+# so nothing is left when all processes have ended.
 
 
 class Memory(Protocol):
     """Makes the memory of arenas, and lends it to other workers."""
 
     def own(self, arena: Arena) -> list[Slot]:
-        """The slots of an arena that only this process uses."""
+        """Return the slots of an arena that only this process uses."""
 
     def lend(self, arena: Arena) -> tuple[Any, Callable[[], None]]:
-        """Make memory for a borrower: what to tell its worker, and what to call when that has mapped it."""
+        """Make memory for a borrower; return its description for the borrower's worker, and a callback after
+        the mapping.
+        """
 
     def borrow(self, arena: Arena, told: Any) -> list[Slot]:
-        """The slots of an arena of which another worker, or this one, has told."""
+        """Return the slots of an arena from a worker's description of it."""
 
 
 class HostMemory:
-    """Memory of the host and of its disk; `arenas` are all of the run."""
+    """Memory of the host and of its disk; `arenas` are all arenas of the run."""
 
     def __init__(self, cluster: Cluster, arenas: Sequence[Arena]) -> None:
         self._disks = Disks(cluster, arenas, lambda borrower, nbytes: plain_buffers(nbytes))
@@ -74,16 +76,16 @@ class HostMemory:
 
 
 def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:
-    """The slots of an arena that is this memory."""
+    """Return the slots of an arena in this memory."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return in_a_row(arena.slot_bytes, arena.slots, start, memory)
 
 
 def _nameless(arena: Arena) -> int:
-    """A file in memory for an arena, with all of its pages.
+    """Return an unnamed file in memory for an arena, with all of its pages allocated.
 
     Raises:
-        OutOfMemory: the machine has no memory for it.
+        OutOfMemory: the machine lacks the memory.
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError("devices lend memory to other workers on Linux only: move tensors to the host instead")
@@ -100,16 +102,18 @@ def _nameless(arena: Arena) -> int:
 
 
 def _machine() -> str:
-    """What only processes of one machine and container have in common, which know each other by their numbers."""
+    """Return an identifier of the machine's boot and PID namespace, within which processes can use each
+    other's PIDs.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _mapped(arena: Arena, machine: str, path: str) -> mmap.mmap:
-    """The memory of a file that the arena's lender has made on its machine.
+    """Map the file that the arena's lender has made on its machine.
 
     Raises:
-        UsageError: that is another machine, where a process of the same number has other files; or there is none.
+        UsageError: it is another machine, where the same PID means another process; or there is no such file.
     """
     if machine != _machine():
         raise _unreached(arena, "it is on another machine")
@@ -127,23 +131,21 @@ def _unreached(arena: Arena, why: str) -> UsageError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# The memory of arenas for GPUs: pinned memory of the host, memory of this process's GPUs, and that of other
-# processes.
-#
-# Pinned memory is allocated once, in few sizes, because allocating it stops the GPU. What a GPU lends is a
-# tensor of its worker, so that its allocator counts it; other workers map it by the driver's handles, of
-# which nothing is left however the processes end.
+# ---- Arenas of GPUs
+# Their memory is pinned memory of the host, memory of this process's GPUs, or that of other processes. Pinned
+# memory is allocated once, in few sizes, because its allocation stops the GPU. Memory that a GPU lends is a
+# tensor of its worker, so that the worker's allocator counts it; other workers map it by the driver's
+# handles, which vanish with the processes.
 
-Told = tuple[bytes, int]  # a handle of an allocation, and how far into it the arena begins
+Told = tuple[bytes, int]  # a handle of an allocation, and the arena's offset in it
 
 
 class CudaMemory:
-    """Memory for what the GPUs of this process move; `arenas` are all of the run.
+    """Memory for tensors that the GPUs of this process offload; `arenas` are all arenas of the run.
 
     Args:
-        device: where this process reaches a device of the cluster, by its number there.
-        stream: makes one of a device, for what passes through buffers before a disk.
+        device: returns this process's torch device for a device number of the cluster.
+        stream: makes a stream of a device, for copies through the buffers before a disk.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class CudaMemory:
         if arena.lender.kind is MemberKind.HOST:
             return pinned_slots(arena, _pinned)
         lent = self._allocated(arena)
-        self._touched(arena).copy_(lent[:1])  # from here on torch lets the two GPUs reach each other
+        self._touched(arena).copy_(lent[:1])  # from here on torch lets the two GPUs access each other
         return in_a_row(arena.slot_bytes, arena.slots, lent.data_ptr(), lent)
 
     def lend(self, arena: Arena) -> tuple[Told, Callable[[], None]]:
@@ -173,7 +175,7 @@ class CudaMemory:
             return self._driver.export(lent.data_ptr()), lambda: None
 
     def borrow(self, arena: Arena, told: Told) -> list[Slot]:
-        if arena in self._lent:  # a process cannot map what is its own
+        if arena in self._lent:  # a process cannot map its own memory
             return in_a_row(arena.slot_bytes, arena.slots, self._lent[arena].data_ptr(), self._lent[arena])
         handle, offset = told
         self._touched(arena)
@@ -182,30 +184,32 @@ class CudaMemory:
         return in_a_row(arena.slot_bytes, arena.slots, opened.start + offset, opened)
 
     def _buffers(self, borrower: int, nbytes: int) -> Buffers:
-        """Pinned buffers before a disk, for one direction of a device."""
+        """Return pinned buffers before a disk, for one direction of a device."""
         pinned = [_pinned(nbytes).numpy().data for _ in range(2)]
         return Buffers(pinned, StreamCopies(self._stream(self._device(borrower)), self._driver))
 
     def _touched(self, arena: Arena) -> Tensor:
-        """A byte of the GPU that borrows, which has a context of this process from here on: the driver needs it."""
+        """Allocate a byte on the borrowing GPU, which creates this process's context there, as the driver
+        requires.
+        """
         return torch.empty(1, dtype=torch.uint8, device=self._device(arena.borrower))
 
     def _allocated(self, arena: Arena) -> Tensor:
-        """An arena as memory of the GPU that lends it."""
+        """Allocate an arena on the GPU that lends it."""
         with _allocating(arena):
             return torch.empty(arena.nbytes, dtype=torch.uint8, device=self._device(arena.lender.number or 0))
 
 
 class Opened:
-    """An allocation of another process, mapped as long as anything refers to this."""
+    """An allocation of another process, mapped for the life of this object."""
 
     def __init__(self, driver: Driver, handle: bytes) -> None:
         self.start = driver.open(handle)
-        weakref.finalize(self, driver.close, self.start).atexit = False  # the end of a process unmaps by itself
+        weakref.finalize(self, driver.close, self.start).atexit = False  # the end of a process unmaps it
 
 
 def pinned_slots(arena: Arena, pinned: Callable[[int], Tensor]) -> list[Slot]:
-    """The slots of an arena in pieces of pinned memory whose sizes are powers of two."""
+    """Return the slots of an arena in pieces of pinned memory whose sizes are powers of two."""
     slots: list[Slot] = []
     for nbytes in pinned_sizes(arena.slot_bytes, arena.slots):
         with _allocating(arena):
@@ -221,10 +225,10 @@ def _pinned(nbytes: int) -> Tensor:
 
 @contextmanager
 def _allocating(arena: Arena) -> Iterator[None]:
-    """Whoever cannot give the memory of an arena is named."""
+    """Convert errors of allocations inside to an error that names the lender and the arena."""
     try:
         yield
-    except RuntimeError as error:  # torch's, of GPUs and of pinned memory
+    except RuntimeError as error:  # raised by torch for GPUs and pinned memory
         raise OutOfMemory(
             f"{arena.lender} cannot give {format_bytes(arena.nbytes)} to device {arena.borrower} "
             f"({first_line(error)}): move fewer tensors there"
@@ -233,7 +237,7 @@ def _allocating(arena: Arena) -> Iterator[None]:
 
 @contextmanager
 def _shared(arena: Arena) -> Iterator[None]:
-    """Errors of the driver are those of an arena that two processes cannot share."""
+    """Convert errors of the driver inside to an error about an arena that two processes cannot share."""
     try:
         yield
     except RuntimeError as error:
@@ -244,7 +248,7 @@ def _shared(arena: Arena) -> Iterator[None]:
         ) from error
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Slots and lending
 
 
 class Borrowed:
@@ -257,7 +261,7 @@ class Borrowed:
         self.free_all()
 
     def take(self, lender: Member, nbytes: int) -> Slot:
-        """A slot that is free."""
+        """Take a free slot."""
         if not nbytes:
             return Slot(0)
         free = self._free.get((lender, nbytes))
@@ -265,30 +269,31 @@ class Borrowed:
         return free.pop()
 
     def keep(self, lender: Member, nbytes: int) -> Slot:
-        """A slot that is in use for the whole run, which `free_all` leaves alone."""
+        """Take a slot for the whole run, which `free_all` does not free."""
         slot = self.take(lender, nbytes)
         if nbytes:
             self._all[lender, nbytes].remove(slot)
         return slot
 
     def give_back(self, lender: Member, slot: Slot) -> None:
-        """The slot is free again."""
+        """Free the slot."""
         if slot.nbytes:
             self._free[lender, slot.nbytes].append(slot)
 
     def free_all(self) -> None:
-        """No slot is in use, as after a failed step."""
+        """Free all slots, as after a failed step."""
         self._free = {key: list(slots) for key, slots in self._all.items()}
 
     @property
     def in_use(self) -> int:
-        """How many slots are in use."""
+        """Number of slots in use."""
         return sum(map(len, self._all.values())) - sum(map(len, self._free.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """Who lends what to whom in a run, and what copies: nothing in a dry run, whose slots have no memory.
+    """Arenas between lenders and borrowers of a run, and the copiers; a dry run has no memory and copies
+    nothing.
 
     `mapped` are the slots of arenas that this worker shares with another one.
     """
@@ -300,12 +305,14 @@ class Lending:
 
     @staticmethod
     def dry(plan: Plan, program: Program) -> Lending:
-        """The arenas of a dry run: counted, but without memory."""
+        """Return the arenas of a dry run: counted, but without memory."""
         return Lending(_checked(plan, program))
 
     @staticmethod
     def within(hardware: Hardware, program: Program) -> Lending:
-        """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
+        """Return the arenas of a run in one process. A GPU, or a single device, copies in parallel with
+        computing.
+        """
         plan = hardware.plan
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
@@ -315,9 +322,9 @@ class Lending:
 
     @staticmethod
     def between(hardware: Hardware, program: Program, device: int, here: torch.device) -> Lending:
-        """The arenas of a run of one worker for each device, of which this one is for `device` and runs `here`.
+        """Return the arenas of a run with one worker per device; this one is for `device` and runs on `here`.
 
-        All must call it.
+        All workers must call it.
         """
         plan = hardware.plan
         arenas = _checked_here(plan, program)
@@ -329,21 +336,21 @@ class Lending:
 
     @staticmethod
     def at_once(device: torch.device) -> Copier:
-        """What copies in no time of any link."""
+        """Return the copier that copies immediately, without pacing."""
         return AtOnce()
 
     def lent_by(self, device: int) -> int:
-        """Bytes that a device lends in all."""
+        """Return the bytes that a device lends in total."""
         return lent_bytes(self.arenas, Member.device(device))
 
     def borrowed_by(self, device: int) -> Borrowed:
-        """The slots that a device may use."""
+        """Return the slots that a device may use."""
         return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
 
     def settle(self) -> None:
-        """Return when no GPU copies to or from another process's memory any more. All workers must call it.
+        """Wait until no GPU copies to or from another process's memory any more. All workers must call it.
 
-        Processes on GPUs run ahead of them: a lender that ended would take back memory that is still being read.
+        Hosts run ahead of their GPUs: a lender that ended would free memory that is still being read.
         """
         if isinstance(self.memory, CudaMemory) and dist.is_initialized():
             torch.cuda.synchronize()
@@ -356,20 +363,20 @@ class Lending:
 
 
 def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
-    """The arenas of GPUs, which `device` finds by their numbers; without any, nothing of CUDA is touched."""
+    """Return the arenas of GPUs, which `device` finds by their numbers; without arenas, CUDA is not touched."""
     if not arenas:
         return Lending()
     return Lending(arenas, OnStreams.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
 
 
 def _lending_shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
-    """The arenas of devices that have a worker of their own."""
+    """Return the arenas of devices that have a worker."""
     workers = set(map(Member.device, plan.workers))
     return [arena for arena in arenas if arena.lender in workers]
 
 
 def _exchanged(memory: Memory | None, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
-    """The slots of those arenas that this device lends or borrows. All workers must call it."""
+    """Return the slots of the `shared` arenas that this device lends or borrows. All workers must call it."""
     if memory is None or not shared:
         return {}
     lent = {arena: memory.lend(arena) for arena in shared if arena.lender == Member.device(device)}
@@ -385,17 +392,17 @@ def _exchanged(memory: Memory | None, device: int, shared: Sequence[Arena]) -> d
 
 
 def check_lending(plan: Plan, program: Program) -> None:
-    """Check before a launch that what is moved away has room where it goes.
+    """Check before a launch that there is room for all offloaded tensors.
 
     Raises:
-        OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to another host, or to a folder that cannot be used.
+        OutOfMemory: a host, a disk, or a device that only lends, has too little room; says by how much.
+        UsageError: the target is on another host, or a folder that cannot be used.
     """
     _checked_here(plan, program)
 
 
 def lending_trace(plan: Plan, device: int, arenas: Sequence[Arena]) -> DeviceTrace:
-    """The trace of a device that no worker here runs: what it lends, if it has no stage at all."""
+    """Return the trace of a device without a worker here: its lent memory, if it is without stages."""
     used = any(device in stage.devices for stage in plan.stages)
     nbytes = 0 if used else lent_bytes(arenas, Member.device(device))
     levels: Any = tuple(nbytes * (category is Category.LENT) for category in CATEGORIES)
@@ -409,7 +416,7 @@ def lending_trace(plan: Plan, device: int, arenas: Sequence[Arena]) -> DeviceTra
 
 
 def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
-    """The arenas of a program, if they can be made and have room."""
+    """Return the arenas of a program, after checking that they are possible and have room."""
     arenas, cluster = arenas_of(plan, program), plan.cluster
     for arena in arenas:
         kind, number = arena.lender
@@ -421,13 +428,13 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
                 f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only simulated "
                 "yet; use members of the same host"
             )
-        cluster.tier(arena.borrower, arena.lender)  # refuses what no link reaches
+        cluster.tier(arena.borrower, arena.lender)  # raises an error if no link reaches the lender
     check_room(plan, arenas)
     return arenas
 
 
 def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
-    """The arenas of its copies, if this machine can make them, and has room for all that goes there."""
+    """Return the arenas of the program's copies, after checking that this machine has room for them."""
     arenas = _checked(plan, program)
     needed, on_disk = 0, Counter[str]()
     for member, shares in room_needed(plan, arenas).items():

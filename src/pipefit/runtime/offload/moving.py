@@ -1,12 +1,13 @@
-"""Saved tensors of a device that are moved away and back: their storages lose their memory, and get it again.
+"""Offloading of a device's saved tensors: their storages lose their memory, and get it back.
 
-A tensor is named by its layer and by its number among those that autograd saves there. So the forward of a layer of
-which something will be moved is watched: every tensor that autograd saves passes a hook, which keeps a weak reference
-to the storages in question. Nothing but the graph owns them, as without the hook.
+A tensor is named by its layer and its number among the tensors that autograd saves there. The forward of a
+layer with offloaded tensors is therefore watched: every tensor that autograd saves passes a hook, which keeps
+weak references to the storages in question. Only the graph owns them, as without the hook.
 
-When the copy of a storage has arrived, the storage is resized to nothing. All views of it, in whatever layer, are gone
-with it, and are there again when it is resized back and the bytes have returned: one copy serves all who hold it, and
-the graph need not be touched. What happens when is the program's; whatever does not fit it is refused by name.
+When the copy of a storage has arrived, the storage is resized to nothing. All of its views, in any layer,
+lose their memory with it, and get it back when the storage is resized back and its bytes have returned: one
+copy serves all views, and the graph is not touched. The program decides the order; actions that do not fit it
+raise an error.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from pipefit.schema.devices import Member
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import counted, dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# The table of what is moved: its blocks, their sizes and places, and which bytes of which tensors are in
-# each.
+# ---- Block tables
 #
 #     0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B: 1[0:1024]
 #
-# One is written before a bundle leaves, read when it returns, and replaced by another whenever it has got
-# somewhere. The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in
-# m blocks are at most k + m - 1 pieces, and each piece is one copy. (MPress, the metadata table of D2D swap.)
+# A table is written before a bundle leaves, read when the bundle returns, and replaced whenever its state
+# changes. The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m
+# blocks are at most k + m - 1 pieces, and each piece is one copy. (MPress, the metadata table of D2D swap.)
 
 
 class Block(NamedTuple):
-    """Bytes of a member of the cluster that are set aside for a move."""
+    """Bytes of a member of the cluster that are reserved for a move."""
 
     member: Member
     nbytes: int
 
 
 class Piece(NamedTuple):
-    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block; both are numbers in a table."""
+    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block; both are numbers in a
+    table.
+    """
 
     tensor: int
     offset: int
@@ -62,7 +63,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """What one OFFLOAD moves of one microbatch: bytes of its tensors, the blocks that take them, and where they are.
+    """Tensors of one microbatch that one OFFLOAD moves: their bytes, their blocks, and their state.
 
     A last microbatch may be smaller than the plan's, and then does not fill its blocks.
     """
@@ -74,17 +75,17 @@ class BlockTable:
 
     @classmethod
     def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
-        """The table of tensors of these bytes that begin to leave for blocks of these members and bytes."""
+        """Return the table of leaving tensors with these bytes, for blocks of these members and bytes."""
         found = tuple(Block(*block) for block in blocks)
         return cls(action=action, tensors=tuple(tensors), blocks=found, state=Whereabouts.LEAVING)
 
     def now(self, state: Whereabouts) -> BlockTable:
-        """The table after the tensors have got somewhere."""
+        """Return the table with another state."""
         return replace(self, state=state)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Which bytes of the tensors are in which blocks."""
+        """Bytes of the tensors in each block."""
         return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ class BlockTable:
 
 
 def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
-    """Which bytes of tensors of these sizes are in which of these blocks: each block is filled before the next one."""
+    """Yield the pieces of tensors in blocks of these sizes: each block is filled before the next one."""
     block, within = 0, 0
     for tensor, nbytes in enumerate(tensors):
         offset = 0
@@ -111,13 +112,13 @@ def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
             offset, within = offset + taken, within + taken
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Moves of saved tensors
 
 Wanted = Mapping[int, Collection[int | str]]  # by layer, the numbers of saved tensors
 
 
 class Found(NamedTuple):
-    """A saved tensor that may be moved: its storage, and what it looks like."""
+    """A saved tensor that may be offloaded: its storage, shape and dtype."""
 
     storage: ref[torch.UntypedStorage]
     shape: tuple[int, ...]
@@ -126,7 +127,9 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """What one action moves, of one microbatch: its table, and the storages and slots that the table numbers."""
+    """The move of one action for one microbatch: its table, and the storages and slots that the table
+    numbers.
+    """
 
     table: BlockTable
     storages: Sequence[ref[torch.UntypedStorage]]
@@ -140,16 +143,16 @@ class Move:
 
     @property
     def state(self) -> Whereabouts:
-        """Where the storages are."""
+        """State of the storages."""
         return self.table.state
 
 
 class Luggage:
-    """The saved tensors of one microbatch in one stage that its program moves, and what is under way.
+    """The saved tensors of one microbatch in one stage that its program offloads, and their moves.
 
-    `wanted` are the numbers of those tensors, by layer. `weights` gives the memory of a layer's weights in the version
-    that the microbatch goes through, where there are versions; `away` are the layers of which it has been moved, by
-    this microbatch's name or that of another one with the same version.
+    `wanted` are the numbers of those tensors, by layer. `weights` returns the memory of a layer's weights in
+    the microbatch's version, if there are versions; `away` are the layers whose weights have been offloaded,
+    for this microbatch or another one with the same version.
     """
 
     def __init__(self, wanted: Wanted) -> None:
@@ -160,12 +163,14 @@ class Luggage:
         self.away: set[int] = set()
 
     def watching(self, layer: int) -> AbstractContextManager[None]:
-        """Inside, the forward of a layer runs; the tensors of it that are wanted are found."""
+        """Return a context for the forward of a layer in which the wanted saved tensors are found."""
         return self._watching(layer) if layer in self.wanted else nullcontext()
 
     @contextmanager
     def _watching(self, layer: int) -> Iterator[None]:
-        """A graph with hooks does not check for itself that a saved tensor is as it was, so the hooks do."""
+        """Hook the saved tensors of a layer; the hooks check for in-place changes, because autograd then does
+        not.
+        """
         wanted, count = self.wanted[layer], 0
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
@@ -174,17 +179,17 @@ class Luggage:
                 storage, dtype = ref(tensor.untyped_storage()), dtype_name(tensor.dtype)
                 self.found[Subject(layer, count)] = Found(storage, tuple(tensor.shape), dtype)
             count += 1
-            return tensor.detach(), tensor._version  # the tensor itself may be the result of the node that keeps it
+            return tensor.detach(), tensor._version  # the tensor may be the result of the node that keeps it
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unchanged):
             yield
 
 
 def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """A saved tensor, if it is as it was.
+    """Return a saved tensor if it has not been changed.
 
     Raises:
-        RuntimeError: it has been changed, in autograd's own words.
+        RuntimeError: it has been changed, with the words of autograd's error.
     """
     tensor, version = saved
     if tensor._version != version:
@@ -193,12 +198,12 @@ def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
 
 
 class Mover:
-    """Carries out the OFFLOADs and RELOADs of device `number`.
+    """Executes the OFFLOADs and RELOADs of device `number`.
 
     Args:
         stages: the storages of the device's stages, by their numbers.
         borrowed: the slots that the device may use.
-        resized: called with every storage that was given or has lost its memory.
+        resized: called with every storage that has got or lost its memory.
     """
 
     def __init__(
@@ -217,7 +222,7 @@ class Mover:
         self._wanted: dict[tuple[int, int | None], dict[int, set[int | str]]] = {}
 
     def begin(self, program: UncheckedProgram) -> None:
-        """`program` is executed from now on."""
+        """Execute `program` from now on: find the saved tensors that it offloads."""
         if program is self._program:
             return
         self._program, self._wanted = program, {}
@@ -231,18 +236,18 @@ class Mover:
                         wanted[subject.layer].add(subject.what)
 
     def luggage(self, stage: int, microbatch: int) -> Luggage:
-        """What the program moves of its microbatch of this number in a stage; nothing has been found yet."""
+        """Return an empty luggage for a microbatch of this number in a stage."""
         return Luggage(self._wanted.get((stage, microbatch), {}))
 
     # ---------------------------------------------------------------- the four actions
 
     def carry_out(self, action: Action, luggage: Luggage, *, readers: Iterable[Tensor], smaller: bool) -> None:
-        """Carry out an OFFLOAD, a RELOAD or the join of one. What `readers` hold is still read or sent.
+        """Execute an OFFLOAD, a RELOAD or the WAIT of one. The tensors of `readers` are still read or sent.
 
         A microbatch that is `smaller` than the plan's may have smaller storages.
 
         Raises:
-            UsageError: the action does not fit what has been done with the microbatch.
+            UsageError: the action does not fit the state of the microbatch.
         """
         match action.kind, action.wait:
             case Kind.OFFLOAD, False:
@@ -255,7 +260,7 @@ class Mover:
                 self._reloaded(action, luggage)
 
     def _offload(self, action: Action, luggage: Luggage, *, smaller: bool) -> None:
-        """Start copying storages away."""
+        """Begin to copy storages out."""
         storages = self._storages(action, luggage, smaller=smaller)
         table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
         taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
@@ -264,7 +269,7 @@ class Mover:
         luggage.away |= self._weights_of(action)
 
     def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
-        """The copies have arrived: the storages lose their memory."""
+        """Wait for the copies and free the memory of the storages."""
         move = luggage.moves[_subject(action)]
         self.copier.join(move.copy)
         read = {tensor.untyped_storage()._cdata for tensor in readers}
@@ -278,7 +283,7 @@ class Mover:
         move.table = move.table.now(Whereabouts.AWAY)
 
     def _reload(self, action: Action, luggage: Luggage) -> None:
-        """Give the storages memory, and start copying back."""
+        """Allocate memory for the storages, and begin to copy back."""
         move = luggage.moves.get(_subject(action))
         if move is None or move.state is not Whereabouts.AWAY or move.action.place != action.place:
             state = Whereabouts.HERE if move is None else f"{move.state} (@{move.action.place})"
@@ -291,7 +296,7 @@ class Mover:
         move.table = move.table.now(Whereabouts.RETURNING)
 
     def _reloaded(self, action: Action, luggage: Luggage) -> None:
-        """The bytes are back, and the slots are free again."""
+        """Wait for the copies and free the slots."""
         move = luggage.moves.pop(_subject(action))
         self.copier.join(move.copy)
         for member, slot in move.slots:
@@ -299,15 +304,16 @@ class Mover:
         luggage.away -= self._weights_of(action)
 
     def abandon(self) -> None:
-        """No copy is under way and no slot in use, after a step has failed."""
+        """End all copies and free all slots, after a failed step."""
         self.copier.abandon()
         self.borrowed.free_all()
 
     def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
-        """Refuse a backward of `layers`, or an action that starts from `inputs`, if what it needs has been moved.
+        """Check that tensors for a backward of `layers`, or for an action with these `inputs`, are on the
+        device.
 
         Raises:
-            UsageError: something that the action needs is not on the device.
+            UsageError: a needed tensor is not on the device.
         """
         for move in luggage.moves.values():
             moved = {storage._cdata for storage, _ in self._present(action, move)}
@@ -320,7 +326,7 @@ class Mover:
         self.check_weights(action, luggage, layers)
 
     def check_weights(self, action: Action, luggage: Luggage, layers: range) -> None:
-        """Refuse an action through weights of `layers` that have been moved.
+        """Check that weights of `layers` have not been offloaded.
 
         Raises:
             UsageError: weights of one of the layers are not on the device, or about to leave it.
@@ -338,17 +344,17 @@ class Mover:
         return self._program.moved(action)
 
     def _weights_of(self, action: Action) -> set[int]:
-        """The layers of which an action moves versions of the weights."""
+        """Return the layers whose weight versions an action moves."""
         return {subject.layer for subject in self._moved(action) if subject.what == "versions"}
 
     def _savers(self, action: Action, subject: Subject) -> tuple[int, ...]:
         return (subject.layer,) if subject.what == "versions" else self.stages[action.stage].savers(subject)
 
     def _storages(self, action: Action, luggage: Luggage, *, smaller: bool) -> list[tuple[torch.UntypedStorage, int]]:
-        """The storages that an OFFLOAD moves, with their bytes.
+        """Return the storages that an OFFLOAD moves, with their bytes.
 
         Raises:
-            UsageError: one does not exist, is not as it was planned, cannot be moved, or is moved already.
+            UsageError: one does not exist, is not as planned, cannot be moved, or is moved already.
         """
         stage, storages = self.stages[action.stage], list[tuple[torch.UntypedStorage, int]]()
         moved = {s._cdata for move in luggage.moves.values() for s, _ in self._present(action, move)}
@@ -372,7 +378,7 @@ class Mover:
         return storages
 
     def _check_planned(self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool) -> None:
-        """Refuse a tensor that is not the one that was profiled under this number, or has another storage."""
+        """Check that a saved tensor has the profiled dtype, shape and storage size."""
         stage = self.stages[action.stage]
         planned = stage.sizes[stage.storage(subject)]
         saved = next(t for t in stage.costs[subject.layer - stage.start].saved if t.index == subject.what)
@@ -387,14 +393,14 @@ class Mover:
             )
 
     def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
-        """The storages of a move, which the graph still holds."""
+        """Return the storages of a move, which the graph still holds, with their bytes."""
         found = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
         if any(storage is None for storage, _ in found):
             raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
         return [(storage, nbytes) for storage, nbytes in found if storage is not None]
 
     def _slots(self, action: Action) -> list[tuple[Member, int]]:
-        """The slots of an action, as lender and size."""
+        """Return the slots of an action, as lender and size."""
         assert action.place is not None
         stage = self.stages[action.stage]
         nbytes = sum(map(stage.nbytes, self._moved(action)))
@@ -408,9 +414,9 @@ class Mover:
         outward: bool,
         paced: bool = True,
     ) -> Any:
-        """Start copying between storages and slots, one after the other as if each were one row of bytes.
+        """Begin to copy between storages and slots, each in order as one row of bytes.
 
-        Unless it is `paced`, no link is reckoned with.
+        Unless `paced`, the time of the links is ignored.
         """
         here = Member.device(self.number)
         parts = [
@@ -427,11 +433,11 @@ class Mover:
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
 
     def join(self, copy: Any) -> None:
-        """What computes from now on finds a copy complete."""
+        """Order later computations after a copy."""
         self.copier.join(copy)
 
     def settle(self, copy: Any) -> None:
-        """Return when a copy is complete for the host too."""
+        """Wait until a copy is complete for the host too."""
         self.copier.settle(copy)
 
 
@@ -441,7 +447,7 @@ def _subject(action: Action) -> Subject | Bundle:
 
 
 def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedStorage:
-    """The storage of a saved tensor.
+    """Return the storage of a saved tensor.
 
     Raises:
         UsageError: the layer has saved no such tensor, or its backward is over.
@@ -457,10 +463,11 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
 
 
 def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list[tuple[torch.UntypedStorage, int]]:
-    """The memory of a layer's weights that a microbatch went forward with, in bytes as they were `planned`.
+    """Return the storages of the layer's weights in a microbatch's version, with their bytes, which must be
+    as `planned`.
 
     Raises:
-        UsageError: there are no versions, the microbatch's is still in use, or it takes other bytes.
+        UsageError: the schedule lacks versions, the microbatch's is still in use, or it takes other bytes.
     """
     if layer in luggage.away:
         raise UsageError(f"{action} moves the weights of layer {layer} a second time")

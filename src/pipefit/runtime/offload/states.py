@@ -1,13 +1,13 @@
-"""State of a stage that is moved away and back, by what `pipefit.memory.states` says: storages and their homes.
+"""Offloading of a stage's state, as `memory.states` describes it: storages and their homes.
 
-A home is memory at a place, of its own for the whole run. What is away has storages without memory, as saved tensors
-that are away have (`pipefit.runtime.offload.moving`): all who hold the tensors, optimizers and graphs, see them again
-when they are back. Parameters that are updated at a place stay on the device; their copies there, which the optimizer
-works on, are tensors over the memory of their home, and so are the gradients that arrive.
+A home is memory at a place, reserved for the whole run. Offloaded state has storages without memory, like
+offloaded saved tensors (`runtime.offload.moving`): optimizers and graphs keep the tensors, and see their
+values again after the reload. Parameters that are updated at a place stay on the device; their copies there,
+which the optimizer updates, are tensors over the memory of their home, and so are the gradients that arrive.
 
-A join of a copy orders it before what the device computes next, which on a GPU is later than the host. So whoever reads
-or writes a home on the host settles the copies there first: an update at a place those of its gradients, on its own
-thread, and whatever looks at state between steps all of them.
+The join of a copy orders it before later computations of the device, which on a GPU run after the host. So
+before the host reads or writes a home, it settles the copies there: an update at a place settles those of its
+gradients, on its thread, and access to state between steps settles all.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ Storages = list[tuple[torch.UntypedStorage, int]]
 
 @dataclass(slots=True)
 class _Content:
-    """What a home keeps, and its slots there; the storages are known while they are not in use."""
+    """Content of a home, and its slots; `storages` are known during a move."""
 
     kept: Kept
     slots: Sequence[tuple[Member, Slot]]
     planned: int  # bytes
     storages: Storages = field(default_factory=list)
     copy: Any = None
-    changed: bool = True  # since it was last at its home
-    apart: bool = False  # whether it is known that no other layer keeps any of it
+    changed: bool = True  # since it was last copied to its home
+    apart: bool = False  # whether no other layer is known to keep a part of it
 
 
 class StateMover:
-    """Carries out the OFFLOADs and RELOADs of one stage's state.
+    """Executes the OFFLOADs and RELOADs of one stage's state.
 
     Args:
-        mover: of the device; it has the slots, and copies.
-        host: that the device is in.
-        seconds: which updates at a place take at least, by their layers.
+        mover: the device's mover; it has the slots, and copies.
+        host: the device's host.
+        seconds: minimum seconds of updates at a place, by their layers.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class StateMover:
         self._started: dict[Layers, Any] = {}
         self._sent: dict[Layers, Gradients] = {}
 
-    # ---------------------------------------------------------------- before training, and around what looks at state
+    # ---------------------------------------------------------------- access to state between steps
 
     def copies(self, own: Sequence[Sequence[nn.Parameter]], start: int) -> dict[nn.Parameter, nn.Parameter | None]:
-        """The copies of the parameters that are updated at a place, over the memory of their home.
+        """Return the copies of the parameters that are updated at a place, over the memory of their home.
 
-        `own` are the parameters of every layer from `start` on. Each copy has the bytes of its parameter; in a dry run
-        it is None.
+        `own` are the parameters of every layer from `start` on. Each copy has the bytes of its parameter; in
+        a dry run it is None.
         """
         found: dict[nn.Parameter, nn.Parameter | None] = {}
         for home, content in self._contents.items():
@@ -95,7 +95,9 @@ class StateMover:
         return found
 
     def put_away(self, updates: Updates) -> None:
-        """Give homes what exists of optimizer state and parameters; what is away between steps leaves the device."""
+        """Write optimizer state and parameters to their homes; state that is offloaded between steps leaves
+        the device.
+        """
         for home, content in self._contents.items():
             if content.kept.kind != "gradients":
                 self._write(home, self._tensors(content, updates))
@@ -105,9 +107,9 @@ class StateMover:
 
     @contextmanager
     def all_here(self, updates: Updates) -> Iterator[None]:
-        """Inside, everything is on the device, outside of its account; afterwards all is where it was.
+        """Reload all state inside, without counting its memory; afterwards it is offloaded again.
 
-        The host may write to homes inside, so that no copy is under way.
+        The host may write to homes inside, because all copies are settled first.
         """
         for home, content in self._contents.items():
             if content.copy is not None:
@@ -124,7 +126,7 @@ class StateMover:
             self.put_away(updates)
 
     def reader(self) -> Callable[[Tensor], Tensor]:
-        """A function of a tensor of the state that gives it, or a copy of it if its memory is away."""
+        """Return a function that reads a state tensor: the tensor, or a copy of it if it is offloaded."""
         copies: dict[int, torch.UntypedStorage] = {}
         for home, content in self._contents.items():
             if self.conditions.of[home] is Condition.AWAY:
@@ -140,7 +142,7 @@ class StateMover:
         return read
 
     def _copies_of(self, content: _Content) -> dict[int, torch.UntypedStorage]:
-        """Copies of the storages of a state that is away, by these storages."""
+        """Return copies of the storages of offloaded state, by the keys of these storages."""
         pairs = [(torch.empty(n, dtype=torch.uint8).untyped_storage(), n) for _, n in content.storages]
         self._mover.settle(self._mover.copy(pairs, content.slots, outward=False, paced=False))
         return {one._cdata: copy for (one, _), (copy, _) in zip(content.storages, pairs, strict=True)}
@@ -148,10 +150,10 @@ class StateMover:
     # ---------------------------------------------------------------- actions
 
     def carry_out(self, action: Action, updates: Updates) -> None:
-        """Carry out an OFFLOAD, a RELOAD or the join of one.
+        """Execute an OFFLOAD, a RELOAD or the WAIT of one.
 
         Raises:
-            UsageError: the action does not fit what has been done with the state, or the state is not as planned.
+            UsageError: the action does not fit the state's condition, or the state is not as planned.
         """
         after, home = self.conditions.behind(action), home_of(action)
         content = self._contents[home]
@@ -174,7 +176,7 @@ class StateMover:
         self.conditions.put(home, after)
 
     def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
-        """Find the storages of a state, each once, and check that they are as it was planned."""
+        """Find the storages of a state, each once, and check that they are as planned."""
         kept = content.kept
         content.storages = storages_of(self._tensors(content, updates), f"{action} cannot move {kept}")
         nbytes = sum(nbytes for _, nbytes in content.storages)
@@ -199,9 +201,9 @@ class StateMover:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _leave(self, content: _Content, updates: Updates) -> None:
-        """A state has arrived at its home: its memory on the device is freed.
+        """Free the device memory of a state that has arrived at its home.
 
-        Gradients for an update there are dropped, and seen at their home instead.
+        Gradients for an update there are dropped, and replaced by tensors at their home.
         """
         layers = content.kept.layers
         if content.kept.kind == "gradients" and self._moves.updated_elsewhere(layers):
@@ -216,7 +218,7 @@ class StateMover:
             self._free(content)
 
     def _reload(self, content: _Content, updates: Updates, *, stale: bool) -> None:
-        """Give a state memory, unless it has kept it because it is only `stale`, and start copying back."""
+        """Allocate memory for a state, unless it is only `stale` and has kept it, and begin to copy back."""
         if stale:
             content.storages = storages_of(self._tensors(content, updates))
         for storage, nbytes in content.storages:
@@ -228,10 +230,10 @@ class StateMover:
     # ---------------------------------------------------------------- updates
 
     def update(self, action: Action, layers: Layers) -> None:
-        """These layers are updated on the device.
+        """Note that these layers are updated on the device.
 
         Raises:
-            UsageError: another place updates some of them, or what they need is not on the device.
+            UsageError: another place updates some of them, or state that they need is not on the device.
         """
         self.conditions.update(action, layers)
         for content in self._contents.values():
@@ -242,7 +244,7 @@ class StateMover:
         """Begin an update at a place, or join it.
 
         Raises:
-            UsageError: the gradients are not there, or the parameters are not on the device.
+            UsageError: the gradients are not at the place, or the parameters are not on the device.
         """
         self.conditions.update_elsewhere(action, layers)
         if action.wait:
@@ -254,7 +256,9 @@ class StateMover:
     # ---------------------------------------------------------------- after a failed step
 
     def abandon(self, updates: Updates) -> None:
-        """All is at rest again after a step has failed: what was away for the step is away, and gradients are gone."""
+        """Restore the resting state after a failed step: state returns to its place between steps, and
+        gradients are dropped.
+        """
         updates.abandon()
         self._started.clear()
         self._sent.clear()
@@ -275,7 +279,7 @@ class StateMover:
     # ---------------------------------------------------------------- bytes
 
     def _write(self, home: Home, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to their home, in no time of a link. They are there when this returns."""
+        """Copy tensors to their home, without pacing; the copy is complete on return."""
         content = self._contents[home]
         refusal = f"the plan moves {content.kept}" if self._moves.begins_away(content.kept) else ""
         content.storages = storages_of(tensors, refusal)
@@ -295,7 +299,9 @@ class StateMover:
             self._mover.resized(storage)
 
     def _views(self, content: _Content, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Tensors of the host like these, over the memory of a home there; None where it has none, as in a dry run."""
+        """Return host tensors like these, over the memory of a home; None for a home without memory, as in a
+        dry run.
+        """
         places, at = dict[int, tuple[int, int]](), 0
         for storage, nbytes in storages_of(tensors):
             places[storage._cdata] = at, nbytes
@@ -304,11 +310,13 @@ class StateMover:
 
 
 def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
-    """The storages of tensors with their bytes, each once.
+    """Return the storages of tensors with their bytes, each once.
+
+    With a `refusal`, their memory must be freeable.
 
     Raises:
-        UsageError: the memory of one could not be freed, because it belongs to something else than torch; it begins
-            with the `refusal`. Without one, nothing is to be freed.
+        UsageError: the memory of one belongs to another library than torch; the message begins with the
+            `refusal`.
     """
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:
@@ -323,7 +331,9 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
 
 
 def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
-    """A tensor of the host like another one, over a slot in which the other one's storage begins at byte `at`."""
+    """Return a host tensor like another one, over a slot in which the other one's storage begins at byte
+    `at`.
+    """
     if not slot.address or not nbytes:
         return None if not slot.address and nbytes else torch.empty_like(like, device="cpu")
     memory = (ctypes.c_char * nbytes).from_address(slot.address + at)
@@ -331,23 +341,24 @@ def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters that only their owners keep: on other replicas they have memory while they are gathered.
-#
-# They are storages that lose their memory, as what is moved away is (`pipefit.runtime.offload.moving`). So graphs and
-# layers hold the tensors all the time, and see their numbers again when they have come from their owner.
+# ---- Gathered parameters of shard owners
+# Only the shard owner keeps a parameter; on other replicas it has memory while it is gathered. Its storage
+# loses its memory like offloaded state (`runtime.offload.moving`), so graphs and layers keep the tensors, and
+# see their numbers again when they have come from the owner.
 #
 # Half-precision copies have memory while their parameters are gathered, on the owner too. A parameter that
-# layers read through its copy alone has none on the others: the owner casts it, and the copy travels. That is
-# what the profile has seen; a layer that does otherwise here, as in evaluation or with another torch, is
-# refused in its first forward.
+# layers read only through its copy has no memory on the other replicas: the owner casts it, and the copy is
+# sent. The profile shows which parameters these are; a layer that reads one directly here, as in evaluation
+# or with another torch, raises an error in its first forward.
 
-_DEVICE = torch.ops.prim.device.default  # asked of fake tensors
+_DEVICE = torch.ops.prim.device.default  # fake tensors call it
 
 
 class GatheredParameters:
-    """The parameters of one replica of a stage, of which it keeps those of its own layers alone; false where it keeps
-    all. `own` are those of every layer from `start` on.
+    """The parameters of one replica of a stage, which keeps only those of layers that it owns.
+
+    `own` are the parameters of every layer from `start` on. The object is false if the replica keeps all
+    parameters.
 
     Raises:
         UsageError: the memory of a parameter is not torch's, and could not be freed.
@@ -358,9 +369,9 @@ class GatheredParameters:
     ) -> None:
         self._gathered, self._share, self._own = Gathered(share), share, own
         self._copies, self._start = copies, start
-        self._storages: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # by layer, of what is gathered
-        self._absent: set[int] = set()  # the keys of storages that never have memory here
-        self._watched = {mode: WeakSet[nn.Module]() for mode in (True, False)}  # that ran forward, in training or not
+        self._storages: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # gathered, by layer
+        self._absent: set[int] = set()  # keys of storages that never have memory here
+        self._watched = {mode: WeakSet[nn.Module]() for mode in (True, False)}  # ran, by training mode
         for layer, parameters in enumerate(own if self else (), start=start):
             copied: list[Tensor] = [copies.copies[id(weight)].tensor for weight in copies.own(layer)]
             others = [] if self._owns(layer) else parameters
@@ -382,8 +393,10 @@ class GatheredParameters:
         return self._share is None or self._share.owns(layer)
 
     def parameters(self, layers: Layers) -> list[list[Tensor]]:
-        """What travels of every layer: the trained parameters, without their graphs; or all where only owners keep
-        them, those that are read through their copies alone as these.
+        """Return the tensors of every layer that replicas exchange: trained parameters, without their graphs.
+
+        If only owners keep parameters, these are all parameters, or copies of those that layers read only
+        through copies.
         """
         every = self._own[layers[0] - self._start : layers[1] - self._start]
         if not self:
@@ -395,10 +408,10 @@ class GatheredParameters:
         return self._copies.copies[id(parameter)].tensor if cast_only else parameter.data
 
     def carry_out(self, action: Action, layers: Layers) -> list[torch.UntypedStorage]:
-        """Allocate what an UNSHARD brings, or free what a RESHARD does not keep; the storages that were resized.
+        """Allocate memory for an UNSHARD, or free memory at a RESHARD; return the resized storages.
 
-        Copies have the values of their weights on the owner from the start of an UNSHARD on, and elsewhere behind its
-        join.
+        Copies have the values of their weights from the start of an UNSHARD on the owner, and after its join
+        elsewhere.
         """
         found = []
         for layer in self._gathered.carry_out(action, range(*layers)):
@@ -417,14 +430,14 @@ class GatheredParameters:
             self._copies.copies[id(weight)].fresh = False
 
     def _follow(self, layer: int, *, came: bool) -> None:
-        """Let the copies of a layer's weights have their values; some `came` from the owner."""
+        """Update the copies of a layer's weights; cast-only copies may have come (`came`) from the owner."""
         for weight in self._copies.own(layer):
             copy = self._copies.copies[id(weight)]
             copy.fresh = came and self._copies.is_cast_only(weight)
             copy.follow(weight)
 
     def watching(self, layer: ChainLayer) -> AbstractContextManager[object]:
-        """Inside, a layer runs forward: its first forward must not read what is never here."""
+        """Return a context for a layer's forward; the first one must not read parameters without memory."""
         watched = self._watched[layer.module.training]
         if not self._absent or layer.module in watched:
             return nullcontext()
@@ -433,7 +446,7 @@ class GatheredParameters:
         return _Refusing(layer.name, {storage: own[storage] for storage in own.keys() & self._absent})
 
     def check(self, action: Action, layers: Layers) -> None:
-        """Check that the parameters of these layers are here.
+        """Check that the parameters of these layers are gathered.
 
         Raises:
             UsageError: some are not.
@@ -441,7 +454,7 @@ class GatheredParameters:
         self._gathered.check(action, range(*layers))
 
     def abandon(self) -> None:
-        """Free what is not kept between steps."""
+        """Free the memory that is not kept between steps."""
         self._gathered.reset()
         for layer, storages in self._storages.items():
             self._outdate(layer)
@@ -450,7 +463,9 @@ class GatheredParameters:
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations of a layer that read parameters which have no memory; `absent` has their names, by storage."""
+    """Raises an error for operations of a layer that read parameters without memory; `absent` has their
+    names, by storage.
+    """
 
     def __init__(self, layer: str, absent: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

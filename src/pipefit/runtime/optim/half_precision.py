@@ -1,12 +1,13 @@
-"""Master weights: half-precision parameters and gradients, and an optimizer that works on float32 copies.
+"""Master weights, and half-precision copies of weights for autocast.
 
-A step in bfloat16 rounds away every update that is smaller than a few thousandths of its parameter. So the optimizer
-gets a float32 copy of each trained parameter, and the copy is rounded into the parameter afterwards. That is how
-Megatron, DeepSpeed and DAPPLE train. With AdamW it takes 16 bytes a parameter: 2 for the parameter, 2 for its gradient,
-4 for the copy and 8 for AdamW's state. (Micikevicius et al., Mixed Precision Training, ICLR 2018.)
+Bfloat16 rounds away updates smaller than a few thousandths of a parameter. So parameters and gradients are in
+half precision, the optimizer updates a float32 copy of each trained parameter, and the copy is rounded into
+the parameter afterwards, as in Megatron, DeepSpeed and DAPPLE. With AdamW this takes 16 bytes per parameter:
+2 for the parameter, 2 for its gradient, 4 for the copy and 8 for AdamW's state. (Micikevicius et al., Mixed
+Precision Training, ICLR 2018.)
 
-An update goes layer by layer: gradients in float32 exist for one layer at a time. The loss scale and the clipping
-factor are applied to them, because half-precision gradients would lose digits to both.
+An update goes layer by layer: gradients in float32 exist for one layer at a time. The loss scale and the
+clipping factor are applied to them, because half-precision gradients would lose digits.
 """
 
 from __future__ import annotations
@@ -32,22 +33,20 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.tensor_parallel.lockstep import at_each_turn
 from pipefit.texts import counted, kind_of
 
-# ----------------------------------------------------------------------------------------------------
-# Half-precision copies of weights that autocast computes with: a stage has one of each, for all microbatches.
-#
+# ---- Half-precision copies of weights for autocast
 # `torch.autocast` casts a weight in every forward, and the graph of every microbatch keeps the copy for its
-# backward. Here a copy is memory of the stage's, like the weight, and takes the weight's values before its
-# first use in a step. Before each forward of a layer autocast is asked for its casts, and a dispatch mode
-# answers with aliases of the copies, which autocast keeps in its cache until the layer has run. So every
-# forward has casts of its own in its graph, as under plain autocast, and gradients are bitwise the same; only
-# their memory is one.
+# backward. Here a stage has one copy for all microbatches, like the weight, which takes the weight's values
+# before its first use in a step. Before each forward of a layer autocast is made to cast the weights, and a
+# dispatch mode returns aliases of the copies, which autocast keeps in its cache until the layer has run. So
+# every forward has its own casts in its graph, as under plain autocast, and gradients are bitwise equal; only
+# the memory is shared.
 #
-# Which weights have copies is seen when a layer is profiled: those that autocast's cache has after a forward.
-# It has no frozen ones, and none that a model casts itself. Costs about 30 microseconds of the host for each
-# copy and forward, instead of a cast.
+# Profiling finds the weights with copies: those in autocast's cache after a forward. Frozen weights, and
+# weights that a model casts directly, are not among them. A copy costs about 30 microseconds of the host per
+# forward, instead of a cast.
 
 _CAST, _DEVICE = torch.ops.aten._to_copy.default, torch.ops.prim.device.default
-_AT_ONCE = 3  # weights that one call of the operator that is asked takes
+_AT_ONCE = 3  # weights per call of the operator
 
 
 @dataclass(eq=False, slots=True)
@@ -59,25 +58,26 @@ class WeightCopy:
 
     @staticmethod
     def of(weight: Tensor, dtype: torch.dtype) -> WeightCopy:
-        """One that lies in memory as autocast's own would."""
+        """Return a copy with the memory layout of autocast's."""
         return WeightCopy(torch.empty_like(weight, dtype=dtype, requires_grad=False))
 
     def follow(self, weight: Tensor) -> None:
-        """Take the weight's values, unless it has them."""
+        """Take the weight's values, unless the copy is fresh."""
         if not self.fresh:
             with torch.no_grad():
                 self.tensor.copy_(weight)
             self.fresh = True
 
 
-Copied = Sequence[tuple[Tensor, WeightCopy]]  # weights, as a layer has them, with their copies
+Copied = Sequence[tuple[Tensor, WeightCopy]]  # a layer's weights with their copies
 
 
 class WeightCopies:
-    """The copies of the weights of a stage's layers, the first of which has the number `start`; `costs` say of which.
+    """Half-precision copies of weights of a stage's layers, from layer `start` on, as `costs` describe them.
 
-    That of a weight which several layers share belongs to the first of them that computes with it. Where parameters are
-    `divided`, copies have no memory until they are gathered: all of them need not fit.
+    The copy of a weight that several layers share belongs to the first layer that computes with it. If
+    parameters are `divided`, copies get memory only while they are gathered: together they may exceed the
+    device's memory.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class WeightCopies:
     ) -> None:
         self.start = start
         self.copies: dict[int, WeightCopy] = {}  # by the id of the parameter, which the layers keep
-        self._weights: dict[int, list[nn.Parameter]] = {}  # that have copies, by layer
-        self._own: dict[int, list[nn.Parameter]] = {}  # the same, each with the first layer alone
+        self._weights: dict[int, list[nn.Parameter]] = {}  # with copies, by layer
+        self._own: dict[int, list[nn.Parameter]] = {}  # the same, each under its first layer only
         self._cast_only = _cast_only(layers, costs)
         for number, (layer, cost) in enumerate(zip(layers, costs, strict=False), start=start):
             dtype, weights = layer.autocast, copied_weights(layer.module, cost)
@@ -100,39 +100,39 @@ class WeightCopies:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The memory of all copies."""
+        """Memory of all copies."""
         return [copy.tensor for copy in self.copies.values()]
 
     def weights(self, layer: int) -> Sequence[nn.Parameter]:
-        """The weights of a layer that have copies."""
+        """Return the weights of a layer that have copies."""
         return self._weights.get(layer, ())
 
     def own(self, layer: int) -> Sequence[nn.Parameter]:
-        """Those of them whose copies belong to the layer."""
+        """Return the weights whose copies belong to the layer."""
         return self._own.get(layer, ())
 
     def is_cast_only(self, weight: nn.Parameter) -> bool:
-        """Whether all layers read a weight through its copy alone."""
+        """Return whether all layers read a weight only through its copy."""
         return id(weight) in self._cast_only
 
     def of(self, layer: int) -> Copied:
-        """The weights of a layer with their copies."""
+        """Return the weights of a layer with their copies."""
         return [(weight, self.copies[id(weight)]) for weight in self.weights(layer)]
 
     def renew(self, weight: nn.Parameter) -> WeightCopy:
-        """Give a weight a copy in new memory; the one that it had."""
+        """Give a weight a copy in new memory; return the old copy."""
         known = self.copies[id(weight)]
         self.copies[id(weight)] = WeightCopy(torch.empty_like(known.tensor))
         return known
 
     def outdate(self) -> None:
-        """The weights may have changed."""
+        """Mark all copies as outdated, because the weights may have changed."""
         for copy in self.copies.values():
             copy.fresh = False
 
 
 def _cast_only(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) -> frozenset[int]:
-    """The ids of the weights that every layer which has them reads through their copies alone."""
+    """Return the ids of the weights that all of their layers read only through copies."""
     found, others = set[int](), set[int]()
     for layer, cost in zip(layers, costs, strict=False):
         names = {parameter.name for parameter in cost.parameters if parameter.cast_only}
@@ -142,13 +142,15 @@ def _cast_only(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) -> froz
 
 
 def copied_weights(module: nn.Module, cost: LayerCost) -> list[nn.Parameter]:
-    """The weights of a layer that have copies by its profile."""
+    """Return the weights of a layer that have copies by its profile."""
     names = {parameter.name for parameter in cost.parameters if parameter.copy_bytes}
     return [parameter for name, parameter in module.named_parameters() if name in names] if names else []
 
 
 def using(copied: Copied, dtype: torch.dtype | None, values: Values) -> AbstractContextManager[None]:
-    """Inside, a layer runs on `values` under autocast to `dtype`, whose casts of these weights are their copies."""
+    """Return a context in which a layer runs on `values` under autocast to `dtype` with these copies as
+    casts.
+    """
     return nullcontext() if not copied or dtype is None else _using(copied, dtype, values)
 
 
@@ -163,13 +165,13 @@ def _using(copied: Copied, dtype: torch.dtype, values: Values) -> Iterator[None]
         for first in range(0, len(weights), _AT_ONCE):
             _asked(weights[first : first + _AT_ONCE], _Answers(known))
 
-    with autocasting(dtype, values), at_each_turn(fill):  # on another thread's turn its autocast may clear the cache
+    with autocasting(dtype, values), at_each_turn(fill):  # another thread's autocast may clear the cache
         fill()
         yield
 
 
 def cast_by(call: Any, weights: Sequence[Tensor], dtype: torch.dtype, values: Values) -> list[Tensor]:
-    """The weights of which autocast keeps copies when `call`, a layer's forward on `values`, has run."""
+    """Return the weights whose copies autocast keeps after `call`, a layer's forward on `values`, has run."""
     with autocasting(dtype, values):
         call()
         trained = [weight for weight in weights if weight.requires_grad and weight.dtype == torch.float32]
@@ -177,11 +179,13 @@ def cast_by(call: Any, weights: Sequence[Tensor], dtype: torch.dtype, values: Va
 
 
 class _Answered(Exception):
-    """The casts have been answered; what they are for need not be computed."""
+    """Ends an operation whose casts have been answered, and whose result is not needed."""
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers casts of weights with aliases of their copies, and ends any other operation. `asked` counts the casts."""
+    """Answers casts of weights with aliases of their copies, and ends any other operation. `asked` counts the
+    casts.
+    """
 
     def __init__(self, copies: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,7 +194,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # a fake tensor is asked for it
+        if func is _DEVICE:  # fake tensors call it
             return func(*args, **(kwargs or {}))
         self.asked += func is _CAST
         copy = self._copies.get(id(args[0])) if func is _CAST else None
@@ -200,8 +204,10 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _asked(weights: Sequence[Tensor], answers: _Answers) -> int:
-    """Let autocast cast up to three weights, as for a product of them, whose shapes nobody gets to check; how many it
-    had not in its cache.
+    """Make autocast cast up to three weights, as for a product of them; return the number that it had not
+    cached.
+
+    The product is never computed, so the shapes need not fit.
     """
     three = [*weights, weights[0], weights[0]][:_AT_ONCE]
     try:
@@ -216,9 +222,9 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Master weights
 
-Group = dict[str, Any]  # a parameter group, as `torch.optim` takes it
+Group = dict[str, Any]  # a parameter group of `torch.optim`
 
 
 class MasterWeights:
@@ -227,10 +233,10 @@ class MasterWeights:
     Args:
         task: its optimizer is made over the copies. It is stepped once for every layer.
         layers: the parameter groups of every layer.
-        agreement: tells what gradients are multiplied by before an update; None leaves them as they are.
+        agreement: has the factor on gradients before an update; None leaves them unchanged.
 
     Raises:
-        UsageError: the optimizer has not the parameters that it is given.
+        UsageError: the optimizer does not have exactly the given parameters.
     """
 
     def __init__(self, task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None) -> None:
@@ -243,17 +249,18 @@ class MasterWeights:
 
     @property
     def param_groups(self) -> list[Group]:
-        """The optimizer's groups; their parameters are the copies."""
+        """The optimizer's groups, whose parameters are the copies."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:
-        """What the optimizer keeps for every copy."""
+        """The optimizer's state for every copy."""
         return self.optimizer.state
 
     @torch.no_grad()
     def step(self, part: Optimizer | None = None) -> None:
-        """Update the copies and round them into the parameters. A parameter without a gradient is left alone.
+        """Update the copies and round them into the parameters. A parameter without a gradient stays
+        unchanged.
 
         With a `part` of the optimizer, which has some of its groups, only those layers are updated.
         """
@@ -273,7 +280,7 @@ class MasterWeights:
             parameter.grad = None
 
     def _groups_of_layers(self, stepper: Optimizer) -> list[list[Group]]:
-        """For every layer the optimizer's groups that have parameters of it."""
+        """Return for every layer the optimizer's groups with its parameters."""
         found: list[list[Group]] = [[] for _ in self._layers]
         for group in stepper.param_groups:
             for layer in dict.fromkeys(self._layer_of[copy] for copy in group["params"]):
@@ -281,7 +288,7 @@ class MasterWeights:
         return found
 
     def _update(self, stepper: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """One layer: gradients in float32, the optimizer's step, and the copies rounded into the parameters."""
+        """Update one layer: convert its gradients to float32, step, and round the copies into the parameters."""
         try:
             for parameter in parameters:
                 self.copies[parameter].grad = self._gradient(parameter)
@@ -293,7 +300,7 @@ class MasterWeights:
                 self.copies[parameter].grad = None
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient of a parameter in float32, times what the stages agreed on."""
+        """Return the gradient of a parameter in float32, times the factor that the stages agreed on."""
         assert parameter.grad is not None
         gradient = parameter.grad.to(_master(parameter.dtype), copy=True)
         return gradient if self.agreement is None else gradient.mul_(self.agreement.gradient_factor)
@@ -302,11 +309,11 @@ class MasterWeights:
 def make_optimizer(
     task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None = None
 ) -> Optimizer | MasterWeights:
-    """The task's optimizer of layers with these parameter groups: over the parameters themselves or, where the task's
-    precision says so, over master weights.
+    """Return the task's optimizer for layers with these groups: over the parameters, or over master weights
+    if the task has them.
 
     Raises:
-        UsageError: the optimizer has not the parameters that it is given.
+        UsageError: the optimizer does not have exactly the given parameters.
     """
     if task.master_weights:
         return MasterWeights(task, layers, agreement)
@@ -314,13 +321,13 @@ def make_optimizer(
 
 
 def _made(task: Task, groups: list[Group]) -> Optimizer:
-    """The task's optimizer of these groups.
+    """Return the task's optimizer for these groups.
 
-    It may leave out parameters by what they are, as one for matrices does, but not by where they stand: that would be
-    others in every stage.
+    It may leave out parameters by their kind, as an optimizer for matrices does, but not by their position:
+    that would differ between stages.
 
     Raises:
-        UsageError: it has others besides, or not those that it has of each group alone.
+        UsageError: it has other parameters, or differs from optimizers for each group separately.
     """
     given = [{**group} for group in groups]  # before the optimizer changes a group
     made = task.optimizer(groups)
@@ -334,7 +341,9 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
 
 
 def _held_of_each(task: Task, groups: Sequence[Group]) -> set[int]:
-    """What the task's optimizer works on of each of these groups alone, of which it may take none."""
+    """Return ids of the parameters that the task's optimizer keeps of each of these groups alone, possibly
+    none.
+    """
     found = set[int]()
     for group in groups:
         with suppress(ValueError):  # an optimizer without parameters
@@ -347,10 +356,11 @@ def _held(optimizer: Optimizer) -> set[int]:
 
 
 def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> Any:
-    """The task's learning-rate scheduler; None where there is none, or nothing to schedule.
+    """Return the task's learning-rate scheduler; None if it has none, or without an optimizer.
 
     Raises:
-        UsageError: it cannot be made of this stage's groups, or be stepped after every update without arguments.
+        UsageError: it cannot be made for this stage's groups, or stepped after every update without
+            arguments.
     """
     if task.scheduler is None or optimizer is None:
         return None
@@ -374,7 +384,9 @@ def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> A
 
 
 def copies_of(optimizer: Optimizer | MasterWeights | None) -> Mapping[Tensor, nn.Parameter]:
-    """The float32 copy that an optimizer works on instead of each parameter; empty where it works on parameters."""
+    """Map parameters to the float32 copies that an optimizer updates; empty if it updates parameters
+    directly.
+    """
     return optimizer.copies if isinstance(optimizer, MasterWeights) else {}
 
 
@@ -383,5 +395,5 @@ def _float32(parameter: Tensor) -> nn.Parameter:
 
 
 def _master(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the copy of a parameter: complex ones keep theirs."""
+    """Return the dtype of a parameter's copy: float32, or the own dtype if it is complex."""
     return dtype if dtype.is_complex else torch.float32

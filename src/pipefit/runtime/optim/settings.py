@@ -1,10 +1,11 @@
-"""Options of optimizers and the state of schedulers as plain settings, which JSON holds and any plan can go on with.
+"""Options of optimizers and state of schedulers as plain settings, which JSON holds and any plan can continue
+with.
 
-Every stage has an optimizer and a scheduler of its own, with a parameter group for each layer. So what belongs to a
-group is told by the group: its options, and what the scheduler keeps in a list with an entry for each group, such as
-`base_lrs`. All else that a scheduler keeps does not depend on stages. A setting is named by its path in the scheduler's
-state dict, such as `_schedulers.0.last_epoch`. Types that JSON has not come back from the object that takes the
-settings up: a tuple where it has a tuple, a tensor where it has a tensor.
+Every stage has its own optimizer and scheduler, with a parameter group for each layer. So settings of a group
+are stored per group: its options, and lists of a scheduler with an entry for each group, such as `base_lrs`.
+All other state of a scheduler does not depend on stages. A setting is named by its path in the scheduler's
+state dict, such as `_schedulers.0.last_epoch`. Types that JSON lacks are restored from the object that loads
+the settings: a tuple if it has a tuple, a tensor if it has a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipefit.checkpoints.manifest import Scalar, Setting
 from pipefit.errors import FileError, UsageError
 from pipefit.texts import kind_of, shortened
 
-# What torch's schedulers keep for each group
+# Lists of torch's schedulers with an entry for each group
 _BY_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums", "min_lrs"}
 _LONGEST = 1000  # elements of a list that is one setting
 
@@ -27,7 +28,7 @@ Settings = dict[str, Setting]
 
 
 def options_of(group: Mapping[str, Any], what: str) -> Settings:
-    """The options of a parameter group.
+    """Return the options of a parameter group.
 
     Raises:
         UsageError: one cannot be written as JSON; names it.
@@ -36,7 +37,7 @@ def options_of(group: Mapping[str, Any], what: str) -> Settings:
 
 
 def take_options(group: dict[str, Any], options: Settings) -> None:
-    """Give a parameter group the `options`; those that it alone has stay.
+    """Load `options` into a parameter group; its other options stay.
 
     Raises:
         FileError: one is of another kind than the group's.
@@ -46,10 +47,10 @@ def take_options(group: dict[str, Any], options: Settings) -> None:
 
 
 def state_of(scheduler: Any, groups: int) -> tuple[Settings, list[Settings]]:
-    """What a scheduler over so many groups keeps for all of them together, and for each.
+    """Return the state of a scheduler over `groups` groups: the common state, and that of each group.
 
     Raises:
-        UsageError: it keeps what cannot be written as JSON; names it.
+        UsageError: a value cannot be written as JSON; names it.
     """
     common: Settings = {}
     by_group: list[Settings] = [{} for _ in range(groups)]
@@ -58,7 +59,7 @@ def state_of(scheduler: Any, groups: int) -> tuple[Settings, list[Settings]]:
 
 
 def take_state(scheduler: Any, common: Settings, by_group: Sequence[Settings]) -> None:
-    """Give a scheduler the state that `state_of` found, of the same kind of scheduler over any groups.
+    """Load the state that `state_of` returned for the same kind of scheduler over any groups.
 
     Raises:
         FileError: the state is of another scheduler; says what is missing or of another length.
@@ -72,10 +73,10 @@ def take_state(scheduler: Any, common: Settings, by_group: Sequence[Settings]) -
 
 
 def setting(value: Any, what: str) -> Setting:
-    """`value` as a setting: a number, a text, or a list of them.
+    """Return `value` as a setting: a number, a text, or a list of them.
 
     Raises:
-        UsageError: it is something else, or a number that is not finite; says it of `what`.
+        UsageError: it is another object, or a number that is not finite; the message names `what`.
     """
     if isinstance(value, list | tuple) and len(value) <= _LONGEST and all(_is_scalar(item) for item in value):
         return tuple(scalar(item, what) for item in value)
@@ -83,10 +84,10 @@ def setting(value: Any, what: str) -> Setting:
 
 
 def scalar(value: Any, what: str) -> Scalar:
-    """`value` as a number, a text or None; a tensor of one element is its number.
+    """Return `value` as a number, a text or None; a tensor of one element becomes its number.
 
     Raises:
-        UsageError: it is something else, or a number that is not finite; says it of `what`.
+        UsageError: it is another object, or a number that is not finite; the message names `what`.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -122,7 +123,7 @@ def _flatten(path: str, value: Any, common: Settings, by_group: Sequence[Setting
 
 
 def _rebuilt(path: str, template: Any, rest: Settings, by_group: Sequence[Settings]) -> Any:
-    """`template` with the settings of its paths, which are taken out of `rest`."""
+    """Return `template` with the settings of its paths, which are removed from `rest`."""
     if _is_by_group(path, template, len(by_group)):
         return [_rebuilt(path, item, dict(own), ()) for own, item in zip(by_group, template, strict=True)]
     parts = _parts(template)
@@ -145,7 +146,7 @@ def _is_by_group(path: str, value: Any, groups: int) -> bool:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """The entries of a dictionary, or of a list of more than scalars, by keys; None where there are none."""
+    """Return the entries of a dictionary, or of a list with non-scalars, by keys; None for other values."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, list | tuple) and not all(_is_scalar(item) for item in value):
@@ -154,10 +155,10 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _like(template: Any, value: Setting, what: str) -> Any:
-    """`value` in the type of `template`.
+    """Return `value` in the type of `template`.
 
     Raises:
-        FileError: it is of another kind, as only a file that somebody else has written can have it; names `what`.
+        FileError: it is of another kind, as in a file that another program has written; names `what`.
     """
     if isinstance(value, tuple) and isinstance(template, list | tuple) and len(template) == len(value):
         items = [_like(one, item, what) for one, item in zip(template, value, strict=True)]
@@ -170,11 +171,11 @@ def _like(template: Any, value: Setting, what: str) -> Any:
 
 
 def _fits(template: Any, value: Setting) -> bool:
-    """Whether a setting can take the place of another; None can, and stands for any."""
+    """Return whether a setting can replace another; None fits any."""
     if template is None or value is None:
         return True
     if isinstance(template, list | tuple):
-        return False  # of the same length, it has been taken element by element
+        return False  # lists of equal length are compared by element
     if isinstance(template, bool | str):
         return type(value) is type(template)
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,12 +1,13 @@
-"""The updates of a stage: of all its layers at once, or of a run of them after the other, here or at a place.
+"""Updates of a stage: of all its layers at once, or of runs of them in order, on the device or at a place.
 
-An update at a place runs on a thread beside the device, which waits until the gradients have arrived; whoever began it
-goes on. The optimizer works there on copies of the parameters, and on gradients that have been sent; of the stage's own
-parameters it knows nothing. Its operations are those of an update on the device, on tensors of the same shapes, so that
-the numbers are the same but for a GPU's kernels, which round other intermediate results. Beside an emulated device it
-ends no earlier than the host's memory would let it.
+An update at a place runs on a thread in parallel with the device, which waits until the gradients have
+arrived; the caller continues. The optimizer there updates copies of the parameters, with the gradients that
+were sent, and does not touch the stage's parameters. Its operations and shapes are those of an update on the
+device, so the numbers are equal but for a GPU's kernels, which round other intermediate results. Next to an
+emulated device it ends no earlier than the host's memory bandwidth allows.
 
-What an optimizer keeps on the host for parameters of a GPU, such as the counters of Adam's steps, stays there.
+Optimizer state that lies on the host for parameters of a GPU, such as the counters of Adam's steps, stays
+there.
 """
 
 from __future__ import annotations
@@ -37,25 +38,23 @@ from pipefit.runtime.offload.copying import Pace
 from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of, make_optimizer, make_scheduler
 from pipefit.tensor_parallel import Shard
 
-# ----------------------------------------------------------------------------------------------------
-# A step of an optimizer for some of its parameters: the groups that hold them are put in for the call.
-#
-# An optimizer of torch goes through its `param_groups` and keeps state by parameter, so a step of some groups
-# is the part of a whole step that concerns them. A part is an object of the optimizer's class with the same
-# attributes but other groups; the state is common, so that parts may run beside each other. What an optimizer
-# does past its groups would be done again by every part, and is refused by name: attributes that its step
-# changes, and hooks on its steps.
-#
-# Costs microseconds a parameter.
+# ---- Steps of some of an optimizer's parameters
+# A torch optimizer loops over its `param_groups` and keeps state by parameter, so a step of some groups is
+# the part of a whole step that concerns them. A part is an object of the optimizer's class with the same
+# attributes but other groups; the state is shared, so that parts may run in parallel. Anything that an
+# optimizer does outside of its groups would be repeated by every part, and raises an error: attributes that
+# its step changes, and hooks on its steps. Costs microseconds per parameter.
 
-_PUT_IN = frozenset({"param_groups", "_opt_called"})  # what may differ between a part and its whole
+_PUT_IN = frozenset({"param_groups", "_opt_called"})  # may differ between a part and its whole
 
 
 class Undivided(UsageError):
-    """An optimizer does more in a step than its groups say; `reason` goes on behind the `name` of its class."""
+    """Error for an optimizer that does more in a step than its groups say; `reason` follows the `name` of its
+    class.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # with which it is made again from a pickle
+        super().__init__(name, reason)  # arguments for unpickling
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
@@ -79,7 +78,7 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
     else:
         whole, part = optimizer, part_of(optimizer, parameters)
         part.step()
-    whole.__dict__["_opt_called"] = True  # a scheduler of torch asks whether the optimizer has been stepped before it
+    whole.__dict__["_opt_called"] = True  # torch's schedulers check it
     if before != [other._version for other in others]:
         raise Undivided(type(whole).__name__, "changes parameters that are not in the groups it is given")
     changed = sorted(
@@ -90,10 +89,10 @@ def step_part(optimizer: Optimizer | MasterWeights, parameters: Sequence[Tensor]
 
 
 def check_state_apart(optimizer: Optimizer | MasterWeights, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Check that an optimizer's tensors for its parameters `own` can be moved without those for `others`.
+    """Check that optimizer tensors for the parameters `own` can be moved without those for `others`.
 
     Raises:
-        Undivided: it keeps one tensor for both, such as a table of what 8 bits stand for.
+        Undivided: it keeps one tensor for both, such as a table of the values of 8-bit codes.
     """
     kept = [
         {
@@ -111,7 +110,7 @@ def check_state_apart(optimizer: Optimizer | MasterWeights, own: Sequence[Tensor
 
 
 def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """The optimizer with those of its groups alone that hold these parameters.
+    """Return the optimizer with only those of its groups that hold these parameters.
 
     Raises:
         Undivided: a group holds others too, or steps have hooks.
@@ -128,17 +127,16 @@ def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     return part
 
 
-# ----------------------------------------------------------------------------------------------------
-# The tensors that an optimizer makes as it is made, besides its state: slow copies of weights, a rate in a
-# tensor.
+# ---- Tensors that an optimizer makes at its construction, in addition to its state
+# Examples are slow copies of weights, or a learning rate in a tensor.
 #
 # with MadeTensors() as made:
 #     optimizer = task.optimizer(groups)
-# made.alive                      # of all that was made inside, what somebody still holds
+# made.alive                      # the results that are still referenced
 
 
 class MadeTensors(TorchDispatchMode):
-    """Inside, notes the results of all operations, without holding them."""
+    """Dispatch mode that records the results of all operations inside by weak references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,26 +149,23 @@ class MadeTensors(TorchDispatchMode):
 
     @property
     def alive(self) -> list[Tensor]:
-        """Those results that exist still."""
+        """Recorded results that still exist."""
         found = [result() for result in self._results]
         return [tensor for tensor in found if tensor is not None]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where an optimizer keeps its single numbers, such as the counters of Adam's steps: on the host or on a
-# device.
-#
-# A checkpoint does not say, for it may have been saved on other devices, or by an optimizer with other
-# options. So the optimizer is asked: it steps a small parameter on the device, and what it makes for that is
-# looked at. Costs a millisecond for every group, where a parameter is not on the host.
+# ---- Places of an optimizer's single numbers, such as the counters of Adam's steps
+# They are on the host or on a device. A checkpoint does not say which, because it may have been saved on
+# other devices, or by an optimizer with other options. So the optimizer steps a small parameter on the
+# device, and its state is inspected. Costs a millisecond for every group, if a parameter is not on the host.
 
 
 def kept_beside(
     make: Callable[[list[dict[str, Any]]], Optimizer], options: Mapping[str, Any], parameter: Tensor
 ) -> frozenset[str]:
-    """The names of the single numbers that an optimizer with these options of a group keeps where a parameter is.
+    """Return names of single numbers that an optimizer with these options keeps on a parameter's device.
 
-    None, where it cannot step a small parameter of as many dimensions.
+    Empty if the optimizer cannot step a small parameter with the same number of dimensions.
     """
     generators = [parameter.device] if parameter.device.type == "cuda" else []
     with suppress(Exception), torch.random.fork_rng(generators, device_type="cuda"), torch.enable_grad():
@@ -186,26 +181,24 @@ def kept_beside(
     return frozenset()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whether an optimizer updates every element of a parameter by itself, so that ranks may each have a part of
-# it.
-#
+# ---- Elementwise optimizers
+# Tensor-parallel ranks can update parts of a parameter if the optimizer updates every element separately, as
 # AdamW and SGD do. Others compute with rows, columns, norms or products of a whole parameter: on a part they
-# would train other numbers, and nothing would tell. So an optimizer is tried: on small parameters, and on
-# parts of them, where layers are profiled for ranks, and where these begin to train. Costs milliseconds.
+# would train other numbers without an error. So an optimizer is tried on small parameters, and on parts of
+# them, when layers are profiled for ranks, and when these begin to train. Costs milliseconds.
 
 _SIDE, _STEPS, _TOLERANCE = 4, 3, 1e-5
 
 
 class _Kind(NamedTuple):
-    """What distinguishes parameters of a group here: how many dimensions, and which of them ranks divide."""
+    """Kind of a group's parameters: their number of dimensions, and the dimension that ranks divide."""
 
     dimensions: int
     divided: int | None
 
 
 class _Tried(NamedTuple):
-    """The same parameters twice: whole, and as a rank would have them."""
+    """The same parameter twice: whole, and as the part of a rank."""
 
     kind: _Kind
     whole: nn.Parameter
@@ -217,10 +210,11 @@ def check_elementwise(
 ) -> None:
     """Check that ranks can update parts of the parameters of `layers` with the task's optimizer.
 
-    `shards` has what a rank has of them, by their names in the model; it is tried on `device`, and on no fake tensors.
+    `shards` has the shards of a rank, by parameter names in the model; the optimizer is tried on `device`,
+    never on fake tensors.
 
     Raises:
-        UsageError: it computes with more of a parameter than the element that it updates.
+        UsageError: it computes an element's update from more than this element.
     """
     names = {
         id(parameter): layer.originals[local]
@@ -243,7 +237,7 @@ def check_elementwise(
 def _different(
     layers: Sequence[Sequence[Group]], names: Mapping[int, str], shards: Mapping[str, Shard]
 ) -> Iterator[tuple[Group, tuple[_Kind, ...]]]:
-    """The options of every group, and the kinds of its parameters; groups that are alike once."""
+    """Yield the options of every group with the kinds of its parameters; equal groups once."""
     seen = set[object]()
     for group in (group for of_layer in layers for group in of_layer):
         given = {name: value for name, value in group.items() if name != "params"}
@@ -254,7 +248,9 @@ def _different(
 
 
 def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: torch.Generator) -> str:
-    """The class of the task's optimizer if it computes with more than one element; empty if it does not."""
+    """Return the class of the task's optimizer if it computes with more than one element; empty if it does
+    not.
+    """
     every = [one for _, of_group in groups for one in of_group]
     whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
     part = task.optimizer([{**given, "params": [one.part for one in own]} for given, own in groups])
@@ -275,12 +271,12 @@ def _tried(kind: _Kind, draws: torch.Generator, device: torch.device) -> _Tried:
 
 
 def _part(whole: Tensor, kind: _Kind) -> Tensor:
-    """What one of two ranks has."""
+    """Return the part of the first of two ranks."""
     return (whole if kind.divided is None else whole.narrow(kind.divided, 0, _SIDE // 2)).clone()
 
 
 def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: torch.Generator) -> None:
-    """One step of both optimizers, with the same gradients."""
+    """Step both optimizers with the same gradients."""
     for one in tried:
         one.whole.grad = torch.randn(one.whole.shape, generator=draws).to(one.whole.device)
         one.part.grad = _part(one.whole.grad, one.kind)
@@ -289,7 +285,7 @@ def _step(whole: Optimizer, part: Optimizer, tried: Sequence[_Tried], draws: tor
 
 
 def _alike(one: _Tried, part: Optimizer) -> bool:
-    """Whether a part has been updated as it was within the whole, and all that is kept for it is divided like it."""
+    """Return whether a part was updated as within the whole, and its state is divided like it."""
     kept = [item for item in part.state.get(one.part, {}).values() if isinstance(item, Tensor) and item.numel() > 1]
     expected = _part(one.whole.detach(), one.kind)
     return all(item.shape == one.part.shape for item in kept) and torch.allclose(
@@ -297,14 +293,14 @@ def _alike(one: _Tried, part: Optimizer) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Updates
 
 Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
-_OF_GPUS = "fused", "capturable"  # options of groups whose steps are for parameters on a GPU
+_OF_GPUS = "fused", "capturable"  # options of groups for steps on a GPU
 
 
 class Gradients(NamedTuple):
-    """Gradients that have been sent to a place, as they are `there`; `arrive` returns when they have arrived."""
+    """Gradients that have been sent to a place, as tensors `there`; `arrive` waits for their arrival."""
 
     there: Mapping[nn.Parameter, Tensor]
     arrive: Callable[[], None]
@@ -314,13 +310,13 @@ class Updates:
     """The optimizer of a stage that begins at layer `start`, and its scheduler.
 
     Args:
-        share: what this replica owns of the stage: it updates these layers alone; None for all.
-        agreement: what the stages agree on before an update; None if they need not agree.
-        elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which updates only
-            what is on the device.
+        share: this replica's share of the stage: it updates only these layers; None for all.
+        agreement: agreement of the stages before an update; None if they need none.
+        elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which
+            updates only parameters on the device.
 
     Raises:
-        UsageError: the optimizer's steps are for GPUs alone, and a place is to update something.
+        UsageError: the optimizer's steps are for GPUs only, and the plan updates layers at a place.
     """
 
     def __init__(
@@ -351,30 +347,36 @@ class Updates:
         self._pace = Pace()
 
     def parameters(self, layers: Layers) -> list[nn.Parameter]:
-        """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
+        """Return the parameters of these layers, trained or not, each with the first layer of the stage that
+        has it.
+        """
         return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
 
     def owned(self, layers: Layers) -> list[nn.Parameter]:
-        """Those of these layers that this replica owns, trained or not."""
+        """Return the parameters of these layers that this replica owns, trained or not."""
         own = [layer for layer in range(*layers) if self._share is None or self._share.owns(layer)]
         return [parameter for layer in own for parameter in self.parameters((layer, layer + 1))]
 
     def updated(self, layers: Layers) -> list[nn.Parameter]:
-        """Those of these layers that this replica updates: the trained ones that it owns."""
+        """Return the parameters of these layers that this replica updates: the trained ones that it owns."""
         return [parameter for parameter in self.owned(layers) if parameter.requires_grad]
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is of a layer that this replica owns."""
+        """Return whether a parameter belongs to a layer that this replica owns."""
         return id(parameter) in self._owned
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """What the optimizer works on for a parameter: itself, its copy at a place, or the float32 copy of these."""
+        """Return the tensor that the optimizer updates for a parameter: itself, its copy at a place, or a
+        float32 copy of these.
+        """
         copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
         found = parameter if copy is None else copy
         return copies_of(self.optimizer).get(found, found)
 
     def numbers_beside(self, trained: Tensor) -> frozenset[str]:
-        """The single numbers that the optimizer keeps on the device of what it works on, by name; none on the host."""
+        """Return names of single numbers that the optimizer keeps on the device of an updated tensor; empty
+        on the host.
+        """
         if trained.device.type == "cpu" or self.optimizer is None:
             return frozenset()
         asked = self._group_of[id(trained)], trained.ndim, trained.dtype
@@ -384,38 +386,42 @@ class Updates:
 
     @cached_property
     def _group_of(self) -> dict[int, int]:
-        """The number of its group by the id of what the optimizer works on."""
+        """Numbers of groups by the ids of the tensors that the optimizer updates."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {id(trained): number for number, group in enumerate(groups) for trained in group["params"]}
 
     @property
     def made(self) -> list[Tensor]:
-        """What the optimizer made as it was made, and holds still; where a place updates something, that is there."""
+        """Living tensors that the optimizer made at its construction; empty if layers are updated at a place."""
         return [] if self._elsewhere else self._made.alive
 
     def state_here(self) -> list[Tensor]:
-        """The optimizer's tensors for all parameters but those that are updated at a place, and what it has made.
+        """Return the optimizer's tensors on the device: for parameters not updated at a place, and those made
+        at construction.
 
-        It asks for these parameters one by one, since a thread may add state for others meanwhile.
+        State is read by parameter, because a thread may add state for others meanwhile.
         """
         kept = self._kept([p for own in self._own for p in own if p not in self._elsewhere])
         return [*self.made, *kept]
 
     def state(self, layers: Layers, planned: int) -> list[Tensor]:
-        """The optimizer's tensors for these layers that are where it works on them, float32 copies included.
+        """Return the optimizer's tensors for these layers on the device of their updated tensors, with
+        float32 copies.
 
-        A plan for GPUs may be trained on devices whose memory is the host's. Where more is there than was `planned`,
-        single numbers are left where they are: beside a GPU they would be on the host, as the counters of Adam's steps.
+        A plan for GPUs may be trained on devices whose memory is the host's. If the tensors take more than
+        `planned`, single numbers such as the counters of Adam's steps are left out: next to a GPU they would
+        be on the host.
         """
         found = self._kept(self.parameters(layers))
         more = sum(tensor.untyped_storage().nbytes() for tensor in found) > planned
         return [tensor for tensor in found if tensor.ndim or not more]
 
     def check_apart(self, layers: Layers) -> None:
-        """Check that what the optimizer keeps for these layers is not kept for others too, to be moved without it.
+        """Check that optimizer tensors for these layers are not shared with others, so that they can be moved
+        alone.
 
         Raises:
-            Undivided: it keeps one tensor for both.
+            Undivided: the optimizer keeps one tensor for both.
         """
         if self.optimizer is not None:
             own = self.updated(layers)
@@ -429,16 +435,16 @@ class Updates:
         return found
 
     def _items(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The tensors that the optimizer keeps for a parameter."""
+        """Return the tensors that the optimizer keeps for a parameter."""
         known, trained = self.optimizer.state if self.optimizer else {}, self.worked_on(parameter)
         return [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
 
     def _moves(self, item: Tensor, parameter: nn.Parameter) -> bool:
-        """Whether state is on a parameter's device."""
+        """Return whether an optimizer tensor is on the device of the parameter's updated tensor."""
         return item.device == self.worked_on(parameter).device
 
     def is_whole(self, kept: Kept) -> bool:
-        """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
+        """Return whether all tensors of a state exist: gradients and optimizer state may lack parameters."""
         if kept.kind == "parameters":
             return True
         trained = self.updated(kept.layers)
@@ -450,7 +456,9 @@ class Updates:
     # ---------------------------------------------------------------- updates
 
     def step(self, layers: Layers) -> None:
-        """Update these layers on the device, unless the stages agreed to skip it; their gradients are freed."""
+        """Update these layers on the device, unless the stages agreed to skip the update; free their
+        gradients.
+        """
         parameters = self.updated(layers)
         if self.optimizer is not None and parameters and not self._skipped:
             with updating():
@@ -463,14 +471,15 @@ class Updates:
         self._end(layers)
 
     def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters on the device that are in an update of other layers."""
+        """Return the trained parameters on the device that belong to updates of other layers."""
         left_out = {*map(id, parameters), *map(id, self._elsewhere)}
         return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
 
     def start_elsewhere(self, layers: Layers, gradients: Gradients, seconds: float) -> Future[None] | None:
-        """Begin to update these layers at their place, once the `gradients` are there; it takes `seconds` or longer.
+        """Begin to update these layers at their place after the arrival of the `gradients`; it takes at least
+        `seconds`.
 
-        None where nothing is to be done.
+        Return None if there is nothing to update.
         """
         copies = [copy for p in self.updated(layers) if (copy := self._elsewhere[p]) is not None]
         if self.optimizer is None or not copies or self._skipped:
@@ -498,14 +507,14 @@ class Updates:
                 copy.grad = None
 
     def end_elsewhere(self, layers: Layers, started: Future[None] | None) -> None:
-        """Return when an update at a place has ended."""
+        """Wait until an update at a place has ended."""
         if started is not None:
             started.result()
             self._under_way.remove(started)
         self._end(layers)
 
     def abandon(self) -> None:
-        """Nothing is being updated any more, after a step has failed."""
+        """End all updates after a failed step."""
         self._pace.abandon()
         for started in self._under_way:
             started.exception()
@@ -517,7 +526,7 @@ class Updates:
         return self._agreement is not None and self._agreement.overflow
 
     def _end(self, layers: Layers) -> None:
-        """These layers are done; behind the last ones of the stage, the rates of the next step are set."""
+        """Note that these layers are updated; after the last ones of the stage, step the scheduler."""
         self._updated.update(range(*layers))
         if len(self._updated) < self._stop - self._start:
             return
@@ -527,7 +536,7 @@ class Updates:
 
 
 def _of(wanted: Container[int], layers: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """The groups of every layer that have parameters of these ids, with these alone."""
+    """Return the groups of every layer, restricted to parameters with these ids; drop empty groups."""
     found = list[list[dict[str, Any]]]()
     for groups in layers:
         kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
@@ -536,7 +545,7 @@ def _of(wanted: Container[int], layers: Sequence[Sequence[dict[str, Any]]]) -> l
 
 
 def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
-    """Refuse options that a step on the host cannot have."""
+    """Check that no group has an option that requires a GPU."""
     for option in _OF_GPUS:
         if any(group.get(option) for group in optimizer.param_groups):
             raise UsageError(
@@ -546,7 +555,7 @@ def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
 
 
 def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
-    """The parameters of every layer that no layer before it has."""
+    """Return the parameters of every layer that no layer before it has."""
     met: set[int] = set()
     found: list[list[nn.Parameter]] = []
     for layer in layers:
@@ -557,7 +566,7 @@ def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
 
 
 def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere) -> list[list[dict[str, object]]]:
-    """The groups of every layer with copies of those parameters that are updated at a place, where there are any."""
+    """Return the groups of every layer with copies in place of the parameters that are updated at a place."""
     found = []
     for of_layer in groups:
         changed = []

@@ -1,15 +1,15 @@
-"""Versions of a stage's weights, for updates while microbatches are in flight (`pipefit.memory.weight_versions` says
-which).
+"""Versions of a stage's weights, for updates with microbatches in flight (`memory.weight_versions` decides
+them).
 
-The optimizer's parameters hold the newest weights and are updated in place. A microbatch never goes through them, but
-through leaves: parameters of its own version, put into the layers for its forward, its second forward and its backward.
-A copy of the weights is a new storage under the optimizer's parameters; the leaves keep the old one alive until the
-graphs that need it are gone. So autograd never meets weights that have changed behind its back, as it silently would in
-convolutions and norms if one pointed the same parameter at other data. A backward leaves its gradients on the leaves,
-and they are handed to the optimizer's parameters.
+The optimizer's parameters hold the newest weights and are updated in place. A microbatch uses leaves instead:
+parameters of its version, put into the layers for its forward, its recomputation and its backward. A copy of
+the weights is a new storage under the optimizer's parameters; the leaves keep the old one alive until the
+graphs that need it are gone. So autograd never sees changed weights, which would be silently wrong in
+convolutions and norms if one parameter pointed to other data. A backward leaves its gradients on the leaves,
+and they are passed to the optimizer's parameters.
 
-Good for any layer that reads its parameters from its attributes in every forward. Costs two assignments for each
-parameter and pass, and no memory beside the versions.
+Works for any layer that reads its parameters from its attributes in every forward. Costs two assignments for
+each parameter and pass, and no memory in addition to the versions.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from pipefit.runtime.optim.half_precision import Copied, WeightCopies, WeightCop
 from pipefit.schema.actions import COMPUTE, Action, Kind
 from pipefit.texts import counted, layers_text
 
-Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
+Slot = tuple[nn.Module, str, int]  # a module, a parameter's name there, and the parameter's number
 
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """Weights that microbatches go through: a leaf for each trained parameter, and by layer how many microbatches still
-    need it. `copies` are those of the weights, by their numbers, in the half precision of autocast.
+    """Weights for the passes of microbatches: a leaf for each trained parameter, and the number of users by
+    layer.
 
-    The leaves of layers that nobody needs any more are None. A version that is not the newest any more may have `rooms`
-    for gradients and optimizer state, by layer, which nobody uses. The weights of layers that are `away`, or on their
-    way, have been moved.
+    `users` are microbatches that still need a layer, and `copies` the half-precision copies of weights for
+    autocast, by parameter number. Leaves of layers without users are None. An older version may have unused
+    `rooms` by layer, in place of gradients and optimizer state. Weights of layers that are `away` have been
+    offloaded, or are leaving.
     """
 
     leaves: list[nn.Parameter | None]
@@ -52,7 +53,9 @@ class Version:
 
 @dataclass(slots=True)
 class _Bound:
-    """Where parameters are in layers of one specialization; the layers are kept, so that their ids stay theirs."""
+    """Places of parameters in layers of one specialization; the layers are kept, so that their ids stay
+    valid.
+    """
 
     layers: Sequence[ChainLayer]
     slots: list[Slot] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Weights:
     All versions but the newest also take `rooms` on `device`, bytes for each layer.
 
     Raises:
-        UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
+        UsageError: a parameter has a hook, or shares its memory with another, which versions do not support.
     """
 
     def __init__(
@@ -81,28 +84,30 @@ class Weights:
         self._check()
         self._bound: dict[int, _Bound] = {}
         self._newest = self._current = self._only()
-        self._copied = frozenset(self._layers)  # layers of which the newest version is a copy of its own
+        self._copied = frozenset(self._layers)  # layers that the newest version has copied
 
     def _only(self) -> Version:
-        """The newest weights as the only version."""
+        """Return the newest weights as the only version."""
         return Version(self._leaves(), {self._numbers[key]: copy for key, copy in self._copies.copies.items()})
 
     def take(self) -> Version:
-        """The version that a microbatch goes through whose forward begins."""
+        """Return the version for a microbatch whose forward begins, and count it as a user."""
         self._current.users.update(self._layers)
         return self._current
 
     def give_back(self, version: Version, layers: Iterable[int]) -> None:
-        """A microbatch has gone backward through these layers, whose older weights go with their last user."""
+        """End a microbatch's use of these layers after its backward; older weights are freed after their last
+        user.
+        """
         version.users.subtract(layers)
         self._drop_unused(version)
 
     def stash(self, layers: Layers) -> list[Tensor]:
-        """Copy the newest weights of a run of layers, for updates of the copy; what the version that was the newest
-        holds there.
+        """Copy the newest weights of a run of layers, for updates of the copy; return the previous version's
+        tensors there.
 
         Raises:
-            UsageError: they have been copied already, and forwards do not go through the copy yet.
+            UsageError: they have been copied already, and forwards do not use the copy yet.
         """
         if self._newest is self._current:
             self._newest = Version(list(self._current.leaves), dict(self._current.copies))
@@ -125,7 +130,7 @@ class Weights:
         return kept
 
     def adopt(self) -> None:
-        """Forwards go through the newest weights from now on.
+        """Make forwards use the newest weights from now on.
 
         Raises:
             UsageError: some layers have not been copied.
@@ -136,17 +141,18 @@ class Weights:
         self._drop_unused(before)
 
     def needs_newest(self, action: Action, version: Version | None) -> bool:
-        """Whether an action needs the weights that updates change: every one but passes of microbatches that have gone
-        forward through another `version`, or are about to go through the current one where that is another.
+        """Return whether an action needs the newest weights, which updates change.
+
+        Only passes that use another `version`, or begin with the current one if it is another, do not.
         """
         is_pass = action.kind in COMPUTE and action.kind is not Kind.STEP
         return not is_pass or (version or self._current) is self._newest
 
     def check_update(self, layers: Layers) -> None:
-        """Check that nobody goes through the newest weights of these layers, which are about to change.
+        """Check that the newest weights of these layers, which are about to change, are without users.
 
         Raises:
-            UsageError: microbatches in flight do, or coming forwards would.
+            UsageError: microbatches in flight use them, or coming forwards would.
         """
         users = max(self._newest.users.values(), default=0)
         if users or not self._copied.issuperset(range(*layers)):
@@ -157,13 +163,13 @@ class Weights:
             )
 
     def updated(self, layers: Layers) -> None:
-        """The newest weights of these layers have been updated, perhaps into other memory."""
+        """Renew the newest leaves of these layers after their update, which may have changed their memory."""
         for number, parameter in enumerate(self.parameters):
             if self._layer_of[id(parameter)] in range(*layers):
                 self._newest.leaves[number] = nn.Parameter(parameter.data)
 
     def _drop_unused(self, version: Version) -> None:
-        """Drop the layers of an older version that nobody needs any more."""
+        """Drop the layers of an older version that are without users."""
         if version in (self._newest, self._current):
             return
         for layer in self._layers:
@@ -178,13 +184,13 @@ class Weights:
                     version.copies.pop(self._numbers[id(parameter)], None)
 
     def copied(self, version: Version, parameters: Sequence[nn.Parameter]) -> Copied:
-        """The leaves of a version in the places of these parameters, with their copies."""
+        """Return a version's leaves for these parameters, with their copies."""
         numbers = [self._numbers[id(parameter)] for parameter in parameters]
         found = [(version.leaves[number], version.copies[number]) for number in numbers]
         return [(leaf, copy) for leaf, copy in found if leaf is not None]
 
     def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
-        """The memory of a layer in a version; that of a shared weight belongs to the first layer that has it.
+        """Return the memory of a layer in a version; a shared weight belongs to the first layer that has it.
 
         Raises:
             UsageError: updates would change the version, or a parameter is a part of other memory.
@@ -206,13 +212,13 @@ class Weights:
         return [*found, version.rooms[layer].untyped_storage()] if layer in version.rooms else found
 
     def forget(self) -> None:
-        """Nothing is in flight any more, because a step has failed."""
+        """Drop all older versions after a failed step, which leaves no microbatch in flight."""
         self._newest = self._current = self._only()
         self._copied = frozenset(self._layers)
 
     @contextmanager
     def put(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
-        """Inside, `layers`, in whatever specialization, have the weights of `version`."""
+        """Give `layers`, of any specialization, the weights of `version` inside."""
         slots = self._slots(layers)
         try:
             for part, name, number in slots:
@@ -225,10 +231,11 @@ class Weights:
 
     @contextmanager
     def going_backward(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
-        """The same for a backward, whose gradients are added to those of the optimizer's parameters.
+        """Give `layers` the weights of `version` inside for a backward, and add its gradients to the
+        optimizer's parameters.
 
         Raises:
-            UsageError: a layer has used an optimizer's parameter itself.
+            UsageError: a layer has used an optimizer's parameter directly.
         """
         _hand_over(self.parameters, version.leaves)
         with self.put(version, layers):
@@ -243,7 +250,7 @@ class Weights:
         _hand_over(version.leaves, self.parameters)
 
     def _leaves(self) -> list[nn.Parameter | None]:
-        """New parameters on the data of the optimizer's, with a count of changes of their own."""
+        """Return new parameters on the data of the optimizer's, with separate version counters."""
         return [nn.Parameter(parameter.data) for parameter in self.parameters]
 
     def _slots(self, layers: Sequence[ChainLayer]) -> list[Slot]:
@@ -275,7 +282,7 @@ class Weights:
 
 
 def required(weights: Weights | None, action: Action, schedule: str) -> Weights:
-    """The versions of weights that an action is about, in a plan of a schedule.
+    """Return the weight versions for an action, in a plan with this schedule.
 
     Raises:
         UsageError: the schedule has none.
@@ -288,12 +295,14 @@ def required(weights: Weights | None, action: Action, schedule: str) -> Weights:
 
 
 def _trained(layer: ChainLayer) -> Iterator[nn.Parameter]:
-    """The parameters of a layer that are trained."""
+    """Return the trained parameters of a layer."""
     return (p for p in layer.module.parameters() if p.requires_grad)
 
 
 def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter into a module; modules with lists of their own, such as LSTMs, keep these up themselves."""
+    """Put a parameter into a module; modules with their own `__setattr__`, such as LSTMs, update their lists
+    themselves.
+    """
     if type(part).__setattr__ is nn.Module.__setattr__:
         part._parameters[name] = parameter
     else:
@@ -301,7 +310,7 @@ def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _hand_over(giving: Sequence[nn.Parameter | None], taking: Sequence[nn.Parameter | None]) -> None:
-    """Move gradients from one list of parameters to another, where both have one."""
+    """Move gradients from one list of parameters to another, wherever both have a parameter."""
     for giver, taker in zip(giving, taking, strict=True):
         if giver is not None and taker is not None:
             taker.grad, giver.grad = giver.grad, None
