@@ -1,4 +1,4 @@
-"""Simulates a program with a virtual clock and a memory ledger: a predicted `Trace`, without torch.
+"""Simulation of a program with a virtual clock and a memory ledger: a predicted `Trace`, without torch.
 
 simulate(plan)                    the whole trace: events by stream, memory by category
 Simulation(plan).peak_bytes       only the peak of every device; the clock does not run

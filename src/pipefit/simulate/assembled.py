@@ -1,14 +1,14 @@
-"""A plan's peaks and seconds, put together of what each of its devices does, which is remembered for other plans.
+"""A plan's peaks and seconds, assembled from parts of its devices that are cached for other plans.
 
-What a device does in a step, what it holds at its peak and how long it computes follow from its own stages, from where
-the stages next to them are, and from what is decided about its own. So of two plans that differ in a stage only that
-stage's devices are lowered and read again. What devices do to each other is left to the clock and to arenas, which are
-put together for every plan. Nothing checks that sends and receives meet, as they do in whatever is lowered. Replicas
-that do the same with other rows and neighbours hold the same bytes, so that the ledger of one of them tells for all;
-those that do it at the same times are lowered and timed once (`simulate.equal_devices`).
+The actions of a device in a step, its peak and its compute seconds depend on its own stages, on the places of
+neighbouring stages, and on the decisions about its own stages. So of two plans that differ in one stage, only
+that stage's devices are lowered and read again. Interactions of devices are left to the clock and to arenas,
+which are assembled for every plan. Sends and receives are assumed to match, as they do in all lowered
+programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
+serves all of them; those with the same times are lowered and timed once (`simulate.equal_devices`).
 
-Costs: what changed, at some ten microseconds for an action; and one and a half for every action of the plan; replicas
-that do the same at the same times count once.
+Cost: some ten microseconds for each changed action, and one and a half for every action of the plan; replicas
+with equal actions and times count once.
 """
 
 from __future__ import annotations
@@ -36,46 +36,41 @@ from pipefit.simulate.equal_devices import Alike, alike
 from pipefit.simulate.ledger import Effects, Reading, at_rest, highest, reading
 from pipefit.simulate.timed_program import STARTS, Collected, DeviceReader, Own, TimedDevice, TimedProgram
 
-# ----------------------------------------------------------------------------------------------------
-# A long step, told by a short one: once the pipeline is full, a device does the same for every microbatch,
-# one turn after the other.
+# ---- Long steps from short ones
+#
+# Once the pipeline is full, a device repeats the same turn for every microbatch:
 #
 #     head | turn | turn | tail                  lowered and read
-#     head | turn | turn | turn ... turn | tail  what that says of more microbatches
+#     head | turn | turn | turn ... turn | tail  the extension to more microbatches
 #
-# A turn begins with the forward of a microbatch. The end of a step knows that it is one, as it starts no
-# receive for the next step, so the turns that were left out come before it. That turns are alike is seen and
-# not assumed: the two before the tail have to be the same but for the numbers of microbatches and transfers,
-# and so have their effects on memory, which leave as much as they find. Where they are not, nothing is left
-# out.
-#
-# Costs: a few microseconds for an action of the two turns, and a tenth of one for each that is left out.
+# A turn starts with the forward of a microbatch. Left-out turns come before the tail, since the end of a step
+# differs: it starts no receive for the next step. Turns are compared, not assumed to be equal.
 
 Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
 
-_ALIKE, _TAIL = 2, 2  # turns that have to be alike, and those behind them
+_ALIKE, _TAIL = 2, 2  # number of turns that have to be equal, and of turns in the tail
 
 
 def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
-    """The plan with as few microbatches in a step as show the turns of a rank in so many steps; None if it has no more,
-    or does not do the same for each.
+    """Return the plan with the fewest microbatches that show the turns of a rank in `steps` steps.
 
-    With n stages behind it, a rank goes backward for the first time behind its forward n, or 2n under eager 1F1B, and
-    then in every turn. Under PipeDream it frees its first weights as microbatch n goes backward
-    (`memory.weight_versions`), behind forward 2n.
+    None if it has no more microbatches, or does not treat all of them equally. With n stages after it, the
+    first backward of a rank follows its forward n (2n under eager 1F1B), and then every turn has one. Under
+    PipeDream a rank frees its first weights at the backward of microbatch n (`memory.weight_versions`), after
+    forward 2n.
     """
     how, behind = plan.training, len(plan.stages) - 1 - rank
     filling = {"1f1b": behind + 1, "eager-1f1b": 2 * behind + 1, "pipedream": 2 * behind + 1}
     few = filling.get(how.schedule, how.microbatches) + _ALIKE + _TAIL
     if few >= how.microbatches or (how.endless and steps > 1) or period(plan) > 1:
         return None
-    if len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients:  # each microbatch has its sums
+    if len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients:  # each microbatch has reductions
         return None
     return replace(plan, training=replace(how, batch_size=few * how.microbatch_size, microbatches=few))
 
 
 class Turns(NamedTuple):
-    """The turn at positions `start` to `stop - 1` of a short step, of which a long one has so many `more`."""
+    """The turn at positions `start` to `stop - 1` of a short step; a long step has `more` additional ones."""
 
     start: int
     stop: int
@@ -83,7 +78,7 @@ class Turns(NamedTuple):
 
     @staticmethod
     def of(actions: Sequence[Action], more: int) -> Turns | None:
-        """The last turn before the tail of these actions; None unless it is like the one before."""
+        """Return the last turn before the tail of these actions; None unless it equals the one before."""
         begins, before = list[int](), None
         for position, action in enumerate(actions):
             if action.kind in FORWARDS and action.microbatch != before:
@@ -97,11 +92,11 @@ class Turns(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many actions a turn has."""
+        """Number of actions of a turn."""
         return self.stop - self.start
 
     def passes(self, short: Passes) -> Passes:
-        """The positions of passes in the long step."""
+        """Return the positions of passes in the long step."""
         head = [one for one in short if one[0] < self.stop]
         turn = [one for one in head if one[0] >= self.start]
         again = [self._later(one, by) for by in range(1, self.more + 1) for one in turn]
@@ -112,8 +107,9 @@ class Turns(NamedTuple):
         return position + by * self.length, None if microbatch is None else microbatch + by
 
     def tell(self, effects: Effects) -> bool:
-        """Whether the effects on memory of the short step have the peak of the long one: those of turns are the same,
-        and leave as much as they find.
+        """Return whether the short step's effects on memory have the long step's peak.
+
+        The effects of both turns must be equal, and a turn must free all that it allocates.
         """
         first = self.start - self.length
         one, other = (
@@ -123,7 +119,7 @@ class Turns(NamedTuple):
         return one == other and not sum(found.after_bytes for _, found in one)
 
     def timed(self, short: TimedDevice) -> TimedDevice | None:
-        """What the clock is told of the long step; None where turns differ to it, or join what began before them."""
+        """Return the long step for the clock; None if turns differ in it, or join transfers started before them."""
         codes, seconds, transfers, started = short
         first, start, stop = self.start - self.length, self.start, self.stop
         begun = [sum(code in STARTS for code in codes[:position]) for position in (first, start, stop)]
@@ -160,40 +156,42 @@ def _later_numbers(numbers: Sequence[int], by: int) -> list[int]:
 
 
 def _later(begun: Message | Collected | Own, by: int) -> Message | Collected | Own:
-    """The transfer of a turn, so many turns later."""
+    """Return the transfer of a turn, `by` turns later."""
     if not isinstance(begun, Message) or begun.microbatch is None:
         return begun
     return begun._replace(microbatch=begun.microbatch + by)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a device of a rank does, lowered once, and what it holds, read once.
-#
-# Where every stage has a device of its own, that is the same whichever device it is (`as_alone`), which says
-# how long its actions take and where its messages go: whoever asks reads that of the actions. Of a step of
-# many microbatches only as many are lowered and read as tell of the others (`simulate.assembled`).
+# ---- Devices of ranks, lowered once and read once
 
 
 class Held(NamedTuple):
-    """The peak of a device, without what it lends, and the actions that use memory elsewhere."""
+    """Peak of a device, without memory that it lends, and the actions that use memory elsewhere."""
 
     peak_bytes: int
     placed: tuple[Action, ...]
 
 
 def is_alone(plan: Plan) -> bool:
-    """Whether every stage has a device of its own."""
+    """Return whether every stage has its own device."""
     devices = {device for stage in plan.stages for device in stage.devices}
     return all(len(stage.devices) == 1 for stage in plan.stages) and len(devices) == len(plan.stages)
 
 
 def as_alone(plan: Plan) -> Plan:
-    """The plan of stages with a device of their own, as if stage s were on device s."""
+    """Return the plan of stages with one device each, as if stage s were on device s.
+
+    Such actions are equal on any device; the device decides only their seconds and the destinations of
+    messages.
+    """
     return replace(plan, stages=tuple(replace(stage, grid=Grid.of(n)) for n, stage in enumerate(plan.stages)))
 
 
 class Lowered:
-    """The actions of a device of a rank in so many steps; its layers are those of `stages`.
+    """Actions of a device of a rank in `steps` steps; its layers are those of `stages`.
+
+    Of a step with many microbatches, only the number that determines the others is lowered and read
+    (`Turns`).
 
     Raises:
         UsageError: a decision cannot be carried out.
@@ -218,12 +216,12 @@ class Lowered:
 
     @property
     def counts(self) -> list[int]:
-        """How many actions each program has."""
+        """Number of actions of each program."""
         more = 0 if self._turns is None else self._turns.more * self._turns.length
         return [len(program.actions[self._device]) + more for program in self.programs]
 
     def timed(self, reader: DeviceReader) -> TimedDevice:
-        """What the clock is told of a step that repeats, or of all steps of an endless schedule."""
+        """Return the device for the clock: the step that repeats, or all steps of an asynchronous schedule."""
         last = self.programs[-1]
         every = [self.programs[min(step, len(self.programs) - 1)] for step in range(self._steps)]
         found = reader.read(in_a_row(every, self._device) if last.endless else last.actions[self._device])
@@ -235,17 +233,17 @@ class Lowered:
         return self.timed(reader)
 
     def passes(self, kinds: frozenset[Kind]) -> Passes:
-        """The positions of passes of these kinds in the last step, and their microbatches."""
+        """Return the positions of passes of these kinds in the last step, with their microbatches."""
         actions = enumerate(self.programs[-1].actions[self._device])
         found = tuple((n, a.microbatch) for n, a in actions if a.kind in kinds and not a.wait)
         return found if self._turns is None else self._turns.passes(found)
 
     @cached_property
     def held(self) -> Held:
-        """What the device holds.
+        """Memory of the device.
 
         Raises:
-            UsageError: an action uses what does not exist then.
+            UsageError: an action uses a tensor or state that does not exist at that time.
         """
         read = self._reading()
         if self._turns is not None and not all(map(self._turns.tell, read.effects)):
@@ -263,19 +261,20 @@ class Lowered:
         return reading(self._device, self._stages, self.programs, steps=self._steps, distinct=distinct)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Assembled plans
 
 
 class _Memory(NamedTuple):
-    """What one device holds: its peak without what it lends, and what is lent to it."""
+    """Memory of one device: its peak without memory that it lends, and the memory lent to it."""
 
     peak_bytes: int
     arenas: tuple[Arena, ...]
 
 
 class _Unread:
-    """What a device holds, read when it is first asked for: a plan that is too slow need not fit. Until then it keeps
-    the device's actions, and no longer, because of thousands of plans that would be many.
+    """Memory of a device, read at the first call, since a plan that is too slow need not fit.
+
+    It drops the device's actions after that, as those of thousands of plans would be too many.
     """
 
     def __init__(self, read: Callable[[], _Memory]) -> None:
@@ -289,30 +288,30 @@ class _Unread:
 
 
 class Part(NamedTuple):
-    """What one device does: to the clock, its forwards and backwards in the last step, and what it holds.
+    """One device: its actions for the clock, its forwards and backwards in the last step, and its memory.
 
-    Asking for that raises `UsageError` where an action uses what does not exist then.
+    `memory()` raises `UsageError` if an action uses a tensor or state that does not exist at that time.
     """
 
     timed: TimedDevice
-    counts: tuple[int, ...]  # its actions in every step
+    counts: tuple[int, ...]  # number of its actions in every step
     forwards: Passes
     backwards: Passes
     memory: Callable[[], _Memory]
 
 
 class _Read(NamedTuple):
-    """What the devices of a rank do, and the actions in their programs."""
+    """Parts of the devices of a rank, and the number of actions in their programs."""
 
     parts: dict[int, Part]
     actions: int
 
 
 class Parts:
-    """What devices do, for plans of one profile, cluster and training, whose `costs` they share.
+    """Cache of devices' parts, for plans of one profile, cluster and training, which share `costs`.
 
-    Only so many `steps` are simulated; all that differ unless given. What others have read (`shared`) is not read
-    again, but its actions count as if it were.
+    `steps` are simulated; by default all distinct ones. Parts read by `shared` are not read again, but their
+    actions count as if they were.
     """
 
     def __init__(self, costs: Costs, steps: int | None = None, shared: Parts | None = None) -> None:
@@ -321,23 +320,23 @@ class Parts:
         self._lowered: dict[Hashable, Lowered] = {} if shared is None else shared._lowered
         self._known: dict[Hashable, dict[int, Part]] = {}
         self._alike: dict[Hashable, Alike | None] = {} if shared is None else shared._alike
-        self.actions = 0  # in the programs of all devices that were asked for, once each
+        self.actions = 0  # in the programs of all requested devices, once each
 
     @property
     def actions_of_all(self) -> int:
-        """The actions in the programs that were read, for whomever."""
+        """Number of actions in all programs read, by any sharer."""
         return sum(read.actions for read in self._read_by_all.values())
 
     def apart(self) -> Parts:
-        """The same, for somebody else who counts what they ask for."""
+        """Return a cache that shares the parts but counts its own requests."""
         return Parts(self._costs, self._steps, self)
 
     def steps(self, plan: Plan) -> int:
-        """How many steps of a plan are simulated."""
+        """Return the number of simulated steps of a plan."""
         return distinct_steps(plan) if self._steps is None else self._steps
 
     def alike(self, plan: Plan) -> Alike | None:
-        """The devices of a plan that stand for all; None where each stands for itself."""
+        """Return the devices that represent all devices of a plan; None if no device represents another."""
         key = (
             tuple(stage.grid for stage in plan.stages),
             tuple(plan.summed.values()),
@@ -349,7 +348,7 @@ class Parts:
         return self._alike[key]
 
     def of_rank(self, plan: Plan, rank: int, standing: Alike | None = None) -> dict[int, Part]:
-        """What the devices of a rank do, or those of them that stand for the others.
+        """Return the parts of a rank's devices, or of those that represent the others (`standing`).
 
         Raises:
             UsageError: a decision cannot be carried out.
@@ -369,14 +368,14 @@ class Parts:
         return self._known[key]
 
     def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
-        """What the devices do that stand for each of the rank's; the actions of all of these count."""
+        """Return the parts of the representatives of a rank's devices; the actions of all its devices count."""
         if is_alone(plan):
-            with suppress(UsageError):  # which would speak of another device
+            with suppress(UsageError):  # its message would name another device
                 return self._read_alone(plan, rank, steps)
         return self._read_all(plan, rank, steps, stands)
 
     def _read_alone(self, plan: Plan, rank: int, steps: int) -> _Read:
-        """What a rank of one device does, which has been lowered if another device did the same.
+        """Return the parts of a rank with one device, which may share its lowered actions with other devices.
 
         Raises:
             UsageError: a decision cannot be carried out.
@@ -392,19 +391,19 @@ class Parts:
         def held() -> Held:
             try:
                 return lowered.held
-            except UsageError:  # which speaks of another device
+            except UsageError:  # its message names another device
                 return Lowered(plan, rank, device, steps, stages).held
 
         part = self._part(plan, device, lowered, steps, stages, held)
         return _Read({device: part}, sum(lowered.counts))
 
     def _read_all(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
-        """The same of any rank.
+        """Return the parts of any rank.
 
         Raises:
             UsageError: a decision cannot be carried out.
         """
-        told = dict[Hashable, Held]()  # what ledgers of the rank's devices have told
+        told = dict[Hashable, Held]()  # ledger results of the rank's devices
 
         def read(device: int) -> tuple[Part, int]:
             stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
@@ -430,7 +429,7 @@ class Parts:
         stages: Mapping[int, StageCost],
         held: Callable[[], Held],
     ) -> Part:
-        """What a device does, whose actions have been lowered, perhaps as those of another one."""
+        """Return the part of a device from its lowered actions, perhaps those of an equal device."""
         program = replace(lowered.programs[-1], placement=plan.placement)
         nbytes = moved_bytes(program, {number: stage.rest for number, stage in stages.items()})
 
@@ -449,17 +448,19 @@ class Parts:
         )
 
     def _costs_of(self, plan: Plan, number: int, device: int) -> StageCost:
-        """The costs of a stage on one of its devices."""
+        """Return the costs of a stage on one of its devices."""
         return self._costs.of_device(plan, number, device, plan.stages[number].devices)
 
     def storages(self, plan: Plan) -> list[StageStorages]:
-        """The storages of every stage."""
+        """Return the storages of every stage."""
         return [self._costs_of(plan, n, stage.devices[0]).storages for n, stage in enumerate(plan.stages)]
 
 
 def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[int, StageCost]) -> Hashable:
-    """Equal for devices whose ledgers tell the same: their stages cost the same, and they do the same with rows as far
-    from their first one, and with neighbours in the same order. What is lent to a device is its own.
+    """Return a key that is equal for devices with equal ledgers.
+
+    Their stages have equal costs, and their actions use rows at the same distance from their first one, with
+    neighbours in the same order. A device with memory at other places has a unique key.
     """
     peers, first = dict[object, int](), min((a.part[0] for a in programs[0].actions[device] if a.part), default=0)
     found = list[object]()
@@ -474,34 +475,34 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
 
 
 def assembled(plan: Plan) -> Assembled:
-    """A plan by itself."""
+    """Return one plan, assembled without a shared cache."""
     return Assembled(plan, Parts(Costs.of(plan)))
 
 
 class Assembled:
-    """A plan of which only what is new is lowered and read.
+    """Simulated plan; only its new parts are lowered and read.
 
     Raises:
-        UsageError: a decision cannot be carried out; some of them as the peaks are asked for.
+        UsageError: a decision cannot be carried out; for some decisions, when peaks are computed.
     """
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
         self.plan, self._parts, self._endless = plan, parts, plan.training.endless
         self._steps, self._alike = parts.steps(plan), parts.alike(plan)
         of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
-        self._read = dict(chain.from_iterable(found.items() for found in of_ranks))  # of those that stand for others
+        self._read = dict(chain.from_iterable(found.items() for found in of_ranks))  # of those that represent others
         stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
         self._stands = stands
         self._devices = {device: self._read[one] for device, one in stands.items()}
 
     @property
     def actions(self) -> int:
-        """The actions in the programs of all steps."""
+        """Number of actions in the programs of all steps."""
         return sum(sum(part.counts) for part in self._devices.values())
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
-        """The memory that devices and hosts lend to devices."""
+        """Memory that devices and hosts lend to devices."""
         return tuple(chain(*(self._devices[device].memory().arenas for device in sorted(self._devices))))
 
     @cached_property
@@ -513,7 +514,7 @@ class Assembled:
 
     @property
     def fits(self) -> bool:
-        """Whether every device and every host has the memory."""
+        """True if every device and every host has enough memory."""
         full = any(peak > budget for peak, budget in zip(self.peak_bytes, self.plan.cluster.budgets, strict=True))
         return not full and not any(missing_bytes(self.plan, self.arenas).values())
 
@@ -524,13 +525,13 @@ class Assembled:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the last step in which every device computes."""
+        """Share of the last step in which every device computes."""
         found = self.times.utilisation
         return tuple(found[self._stands.get(device, device)] for device in range(len(found)))
 
     @cached_property
     def times(self) -> Times:
-        """When everything begins and ends."""
+        """Start and end times of all actions and transfers."""
         devices = range(len(self.plan.cluster.devices))
         idle, none = TimedDevice([], [], [], []), (0,) * self._steps
         timed = [self._read[device].timed if device in self._read else idle for device in devices]
@@ -540,12 +541,12 @@ class Assembled:
         return Times(program, counts, endless=self._endless)
 
     def forwards_ended(self, device: int) -> dict[int | None, float]:
-        """When the forward of every microbatch of the last step ended on a device."""
+        """Return the end time of every microbatch's forward in the last step on a device."""
         after = self.times.clock.after[self._stands[device]]
         return {microbatch: after[at] for at, microbatch in self._in_last_step(device, self._devices[device].forwards)}
 
     def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
-        """When the backward of every microbatch of the last step began and ended on a device."""
+        """Return the start and end time of every microbatch's backward in the last step on a device."""
         after, found = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
         for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
             begin, _ = found.get(microbatch, (after[at], 0.0))
@@ -553,6 +554,6 @@ class Assembled:
         return found
 
     def _in_last_step(self, device: int, passes: Passes) -> Iterator[tuple[int, int | None]]:
-        """Where passes of the last step are among the actions of all steps."""
+        """Yield the positions of the last step's passes among the actions of all steps."""
         before = self.times.starts(self._stands[device])[-2]
         return ((before + position, microbatch) for position, microbatch in passes)

@@ -1,14 +1,15 @@
-"""The virtual clock: when every action ends and every transfer runs.
+"""The virtual clock: end times of actions, and start and end times of transfers.
 
-A device runs on until it must wait for a transfer that has not ended yet. When every device waits, the earliest event
-happens, which a heap holds: a part of a transfer ends, or a transfer is ready. No device can begin a transfer before
-that time any more. Of what happens at once, ends come first, and then transfers in the order of their numbers.
+A device runs until it must wait for a transfer that has not ended. When all devices wait, the earliest event
+in a heap happens: a part of a transfer ends, or a transfer becomes ready. No device can start a transfer
+before that time anymore. Of simultaneous events, ends come first, and then transfers in the order of their
+numbers.
 
-A part of a transfer begins when its wires are free of all that became ready before it. While a wire of the other
-direction of its link is busy, it goes at the part `slowed` of its rate; so whenever a part begins or ends, the end of
-what runs the other way is reckoned again.
+A part of a transfer starts when its wires are free of all parts that became ready before it. While the other
+direction of a wire's link is busy, the part runs at the fraction `slowed` of its rate; so whenever a part
+starts or ends, the end of the part in the other direction is computed again.
 
-Costs: a microsecond per action.
+Cost: a microsecond per action. `Times` derives the seconds of steps from the clock.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from itertools import accumulate, pairwise
 
 from pipefit.simulate.timed_program import COMPUTE, COPY, JOIN, NOTHING, STREAMS, TimedProgram
 
-_END, _READY = 0, 1  # kinds of events, in the order in which they happen at once
+_END, _READY = 0, 1  # kinds of events, in the order of simultaneous ones
 
 
 class _Part:
-    """A part of a transfer, from when that is ready until it ends."""
+    """Part of a transfer, from the time it is ready until it ends."""
 
     __slots__ = ("ahead", "end", "left", "since", "slowed", "speed", "transfer", "wires")
 
     def __init__(self, transfer: int, seconds: float, wires: tuple[int, ...], slowed: tuple[float, ...]) -> None:
         self.transfer, self.wires = transfer, wires
-        self.slowed = slowed  # empty if nothing that goes the other way slows it
-        self.left = seconds  # at full speed, at `since`
-        self.ahead = 0  # wires that it waits for; none when it runs
+        self.slowed = slowed  # empty if the other direction does not slow it
+        self.left = seconds  # seconds left at full speed, at time `since`
+        self.ahead = 0  # wires that it waits for; zero when it runs
         self.speed = 1.0
         self.since = 0.0
         self.end = -1.0  # not known yet
 
 
 class Clock:
-    """Runs a timed program for `steps` steps.
+    """Run of a timed program for `steps` steps.
 
-    `after[device]` lists when each action ended; an action begins when the one before it has ended. `begins` and `ends`
-    are the times of the transfers. All three hold one step after the other. `finished[step]` is when the last device
-    ended that step.
+    `after[device]` lists the end of each action; an action starts at the end of the one before. `begins` and
+    `ends` are the times of the transfers. All three hold one step after the other. `finished[step]` is the
+    time at which the last device ended that step.
     """
 
     def __init__(self, program: TimedProgram, steps: int) -> None:
@@ -60,12 +61,12 @@ class Clock:
             [(s, wires, slowed if any(opposite[wire] >= 0 for wire in wires) else ()) for s, wires, slowed in parts]
             for parts in program.parts
         ]
-        self._lines: list[deque[_Part]] = [deque() for _ in self._opposite]  # of every wire; the first may run
+        self._lines: list[deque[_Part]] = [deque() for _ in self._opposite]  # queues of wires; the first part may run
         self._parts_left: dict[int, int] = {}  # of transfers of several parts
         self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(STREAMS * devices)]
         self._stream_busy = [False] * (STREAMS * devices)
         self._events: list[tuple[float, int, int, _Part | None]] = []
-        self._serial = 0  # of ends, which tells them apart
+        self._serial = 0  # of ends, to tell them apart
         self.after: list[list[float]] = [[] for _ in program.devices]
         self.begins = [-1.0] * (self._count * steps)
         self.ends = [-1.0] * (self._count * steps)
@@ -81,7 +82,7 @@ class Clock:
             time, _, number, part = heappop(events)
             if part is None:
                 self._queue(number, time)
-            elif part.end == time and part.left >= 0.0:  # else another end of it has been reckoned
+            elif part.end == time and part.left >= 0.0:  # otherwise its end has been computed again
                 self._end(part, time)
         steps = [step for step, actions in zip(self._step, self._program.devices, strict=True) if actions.codes]
         assert min(steps, default=self._steps) == self._steps, "message_order refuses programs that would hang"
@@ -117,7 +118,7 @@ class Clock:
         self._now[device], self._at[device], self._step[device] = now, at, step
 
     def _post(self, transfer: int, now: float) -> None:
-        """A device has started its end of a message or collective, which is ready when the last one has."""
+        """Start a device's end of a message or collective, which is ready when all ends have started."""
         ready = self._posted[transfer] = max(now, self._posted[transfer])
         self._missing[transfer] -= 1
         if self._missing[transfer]:
@@ -128,7 +129,7 @@ class Clock:
             self.begins[transfer] = self.ends[transfer] = ready
 
     def _copy(self, transfer: int, now: float) -> None:
-        """A copy is ready when the one before it in its stream has ended."""
+        """Issue a copy, which is ready when the one before it in its stream has ended."""
         stream = self._program.streams[transfer % self._count]
         if self._stream_busy[stream]:
             self._stream_queues[stream].append((now, transfer))
@@ -136,10 +137,10 @@ class Clock:
             self._stream_busy[stream] = True
             heappush(self._events, (now, _READY, transfer, None))
 
-    # ---------------------------------------------------------------- parts of transfers, and their wires
+    # ---- Parts of transfers, and their wires
 
     def _queue(self, transfer: int, now: float) -> None:
-        """A transfer is ready: its parts begin, or wait in the lines of their wires."""
+        """Start the parts of a ready transfer, or put them in the queues of their wires."""
         own, lines = self._parts[transfer % self._count], self._lines
         if len(own) > 1:
             self._parts_left[transfer] = len(own)
@@ -156,7 +157,7 @@ class Clock:
             self._ended(transfer, now)
 
     def _begin(self, part: _Part, now: float) -> None:
-        """All wires of a part are free."""
+        """Start a part, whose wires are all free."""
         if self.begins[part.transfer] < 0.0:
             self.begins[part.transfer] = now
         part.since = now
@@ -172,7 +173,7 @@ class Clock:
         self._set_speed(part, now)
 
     def _set_speed(self, part: _Part, now: float) -> None:
-        """Reckon when a running part ends, as fast as it goes now."""
+        """Compute the end of a running part at its present speed."""
         speed = 1.0
         for wire, slowed in zip(part.wires, part.slowed, strict=True):
             if slowed < speed and self._running(self._opposite[wire]) is not None:
@@ -186,12 +187,12 @@ class Clock:
         heappush(self._events, (part.end, _END, self._serial, part))
 
     def _running(self, wire: int) -> _Part | None:
-        """The part that is under way on a wire, if there is one; no wire is -1."""
+        """Return the part that is running on a wire, if any; `wire` -1 stands for none."""
         line = self._lines[wire] if wire >= 0 else None
         return line[0] if line and not line[0].ahead else None
 
     def _end(self, part: _Part, now: float) -> None:
-        """A part has ended; what waited for its wires, or was slowed by it, goes on."""
+        """End a part; parts that waited for its wires, or were slowed by it, continue."""
         part.left = -1.0
         for wire in part.wires:
             self._lines[wire].popleft()
@@ -213,7 +214,7 @@ class Clock:
             self._ended(part.transfer, now)
 
     def _ended(self, transfer: int, now: float) -> None:
-        """A transfer has ended; if it is a copy, the next one of its stream is ready when it has been issued."""
+        """End a transfer; after a copy, the next issued one of its stream becomes ready."""
         self.ends[transfer] = now
         stream = self._program.streams[transfer % self._count]
         if stream >= 0:
@@ -226,15 +227,14 @@ class Clock:
             self._advance(device)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The seconds of steps, by the clock: how long each takes, and how much of the last one every device computes.
+# ---- Seconds of steps
 
 
 class Times:
-    """The times of a program.
+    """Times of a program's steps.
 
-    `counts[device]` are the numbers of its actions in every step. The steps of an endless schedule overlap, so that
-    they are one program to the clock; of others the program is one step, which repeats.
+    `counts[device]` are the numbers of its actions in every step. The steps of an asynchronous schedule
+    overlap, so they are one program to the clock; otherwise the program is one step, which repeats.
     """
 
     def __init__(self, program: TimedProgram, counts: Sequence[Sequence[int]], *, endless: bool) -> None:
@@ -243,17 +243,17 @@ class Times:
 
     @cached_property
     def clock(self) -> Clock:
-        """When every action and transfer begins and ends."""
+        """Start and end times of every action and transfer."""
         return Clock(self._program, 1 if self._endless else self._steps)
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
+        """Seconds of every step: from the end of the step before to its own end, each on the last device."""
         return tuple(end - start for start, end in pairwise((0.0, *self._finished)))
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the last step in which every device computes."""
+        """Share of the last step in which every device computes."""
         length, last = self.step_seconds[-1], [counts[-1] for counts in self._counts]
         busy = [
             sum(one.seconds[-count:]) if count else 0.0 for one, count in zip(self._program.devices, last, strict=True)
@@ -261,12 +261,12 @@ class Times:
         return tuple(seconds / length if length else 0.0 for seconds in busy)
 
     def starts(self, device: int) -> list[int]:
-        """For every step, and for their end, how many actions of the device come before it."""
+        """Return the number of the device's actions before every step, and before the end."""
         return [0, *accumulate(self._counts[device])]
 
     @cached_property
     def _finished(self) -> list[float]:
-        """When the last device ended every step."""
+        """Times at which the last device ended every step."""
         if not self._endless:
             return self.clock.finished
         ends = [0.0] * self._steps

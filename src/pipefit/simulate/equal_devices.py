@@ -1,19 +1,19 @@
-"""Devices of a plan that do the same at the same times: one of each group is simulated for all of them.
+"""Devices of a plan with equal actions at equal times: one of each class is simulated for all of them.
 
-Replicas have the same actions on other rows, so that they only differ by the links that they use. Devices, wires and
-transfers are divided into classes, at first by stage, kind of device and rate, and then as long as members of a class
-meet others in different ways: a device by its messages, a wire by all transfers that it carries, by the order in which
-these take it when they become ready at once, and by its other direction where that slows it. What is then in one class
-has the same history, by induction over time: whatever a member waits for is, in its class, what every other member
-waits for. (Colour refinement; Paige and Tarjan, 1987.) So the seconds are exactly those of all devices, and not a float
-differs.
+Replicas have the same actions on other rows, so they differ only by their links. Devices, wires and transfers
+are divided into classes, first by stage, kind of device and rate, and then while members of a class meet
+others in different ways: a device by its messages, a wire by the transfers that it carries, by the order in
+which these take it if they become ready at once, and by its other direction if that slows it. Members of a
+final class have the same history, by induction over time: whatever a member waits for is equal, in its class,
+to the wait of every other member. (Colour refinement; Paige and Tarjan, 1987.) So the seconds are exactly
+those of a simulation of all devices, to the last bit.
 
-Where messages of replicas share a wire, as on the way to a host, one waits for the other, and all devices are
-simulated. So they are where replicas divide state, or anything moves to a place, and for the shards of a replica. A
-collective takes its own seconds of every wire, in a way that depends on its bytes: wires in one class carry the same of
-it in every way that it may go.
+If messages of replicas share a wire, as on the way to a host, one waits for the other, and all devices are
+simulated. The same holds if replicas divide state, if anything moves to another place, and for
+tensor-parallel ranks. A collective uses every wire for a time that depends on its bytes: wires in one class
+carry the same part of it in all of its ways.
 
-Costs: some microseconds for every pair of neighbours, a few times.
+Cost: some microseconds for every pair of neighbours, a few times.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from pipefit.schema.plan import Plan
 from pipefit.timing import ways_of_sum
 
 Key = TypeVar("Key")
-_BYTES = 2**20 + 1  # of a sum whose hops carry different numbers of bytes where those of others may
+_BYTES = 2**20 + 1  # bytes of a sum whose hops differ if those of any sum may
 
 
 class Alike(NamedTuple):
-    """The device that stands for every other, and the same for the two ends of messages, and for wires."""
+    """Representatives of all devices, of both ends of messages, and of wires."""
 
     devices: dict[int, int]
     ends: dict[tuple[int, int], tuple[int, int]]
     wires: dict[str, str]
 
     def message(self, message: Message) -> Message:
-        """The message that stands for another one."""
+        """Return the message that represents another one."""
         source, target = self.ends[message.source, message.target]
         part = message.part and (0, message.part[1] - message.part[0])
         return message._replace(part=part, source=source, target=target)
 
     def those_of(self, devices: Iterable[int]) -> list[int]:
-        """The devices that any of these stand for, in order."""
+        """Return the devices that any of these represent, in order."""
         standing = set(devices)
         return sorted(device for device, one in self.devices.items() if one in standing)
 
 
 class _Edge(NamedTuple):
-    """What goes from one device to another again and again: a message between stages."""
+    """Repeated message from one device to another, between stages."""
 
     label: Hashable
     source: int
@@ -64,7 +64,7 @@ class _Edge(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """What a collective takes of a wire: its name, and every hop in every way that it may take."""
+    """Use of a wire by a collective: its name, and every hop in all of its ways."""
 
     name: Hashable
     hops: Hashable
@@ -72,14 +72,14 @@ class _Sum(NamedTuple):
 
 
 def alike(plan: Plan) -> Alike | None:
-    """The devices that stand for all others; None where each stands for itself."""
+    """Return the devices that represent all others; None if no device represents another."""
     if not _may_be(plan):
         return None
     return _Refinement(plan, [*_messages(plan)], _sums(plan)).found()
 
 
 def _may_be(plan: Plan) -> bool:
-    """Whether replicas of this plan may do the same at the same times."""
+    """Return whether replicas of this plan may have equal actions at equal times."""
     grids = [stage.grid for stage in plan.stages]
     return (
         any(grid.data > 1 for grid in grids)
@@ -90,10 +90,10 @@ def _may_be(plan: Plan) -> bool:
 
 
 def _messages(plan: Plan) -> Iterator[_Edge]:
-    """The pairs of devices of neighbouring stages that have common rows, both ways."""
+    """Yield the pairs of devices of neighbouring stages that have common rows, in both directions."""
     samples = plan.training.microbatch_size
     for number, (front, behind) in enumerate(pairwise(stage.grid for stage in plan.stages)):
-        met = defaultdict[int, int](int)  # how many senders every receiver has met
+        met = defaultdict[int, int](int)  # number of senders that every receiver has met
         for sender, device in enumerate(front.devices):
             own = rows_of(sender, samples // front.data)
             for order, (receiver, rows) in enumerate(common_rows(own, samples // behind.data)):
@@ -107,7 +107,11 @@ def _messages(plan: Plan) -> Iterator[_Edge]:
 
 
 def _sums(plan: Plan) -> dict[str, list[_Sum]]:
-    """The collectives on every wire: of replicas of a stage, of stages that share a parameter, of all that agree."""
+    """Return the collectives on every wire.
+
+    They are those of the replicas of a stage, of stages that share a parameter, and of all workers if they
+    agree on a value.
+    """
     own = [((number,), stage.devices) for number, stage in enumerate(plan.stages)]
     shared = [
         (stages, tuple(device for number in stages for device in plan.stages[number].devices))
@@ -127,7 +131,7 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
 
 
 class _Refinement:
-    """Classes of devices, wires and edges, as numbers, which are divided as long as that is needed."""
+    """Classes of devices, wires and edges, as numbers, which are divided as long as needed."""
 
     def __init__(self, plan: Plan, edges: Sequence[_Edge], sums: Mapping[str, Sequence[_Sum]]) -> None:
         self.edges = edges
@@ -142,15 +146,15 @@ class _Refinement:
         there = sorted((d, n) for n, stage in enumerate(plan.stages) for d in stage.devices)
         self.devices = _numbered(
             {d: (n, kinds[d]) for d, n in there}
-        )  # in order: the earliest of a class stands for it
+        )  # in order: the earliest of a class represents it
         self.wires = _numbered({wire: _in_turn(sums.get(wire, ())) for wire in {**self.carried, **sums}})
-        # The other direction of every wire, if that matters
+        # The other direction of every wire, if it matters
         slowed = any(link.duplex < 1 for link in plan.cluster.links)
         self.opposite = {wire: opposite(wire) if slowed else None for wire in self.wires}
         self.classes = [0] * len(edges)
 
     def found(self) -> Alike | None:
-        """The first of every class; None where what begins together has to wait for each other."""
+        """Return the first member of every class; None if equal transfers have to wait for each other."""
         count = 0
         while (now := self._divided()) > count:
             count = now
@@ -163,7 +167,7 @@ class _Refinement:
         return Alike(_standing(self.devices), ends, _standing(self.wires))
 
     def _divided(self) -> int:
-        """Divide all classes by what their members meet; how many there are."""
+        """Divide all classes by the classes that their members meet; return the number of classes."""
         for number, one in enumerate(_numbered(dict(enumerate(map(self._of_edge, self.edges)))).values()):
             self.classes[number] = one
         met = {device: [(one, 0)] for device, one in self.devices.items()}
@@ -184,27 +188,28 @@ class _Refinement:
         return len({*self.devices.values()}) + len({*self.wires.values()}) + len({*self.classes})
 
     def _of_edge(self, edge: _Edge) -> Hashable:
-        """What an edge is."""
+        """Return the properties of an edge."""
         ends = self.devices[edge.source], self.devices[edge.target]
         wires = tuple(self.wires[wire] for wire in edge.route.wires)
         return edge.label, edge.route.bytes_per_second, edge.route.latency_seconds, edge.route.slowed, wires, ends
 
 
 def _in_turn(sums: Sequence[_Sum]) -> Hashable:
-    """The collectives on a wire. Of several that become ready at once, that goes first in which the earliest device has
-    part; messages go before all of them.
+    """Return the collectives on a wire.
+
+    Of several that become ready at once, the one with the earliest device goes first, after all messages.
     """
     turns = {one: turn for turn, one in enumerate(sorted({one.earliest for one in sums}))}
     return tuple(sorted((one.name, turns[one.earliest], one.hops) for one in sums))
 
 
 def _numbered(of: Mapping[Key, Hashable]) -> dict[Key, int]:
-    """Numbers that are equal where what they stand for is."""
+    """Return numbers that are equal for equal values."""
     known = dict[Hashable, int]()
     return {key: known.setdefault(one, len(known)) for key, one in of.items()}
 
 
 def _standing(classes: Mapping[Key, int]) -> dict[Key, Key]:
-    """The first member of everyone's class."""
+    """Return the first member of each key's class."""
     first = dict[int, Key]()
     return {key: first.setdefault(one, key) for key, one in classes.items()}

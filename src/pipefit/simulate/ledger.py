@@ -1,10 +1,10 @@
-"""The memory ledger of one device: what every action of a program allocates and frees, to the byte.
+"""The memory ledger of one device: the bytes that every action of a program allocates and frees, exact to the
+byte.
 
-It applies `pipefit.memory.microbatch` to one action after the other. In between it keeps the residency of every
-microbatch, which layers have gradients, which stages have optimizer state, and under an endless schedule the versions
-of weights. It refuses an action that uses what does not exist.
-No clock is needed: what is allocated and freed depends on the order of the program alone. Costs: half a microsecond per
-action.
+It applies `memory.microbatch` to one action after the other. In between it keeps the residency of every
+microbatch, the layers with gradients, the stages with optimizer state, and under an asynchronous schedule the
+versions of weights. It raises `UsageError` for an action that uses a tensor or state that does not exist. No
+clock is needed: allocations depend only on the order of the program. Cost: half a microsecond per action.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pipefit.schema.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import layers_text
 
-# ----------------------------------------------------------------------------------------------------
-# Bytes by category while a device runs its program: at the peak of every action, and between actions.
+# ---- Levels: bytes by category, at the peak of every action and between actions
 
 Levels = tuple[int, int, int, int, int, int, int, int, int]  # bytes by category, in the order of CATEGORIES
 
@@ -35,10 +34,10 @@ NOTHING_AWAY = Away(0, 0)
 
 
 def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: Away = NOTHING_AWAY) -> Levels:
-    """What a device holds before the first step.
+    """Return the bytes of a device before the first step.
 
-    Parameters and buffers, optimizer state that exists before the first update, without what is `away` of these; the
-    memory in which the losses are summed, and the arenas that it lends.
+    Parameters and buffers and optimizer state that exists before the first update, less what is `away` of
+    these; the memory in which the losses are summed; and the arenas that the device lends.
     """
     rests = list(stages)
     parameters = sum(rest.parameter_bytes for rest in rests) - away.parameters
@@ -47,7 +46,7 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: Away = NOTHING_A
 
 
 def highest(rest: Levels, changes: Iterable[Change]) -> int:
-    """The peak: the most bytes of all categories together."""
+    """Return the peak: the most bytes of all categories together."""
     level = top = sum(rest)
     for _, _, (peak_bytes, after_bytes, _, _) in changes:
         top = max(top, level + peak_bytes)
@@ -56,7 +55,7 @@ def highest(rest: Levels, changes: Iterable[Change]) -> int:
 
 
 def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
-    """The bytes by category at the peak of every action."""
+    """Return the bytes by category at the peak of every action."""
     parameters, gradients, optimizer, activations, versions, boundary, lent, *_ = rest
     found = []
     for _, _, (_, _, peak, after) in changes:
@@ -82,16 +81,19 @@ def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Ledger
 
-_OF_VERSIONS = FORWARDS | {Kind.RECOMPUTE, Kind.BACKWARD}  # what goes through weights
+_OF_VERSIONS = FORWARDS | {Kind.RECOMPUTE, Kind.BACKWARD}  # actions that use weights
 _NONE: frozenset[Kind] = frozenset()
 
-Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
+Effects = list[tuple[int, Effect]]  # by position in the device's program, only actions with an effect
 
 
 class Ledger:
-    """Follows the program of one device, step after step; under an endless schedule one program after the other."""
+    """Ledger that reads the program of one device, step after step.
+
+    Under an asynchronous schedule it reads one program after the other.
+    """
 
     def __init__(self, device: int, stages: Mapping[int, StageCost], program: UncheckedProgram) -> None:
         self._device, self._stages, self._program = device, stages, program
@@ -99,20 +101,21 @@ class Ledger:
         self._versions = {number: StageVersions(stage.start, stage.rest.versions_bytes) for number, stage in kept}
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
-        self._complete: set[int] = set()  # stages all of whose layers have gradients
+        self._complete: set[int] = set()  # stages in which all layers have gradients
         self._stepped: set[int] = set()  # layers with optimizer state
         moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
         self._gathered = {number: Gathered(stage.share) for number, stage in stages.items()}
         self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
-        self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
+        self.placed: list[Action] = []  # actions of one step at which the use of memory elsewhere starts or ends
 
     def read(self, actions: tuple[Action, ...]) -> Effects:
-        """The effects of one step.
+        """Return the effects of one step.
 
         Raises:
-            UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
+            UsageError: an action is unsupported, or uses a tensor or state that does not exist; the message
+                names both.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
         complete, counted = self._complete, _OF_VERSIONS if self._versions else _NONE
@@ -124,7 +127,7 @@ class Ledger:
             flight = stage, microbatch
             residency = flights.get(flight)
             usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in self._incomplete
-            if residency is not None and usual and kind not in counted:  # its effect is remembered
+            if residency is not None and usual and kind not in counted:  # its effect is cached
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
                     flights[flight], effect = answer
@@ -142,9 +145,9 @@ class Ledger:
         return effects
 
     def read_again(self, actions: tuple[Action, ...], before: Effects) -> Effects:
-        """The effects of a step like the one before, which had these: updates find the optimizer's state there.
+        """Return the effects of a step equal to the one before: updates now find the optimizer's state.
 
-        Whatever else is left of a step is an effect on the next one, so that this has to be read.
+        If anything else remains of the step before, it affects this step, which is then read.
         """
         if self._flights or self._born or self._program.endless or self._moving:
             return self.read(actions)
@@ -154,31 +157,32 @@ class Ledger:
         ]
 
     def _later_update(self, action: Action) -> Effect:
-        """The effect of an update that is not the first one."""
+        """Return the effect of an update that is not the first one."""
         stage = self._stages[action.stage]
         return stage.rest.update(*(action.layers or (stage.start, stage.stop)), first=False)
 
     @property
     def away(self) -> Away:
-        """What exists before the first step, but not on the device."""
+        """Bytes that exist before the first step, but not on the device."""
         found = [states.away for states in self._states.values()]
         return Away(sum(away.parameters for away in found), sum(away.optimizer for away in found))
 
     def contents(self, stage: int) -> tuple[list[Residency], frozenset[int], frozenset[int]]:
-        """What a stage holds after the actions that were read: the residency of every microbatch, the layers that have
-        gradients, and those that have optimizer state.
+        """Return the contents of a stage after the actions read so far.
+
+        The residency of every microbatch, the layers with gradients, and the layers with optimizer state.
         """
         layers = self._stages[stage].layers
         flights = [residency for (number, _), residency in self._flights.items() if number == stage]
         return flights, layers & self._born, layers & self._stepped
 
     def gathered(self, stage: int) -> frozenset[int]:
-        """The layers of a stage whose divided parameters are gathered, or on their way, after the actions read."""
+        """Return the layers of a stage whose divided parameters are gathered, or in transit, after the actions read."""
         return self._gathered[stage].layers
 
     @property
     def state(self) -> object:
-        """Equal after two steps of an endless schedule if what follows them is equal."""
+        """State of the ledger: equal after two steps of an asynchronous schedule if all later effects are equal."""
         versions = tuple(versions.state for versions in self._versions.values())
         states = tuple(states.state for states in self._states.values())
         return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions, states
@@ -191,11 +195,11 @@ class Ledger:
             versions.shift(count)
 
     def _lacking(self) -> set[int]:
-        """The stages of which something that a forward or a backward may need is not there."""
+        """Return the stages that lack state which a forward or a backward may need."""
         return {n for n, states in self._states.items() if not states.complete or self._gathered[n]}
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
-        """The effect of an action."""
+        """Return the effect of an action."""
         if action.kind is Kind.STEP or action.moves_state:
             found = self._of_state(action, stage)
             self._incomplete = self._lacking()
@@ -209,7 +213,7 @@ class Ledger:
         return self._of_microbatch(action, stage)
 
     def _of_microbatch(self, action: Action, stage: StageCost) -> Effect | None:
-        """The effect of an action on a microbatch."""
+        """Return the effect of an action on a microbatch."""
         last, earlier = self._program.microbatches - 1, action.microbatch is not None and action.microbatch < 0
         if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
             self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
@@ -237,7 +241,7 @@ class Ledger:
         return self._with_versions(action, stage, effect) if self._versions else effect
 
     def _with_versions(self, action: Action, stage: StageCost, found: Effect | None) -> Effect | None:
-        """The effect of an action on a microbatch, with the weights that it frees at the end of a backward."""
+        """Return the effect of an action, with the weights that it frees at the end of a backward."""
         first = stage.start if action.layers is None else action.layers[0]
         if action.microbatch is None:
             return found
@@ -252,7 +256,11 @@ class Ledger:
         return found
 
     def _check_weights(self, action: Action, microbatch: int, stage: StageCost) -> None:
-        """Refuse a pass whose weights are away."""
+        """Check that the weights of a pass are on the device.
+
+        Raises:
+            UsageError: they are away.
+        """
         try:
             layers = range(*(action.layers or (stage.start, stage.stop)))
             self._versions[action.stage].check_present(microbatch, layers)
@@ -260,10 +268,10 @@ class Ledger:
             self._refuse(f"{action} {error}")
 
     def _move_versions(self, action: Action, stage: StageCost, moved: tuple[Subject, ...]) -> Effect | None:
-        """Weights of a microbatch in flight leave the device, or come back.
+        """Return the effect of moving weights of a microbatch in flight off the device, or back.
 
         Raises:
-            UsageError: they are none that could; names the action.
+            UsageError: the weights cannot move; the message names the action.
         """
         versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
         if versions is None or microbatch is None or place is None:
@@ -286,7 +294,7 @@ class Ledger:
         return None
 
     def _stash(self, action: Action, stage: StageCost) -> Effect | None:
-        """A copy of the weights, or forwards that begin to use it."""
+        """Return the effect of a copy of the weights, or of forwards that start to use it."""
         versions = self._versions.get(action.stage)
         if versions is None:
             self._refuse(f"{action} keeps weights for later steps, but this program ends with its step")
@@ -297,19 +305,26 @@ class Ledger:
             self._refuse(f"{action} {error}")
 
     def _check_here(self, action: Action, layers: tuple[int, int]) -> None:
-        """Refuse an action if what it needs of the state of its stage is away."""
+        """Check that the state which an action needs of its stage is on the device.
+
+        Raises:
+            UsageError: it is away.
+        """
         try:
             self._states[action.stage].conditions.check_here(action, layers)
         except UsageError as error:
             self._refuse(str(error))
 
     def _is_later(self, action: Action, stage: StageCost) -> bool:
-        """Whether all layers of this backward have gradients already."""
+        """Return whether all layers of this backward have gradients already."""
         layers = action.layers
         return self._born >= stage.layers if layers is None else self._born.issuperset(range(*layers))
 
     def _bears_gradients(self, action: Action, stage: StageCost) -> bool | frozenset[int]:
-        """Whether this backward is the step's first for its layers; or, where only owners keep gradients, for which."""
+        """Return whether this backward is the step's first for its layers.
+
+        If only owners keep gradients and some layers have them, the layers for which it is the first.
+        """
         if self._is_later(action, stage):
             return False
         layers = range(*(action.layers or (stage.start, stage.stop)))
@@ -322,7 +337,7 @@ class Ledger:
         return True
 
     def _collect(self, action: Action, stage: StageCost) -> Effect | None:
-        """A collective. Where only owners keep gradients, those of others are freed when their sum is joined."""
+        """Return the effect of a collective; the wait for a reduce-scatter frees other owners' gradients."""
         layers = range(*(action.layers or (stage.start, stage.stop)))
         summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
         if not action.wait and not self._born.issuperset(summed):
@@ -340,7 +355,7 @@ class Ledger:
         return effect(gradients=-sum(stage.rest.whole_bytes_of("gradients", n, n + 1) for n in others))
 
     def _gather(self, action: Action, stage: StageCost) -> Effect | None:
-        """Parameters come from their owners, or are freed where others own them."""
+        """Return the effect of an all-gather of parameters, or of freeing those of other owners."""
         try:
             first, end = action.layers or (stage.start, stage.stop)
             self._states[action.stage].conditions.check_here(action, (first, end))
@@ -352,7 +367,7 @@ class Ledger:
         return effect(parameters=sign * nbytes) if nbytes else None
 
     def _of_state(self, action: Action, stage: StageCost) -> Effect | None:
-        """An update, or a copy of state."""
+        """Return the effect of an update, or of a copy of state."""
         try:
             if action.kind is Kind.STEP:
                 return self._update(action, stage)
@@ -361,10 +376,10 @@ class Ledger:
             self._refuse(str(error))
 
     def _update(self, action: Action, stage: StageCost) -> Effect | None:
-        """An update of a stage or of a run of its layers, here or at a place.
+        """Return the effect of an update of a stage or of a run of its layers, here or at another place.
 
         Raises:
-            UsageError: it is not for this schedule, or what it needs does not exist.
+            UsageError: the schedule does not have this update, or its gradients or state do not exist.
         """
         if action.microbatch is not None and not self._program.endless:
             raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
@@ -384,20 +399,20 @@ class Ledger:
         return stage.rest.update(start, stop, first=self._is_first_update(action, layers))
 
     def _update_elsewhere(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
-        """An update at a place begins there, or has ended; nothing changes here."""
+        """Start or end an update at another place, which changes no bytes here."""
         self._states[action.stage].conditions.update_elsewhere(action, layers)
         if not action.wait:
             self._use_gradients(action, layers, stage)
 
     def _use_gradients(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
-        """An update uses the gradients of these layers up."""
+        """Consume the gradients of these layers in an update."""
         if not self._born.issuperset(n for n in range(*layers) if stage.keeps_gradients(n)):
             raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
         self._born.difference_update(range(*layers))
         self._complete.discard(action.stage)
 
     def _is_first_update(self, action: Action, layers: tuple[int, int]) -> bool:
-        """Whether this update creates the optimizer state of these layers."""
+        """Return whether this update creates the optimizer state of these layers."""
         before = self._stepped.intersection(range(*layers))
         if 0 < len(before) < layers[1] - layers[0]:
             raise UsageError(f"{action} is the first update for some of its layers only: cut all updates alike")
@@ -408,12 +423,13 @@ class Ledger:
         raise UsageError(f"device {self._device}: {reason}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a device's ledger tells of the first steps of its program.
+# ---- Readings
 
 
 class Reading(NamedTuple):
-    """The effects of the steps that differ, the actions of the last that name a place, and what is away before the
+    """Result of a device's ledger for the first steps of its program.
+
+    The effects of the distinct steps, the last step's actions that name a place, and state away before the
     first step.
     """
 
@@ -425,12 +441,12 @@ class Reading(NamedTuple):
 def reading(
     device: int, stages: Mapping[int, StageCost], programs: Sequence[UncheckedProgram], *, steps: int, distinct: int
 ) -> Reading:
-    """The reading of a device with these stages for `steps` steps, of which no more than `distinct` differ.
+    """Return the reading of a device with these stages for `steps` steps; at most `distinct` of them differ.
 
     The last of the programs repeats.
 
     Raises:
-        UsageError: an action uses what does not exist then.
+        UsageError: an action uses a tensor or state that does not exist at that time.
     """
     endless = programs[-1].endless
     ledger = Ledger(device, stages, programs[-1])

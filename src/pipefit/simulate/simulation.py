@@ -1,7 +1,8 @@
-"""A plan's program, simulated: the peaks, the seconds of every step, and the trace that has both.
+"""Simulation of a plan's program: peaks, the seconds of every step, and the trace with both.
 
-Planners may ask for one figure alone thousands of times; people ask for the trace. Peaks are exact where the profile
-is. Costs: one microsecond per action for the peaks, two to three with the seconds, six for a trace.
+Each result is computed at first use, since planners need single figures thousands of times. Peaks are as
+exact as the profile. Cost: one microsecond per action for the peaks, two to three with the seconds, six for a
+trace. `contents` lists the memory of a full device by layers and activations.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from pipefit.texts import counted
 
 
 def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = None) -> Trace:
-    """What devices do in the first `steps` training steps of `plan`, by `program` or those that `lower` makes of it.
+    """Simulate the first `steps` training steps of `plan`, by `program` or by its lowered programs.
 
-    Without `steps`, as many are simulated as differ (`pipefit.lowering.distinct_steps`): two, because optimizer state
-    is created in the first; under an endless schedule so many that the last is one of a full pipeline. Times are
-    seconds; the time of a memory sample is the start of its action. Memory that a device lends to others is allocated
-    before the first step. Warns (`PipefitWarning`) of operations in the profile whose kernels could not be measured:
-    the peaks are without what these take; and of a host, disk or lender with too little room for what is moved there.
+    By default, all distinct steps are simulated (`lowering.distinct_steps`): two, because the first one
+    creates optimizer state; under an asynchronous schedule, until the last is one of a full pipeline. Times
+    are in seconds; the time of a memory sample is the start of its action. Memory that a device lends to
+    others is allocated before the first step. Warns (`PipefitWarning`) about operations in the profile whose
+    kernels could not be measured, since the peaks lack their memory, and about a host, disk or lender with
+    too little room for moved tensors.
 
     Raises:
-        UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
+        UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist.
     """
     instance("plan", plan, Plan, "pipefit.load reads one")
     if program is not None:
@@ -57,7 +59,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
 
 
 class Simulation:
-    """One program with its clock and its ledgers; each part is computed when it is first asked for.
+    """Simulation of one program with its clock and its ledgers; each result is computed at first use.
 
     `costs` may be shared by all plans of the same profile and training: `Costs.of(plan)`.
     """
@@ -91,17 +93,17 @@ class Simulation:
 
     @property
     def actions(self) -> int:
-        """The actions in the programs of all steps that differ."""
+        """Number of actions in the programs of all distinct steps."""
         return sum(len(own) for program in self._programs for own in program.actions)
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
+        """Seconds of every step: from the end of the step before to its own end, each on the last device."""
         return self._times.step_seconds
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the last step in which every device computes."""
+        """Share of the last step in which every device computes."""
         return self._times.utilisation
 
     @cached_property
@@ -110,7 +112,7 @@ class Simulation:
         return tuple(self._peak(device) for device in self._devices)
 
     def trace(self) -> Trace:
-        """Events and memory samples of every device."""
+        """Return the events and memory samples of every device."""
         return Trace(
             source="simulated",
             steps=self.steps,
@@ -119,29 +121,29 @@ class Simulation:
             estimated=self.plan.measurement.estimated,
         )
 
-    # ---------------------------------------------------------------- ledger and clock
+    # ---- Ledger and clock
 
     @cached_property
     def effects(self) -> list[list[Effects]]:
-        """The memory effects of every device: those of every step that differs, the last for any later one."""
+        """Memory effects of every device in every distinct step; later steps repeat the last one."""
         return [reading.effects for reading in self._readings]
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
-        """The memory that devices and hosts lend to devices."""
+        """Memory that devices and hosts lend to devices."""
         hosts = [device.host for device in self.plan.cluster.devices]
         return arenas([self._placed(device) for device in self._devices], self._moved_bytes, hosts)
 
     def _placed(self, device: int) -> list[Action]:
-        """The actions of a device that name a place, in all steps that differ, however many are simulated."""
-        placed = self._readings[device].placed  # the ledger comes first: it refuses what moves nothing that is known
+        """Return the actions of a device that name a place, in all distinct steps."""
+        placed = self._readings[device].placed  # the ledger first: it refuses moves of unknown tensors
         if not self.program.endless:
             return placed
         return [action for program in self._programs for action in program.actions[device] if action.place is not None]
 
     @property
     def clock(self) -> Clock:
-        """When every action and transfer begins and ends."""
+        """Start and end times of every action and transfer."""
         return self._times.clock
 
     @cached_property
@@ -154,7 +156,7 @@ class Simulation:
         assert self.effects, (
             "the ledger comes first: it refuses actions to which the timed program could give no seconds"
         )
-        # The steps of an endless schedule overlap, so that they are one program to the clock
+        # The steps of an asynchronous schedule overlap, so they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
         cluster, placement = self.plan.cluster, self.program.placement
         readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes[n]) for n in self._devices)
@@ -162,15 +164,15 @@ class Simulation:
         return TimedProgram(timed, cluster, message_sizes(self.plan, placement, self._storages))
 
     def _of_device(self, device: int) -> dict[int, StageCost]:
-        """The costs of the stages of a device."""
+        """Return the costs of the stages of a device."""
         return {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
 
     def _rests_of(self, device: int) -> dict[int, StageRest]:
-        """What a device has of its stages, whatever is in flight."""
+        """Return the state of a device's stages, which does not depend on microbatches in flight."""
         return {number: stage.rest for number, stage in self._of_device(device).items()}
 
     def _of_step(self, step: int) -> Program:
-        """The program of a step."""
+        """Return the program of a step."""
         return self._programs[min(step, len(self._programs) - 1)]
 
     @property
@@ -179,14 +181,14 @@ class Simulation:
 
     @cached_property
     def _readings(self) -> list[Reading]:
-        """What the ledger of every device tells."""
+        """Ledger reading of every device."""
         how = {"steps": self.steps, "distinct": self._distinct}
         return [reading(device, self._of_device(device), self._programs, **how) for device in self._devices]
 
-    # ---------------------------------------------------------------- memory
+    # ---- Memory
 
     def _changes(self, device: int, steps: int) -> Iterator[Change]:
-        """The effects of a device's first `steps` steps."""
+        """Yield the effects of a device's first `steps` steps."""
         last = len(self.effects[device]) - 1
         for step in range(steps):
             for position, effect in self.effects[device][min(step, last)]:
@@ -202,7 +204,7 @@ class Simulation:
         return highest(self._at_rest(device), changes)
 
     def _rows(self, device: int, names: list[list[str]]) -> list[Row]:
-        """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
+        """Return a row for every action that changes a device's memory or needs temporary bytes, in order of time."""
         changes, starts = list(self._changes(device, self.steps)), self._times.starts(device)
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)
@@ -213,7 +215,7 @@ class Simulation:
             for (step, position, _), levels in zip(changes, peaks(rest, changes), strict=True)
         ]
 
-    # ---------------------------------------------------------------- the trace
+    # ---- Trace
 
     def _device_trace(self, device: int) -> DeviceTrace:
         known = [list(map(str, program.actions[device])) for program in self._programs]
@@ -232,13 +234,13 @@ class Simulation:
         )
 
     def _busy(self, device: int) -> Iterator[tuple[float, float, int, int, Stream]]:
-        """Start, end, step, position and stream of everything on a device that takes time."""
+        """Yield start, end, step, position and stream of everything on a device that takes time."""
         codes, _, transfers = self._timed_program.devices[device]
         clock, transfers_per_turn = self.clock, len(self._timed_program.parts)
         before, starts = [0.0, *clock.after[device]], self._times.starts(device)
         for step in range(self.steps):
             for number in range(starts[step], starts[step + 1]):
-                turn, place = divmod(number, len(codes))  # the clock may have run the same actions several times
+                turn, place = divmod(number, len(codes))  # the clock may have repeated the same actions
                 code, position = codes[place], number - starts[step]
                 if code in (NOTHING, JOIN):
                     continue
@@ -253,7 +255,11 @@ class Simulation:
 
 
 def _check(plan: Plan, program: Program, steps: int) -> None:
-    """Refuse a program of another plan."""
+    """Check that a program belongs to its plan.
+
+    Raises:
+        UsageError: stages, microbatches, devices or steps do not match.
+    """
     whole("steps", steps, 1, MOST_STEPS)
     for what, of_plan, of_program in (
         ("stage", len(plan.stages), program.stages),
@@ -273,21 +279,19 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     check_slices(plan, None)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Why a device is full: what every layer has in its memory as the action begins at which it is fullest.
+# ---- Contents of a device
 #
 #     for row in contents(plan, device=0).layers: ...
 #
-# Costs: the time of one simulation, and that of one more walk through the programs of the devices that are
-# asked for.
+# Cost: one simulation, and one more walk through the programs of the requested devices.
 
 
 class LayerContents(NamedTuple):
-    """Bytes of one layer. A state that a decision moves counts as none: it comes and goes.
+    """Bytes of one layer, without state that a decision moves, which comes and goes.
 
-    `parameter_bytes` are with buffers and constants, `copy_bytes` those of half-precision copies of weights.
-    `activation_bytes` are of what the layer has made and a backward still needs, in so many `microbatches`. Layer None
-    has what came from the stage before, or from the data.
+    `parameter_bytes` include buffers and constants, `copy_bytes` are those of half-precision copies of
+    weights. `activation_bytes` are those of activations of the layer that a backward still needs, over
+    `microbatches` microbatches. Layer None has the inputs from the stage before, or from the data.
     """
 
     layer: int | None
@@ -300,16 +304,16 @@ class LayerContents(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """Sum of all bytes."""
         state = self.parameter_bytes + self.copy_bytes + self.gradient_bytes + self.optimizer_bytes
         return state + self.activation_bytes
 
 
 class TensorContents(NamedTuple):
-    """An activation of a layer, of so many bytes in each of its `microbatches`.
+    """Activation of a layer, with `nbytes` in each of its `microbatches`.
 
-    `operation` is autograd's that keeps it first, with its shape; both are empty where nothing does: what is handed on.
-    Layer None has what came from the stage before, or from the data.
+    `operation` is the first autograd operation that keeps it, with its shape; both are empty for values that
+    are only passed on. Layer None has the inputs from the stage before, or from the data.
     """
 
     layer: int | None
@@ -320,7 +324,7 @@ class TensorContents(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What is on a device as an action begins, by layers and by activations, and the bytes at the action's peak."""
+    """Memory of a device at the start of an action, by layers and by activations, and the action's peak."""
 
     peak: MemorySample
     layers: tuple[LayerContents, ...]
@@ -328,14 +332,16 @@ class Contents(NamedTuple):
 
 
 def contents(plan: Plan, device: int) -> Contents | None:
-    """What fills a device at its peak; None for a device without a stage."""
+    """Return the contents of a device at its peak; None for a device without a stage."""
     return contents_at(plan, device, simulate(plan).devices[device].peak)
 
 
 def contents_at(plan: Plan, device: int, moment: MemorySample | None) -> Contents | None:
-    """What fills a device as an action of a step begins, by the plan's account; None for a device without a stage.
+    """Return the contents of a device at the start of an action; None for a device without a stage.
 
-    Steps behind those that differ are alike, so that of a moment in one of them the last that differs is told.
+    Computed from the plan, not measured. Also None if the plan's programs lack the action, for example during
+    an evaluation. Steps after the distinct ones are equal, so their contents are those of the last distinct
+    one.
     """
     programs = step_programs(plan)
     if moment is None or moment.action not in map(str, programs[-1].actions[device]):  # of an evaluation, for example
@@ -344,7 +350,7 @@ def contents_at(plan: Plan, device: int, moment: MemorySample | None) -> Content
 
 
 def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
-    """The same for every device; `trace` is that of the plan's simulation."""
+    """Return the contents of every device at its peak; `trace` is that of the plan's simulation."""
     programs, costs = step_programs(plan), Costs.of(plan)
     return [_contents(plan, device, one.peak, programs, costs) for device, one in enumerate(trace.devices)]
 
@@ -372,7 +378,7 @@ def _contents(
 
 
 def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
-    """The states of layers that decisions move."""
+    """Return the states of layers that decisions move."""
     found = set()
     for decision in plan.decisions:
         if decision.stage == stage and isinstance(decision.subject, State):
@@ -382,7 +388,7 @@ def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
 
 
 def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, int]]) -> list[LayerContents]:
-    """The layers of a stage, after what came from elsewhere."""
+    """Return the layers of a stage, after the inputs from elsewhere."""
     flights, born, stepped = ledger.contents(number)
     gathered, rest = ledger.gathered(number), cost.rest
     saved, counts = Counter[int](), Counter[int]()
@@ -409,7 +415,7 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
 
 
 def _tensors(ledger: Ledger, number: int, cost: StageCost) -> Iterator[TensorContents]:
-    """The activations of a stage, each kind of instance once."""
+    """Yield the activations of a stage, each kind of instance once."""
     found = Counter[tuple[int, int, int]]()
     for residency in ledger.contents(number)[0]:
         found.update(Working(cost.storages, residency).kept())
@@ -421,7 +427,7 @@ def _tensors(ledger: Ledger, number: int, cost: StageCost) -> Iterator[TensorCon
 
 
 def _positions(cost: StageCost, layer: int) -> range:
-    """The position of a layer; the loss counts with the last one."""
+    """Return the positions of a layer; the loss counts with the last one."""
     first = layer - cost.start
     return range(first, cost.storages.count if layer == cost.stop - 1 else first + 1)
 

@@ -1,17 +1,17 @@
-"""A program prepared for the clock: what every device does (`simulate.timed_program`), and the transfers between them.
+"""Programs prepared for the clock: the actions of every device, and the transfers between them.
 
-A wire is a number, that of one direction of a link. A transfer has one part for each member of its place, with seconds
-and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
-they were issued, as the runtime queues them (`pipefit.runtime.offload.cuda`); messages have no stream and wait for
-their wires alone. What a host updates for a device is a third stream, and the memory of the host is the wire on which
-the updates of several devices wait for each other.
+A wire is a number for one direction of a link. A transfer has one part for each member of its place, with its
+own seconds and wires. The copies of a device run in two streams, one outward and one inward, each in the
+order of issue, as the runtime queues them (`runtime.offload.cuda`); messages have no stream and wait only for
+their wires. Updates by a host for a device are a third stream, and the memory of the host is the wire on
+which the updates of several devices wait for each other.
 
-A device that is a CPU core carries itself what it sends or copies, and makes itself the updates at a place: as it
-begins to, it computes nothing for as long as that takes. And gloo sends every tensor of a collective for itself, each
-with delays of its own; NCCL sends them as one.
+A device that is a CPU core carries its sends and copies itself, and makes updates at a place itself: it does
+not compute during these. Gloo sends every tensor of a collective separately, each with its own delays; NCCL
+sends all tensors as one.
 
-Of transfers that become ready at once, the one of the lower number goes first: collectives come behind all others.
-Where devices stand for others (`simulate.equal_devices`), so do transfers and wires.
+Of transfers that become ready at once, the one with the lower number goes first; collectives come after all
+others. If devices represent others (`simulate.equal_devices`), so do transfers and wires.
 """
 
 from __future__ import annotations
@@ -31,34 +31,32 @@ from pipefit.schema.program import UncheckedProgram
 from pipefit.simulate.equal_devices import Alike
 from pipefit.timing import Exchange, brought_by_owners, sum_for_all, sum_for_owners
 
-# ----------------------------------------------------------------------------------------------------
-# What one device does, prepared for the clock: for every action a code, its seconds, and the transfer it
-# starts or joins.
+# ---- One device
 #
-# Transfers that only this device knows, copies and updates at a place, have their seconds and wires here.
-# Messages and collectives have other ends, and are found by what they are (`simulate.timed_program`).
+# Transfers of one device, which are copies and updates at a place, have their seconds and wires here.
+# Messages and collectives have other ends, and are identified by a key.
 
-NOTHING, COMPUTE, POST, RECEIVE, COPY, JOIN = range(6)  # a receive is posted like what the device gives
-STARTS = frozenset({POST, RECEIVE, COPY})  # a transfer
+NOTHING, COMPUTE, POST, RECEIVE, COPY, JOIN = range(6)  # a receive is posted like a send
+STARTS = frozenset({POST, RECEIVE, COPY})  # codes that start a transfer
 STREAMS = 3  # of every device: copies outward, copies inward, updates at a place
 
-# Seconds, the names of wires, and the part of its rate that is left while the other direction of each wire is busy
+# Seconds, the names of wires, and the part of its rate that each keeps while its other direction is busy
 NamedPart = tuple[float, tuple[str, ...], tuple[float, ...]]
 NamedParts = tuple[NamedPart, ...]
 
 
 class Own(NamedTuple):
-    """A transfer of this device alone: its parts, and its stream; -1 where it copies nothing."""
+    """Transfer of this device alone: its parts and its stream; stream -1 if it copies nothing."""
 
     parts: NamedParts
     stream: int
 
 
 class Collected(NamedTuple):
-    """An end of a collective: what it is, the how manieth of it this is, the bytes that every member has, and in how
-    many messages these go: NCCL sends them as one, gloo every tensor for itself.
+    """One end of a collective: its key, its occurrence number, the bytes of every member, and its messages.
 
-    Where the `replicas` of a stage own `shares` of them, it `reduces` to the owners, or brings theirs to all.
+    NCCL sends all tensors as one message, gloo one message for each tensor. If the `replicas` of a stage own
+    `shares` of the bytes, it is a reduce-scatter to the owners (`reduces`), or an all-gather from them.
     """
 
     what: Hashable
@@ -71,7 +69,7 @@ class Collected(NamedTuple):
 
 
 class TimedDevice(NamedTuple):
-    """The actions of one device: a code, seconds and the number of a transfer for each, -1 where it has none."""
+    """Actions of one device: a code, seconds and the number of a transfer for each, -1 without a transfer."""
 
     codes: list[int]
     seconds: list[float]
@@ -80,7 +78,7 @@ class TimedDevice(NamedTuple):
 
 
 class DeviceReader:
-    """Reads what one device does."""
+    """Reader of the actions of one device."""
 
     def __init__(
         self,
@@ -92,11 +90,11 @@ class DeviceReader:
     ) -> None:
         self._device, self._program, self._cluster, self._stages = device, program, cluster, stages
         self._moved_bytes = moved_bytes
-        self._turns: Counter[tuple[Hashable, int]] = Counter()  # how often a stage started a collective
+        self._turns: Counter[tuple[Hashable, int]] = Counter()  # number of collectives that a stage has started
         self._copies: dict[tuple[bool, int, Place | None], Own] = {}
 
     def read(self, actions: tuple[Action, ...]) -> TimedDevice:
-        """What these actions are to the clock; collectives are counted from the first of them."""
+        """Return these actions for the clock; collectives are counted from the first action."""
         self._turns.clear()
         codes, seconds, transfers, starts = timed = TimedDevice([], [], [], [])
         open_starts: dict[tuple[object, ...], int] = {}
@@ -120,7 +118,7 @@ class DeviceReader:
         return timed
 
     def _begun(self, action: Action, *, copies: bool) -> Message | Collected | Own | None:
-        """The transfer that an action begins, if it does; parameters that `copies` says are unchanged are not moved."""
+        """Return the transfer that an action starts, if any; without `copies`, unchanged parameters do not move."""
         kind = action.kind
         if kind in MESSAGES:
             return message_of(self._device, action, self._program.placement)
@@ -131,11 +129,11 @@ class DeviceReader:
         return self._update(action) if kind is Kind.STEP and action.place is not None else None
 
     def collected(self, action: Action) -> Collected:
-        """The end of a collective that an action begins; asked for in the order in which the device begins them."""
+        """Return the end of a collective that an action starts; call it in the device's order of collectives."""
         what = collective(action)
         turn = self._turns[what, action.stage]
         self._turns[what, action.stage] += 1
-        named = action.place.members if action.place is not None else ()  # those that hold the same shard
+        named = action.place.members if action.place is not None else ()  # members that hold the same shard
         replicas = tuple(member.number or 0 for member in named) or self._program.placement[action.stage]
         stage = self._stages[action.stage]
         shares = stage.owned_bytes(action, len(replicas))
@@ -167,7 +165,7 @@ class DeviceReader:
             yield route.seconds(share), route.wires, route.slowed
 
     def _update(self, action: Action) -> Own:
-        """An update that a host makes for this device, on the wire that is the host's memory."""
+        """Return an update by a host for this device, on the wire that is the host's memory."""
         assert action.place is not None, "only updates at a place run in the background"
         number = action.place.members[0].number
         number = self._host if number is None else number
@@ -179,15 +177,15 @@ class DeviceReader:
         return self._cluster.devices[self._device].host
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- All devices
 
-# Seconds, wires, and the part of its rate that is left while the other direction of each wire is busy
+# Seconds, wires, and the part of its rate that each keeps while its other direction is busy
 Part = tuple[float, tuple[int, ...], tuple[float, ...]]
 Parts = tuple[Part, ...]
 
 
 class TimedActions(NamedTuple):
-    """The actions of one device: a code, seconds and the number of a transfer for each, -1 where it has none."""
+    """Actions of one device: a code, seconds and the number of a transfer for each, -1 without a transfer."""
 
     codes: list[int]
     seconds: list[float]
@@ -195,7 +193,7 @@ class TimedActions(NamedTuple):
 
 
 class TimedProgram:
-    """The actions of all devices, or of those that stand for all as `alike` says, and the transfers between them."""
+    """Actions of all devices, or of those that represent all, and the transfers between them."""
 
     def __init__(
         self,
@@ -212,16 +210,16 @@ class TimedProgram:
         self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
         self._own_parts: dict[NamedParts, Parts] = {}
         self.parts: list[Parts] = []
-        # The stream of every transfer: of a copy STREAMS * device outward and one more inward, of an update at a place
-        # two more, -1 of all others
+        # Stream of every transfer: STREAMS * device for outward copies, plus 1 for inward copies, plus 2 for
+        # updates at a place; -1 for all others
         self.streams: list[int] = []
-        self.ends: list[int] = []  # how many devices must start it before it is ready
+        self.ends: list[int] = []  # number of devices that must start it before it is ready
         numbers = [[self._number(begun) for begun in device.started] for device in devices]
         self.devices = [self._numbered(device, own) for device, own in zip(devices, numbers, strict=True)]
 
     @property
     def opposite(self) -> list[int]:
-        """For every wire that transfers use, the other direction of its link; -1 if that slows nothing."""
+        """For every wire of transfers, the other direction of its link; -1 if that slows nothing."""
         if all(one == 1.0 for part in chain.from_iterable(self.parts) for one in part[2]):
             return [-1] * len(self._wires)
         stands = self._alike.wires if self._alike is not None else {}
@@ -229,21 +227,21 @@ class TimedProgram:
         return [self._wires.get(stands.get(name, name), -1) if name is not None else -1 for name in others]
 
     def _numbered(self, device: TimedDevice, numbers: list[int]) -> TimedActions:
-        """The actions of one device, with the numbers that transfers have in the program."""
+        """Return the actions of one device, with the program's numbers of transfers."""
         for own, begun in enumerate(device.started):
             if isinstance(begun, Collected):
                 numbers[own] = self._collective(begun)
-        numbers.append(-1)  # that of no transfer
+        numbers.append(-1)  # the number of no transfer
         transfers = [numbers[own] for own in device.transfers]
         seconds = [*map(self._taken, device.codes, device.seconds, transfers)] if self._on_cores else device.seconds
         return TimedActions(device.codes, seconds, transfers)
 
     def _taken(self, code: int, seconds: float, transfer: int) -> float:
-        """The seconds that an action takes a core, which does itself what it begins."""
+        """Return the seconds of an action on a CPU core, which carries the transfers that it starts."""
         return max((part[0] for part in self.parts[transfer]), default=0.0) if code in (POST, COPY) else seconds
 
     def _number(self, begun: Message | Collected | Own) -> int:
-        """The number of what a device begins, -1 where that is an end of a collective."""
+        """Return the number of a started transfer, -1 for an end of a collective."""
         if isinstance(begun, Message):
             begun = self._alike.message(begun) if self._alike is not None else begun
             number = self._numbers.get(begun)
@@ -258,21 +256,21 @@ class TimedProgram:
         return self._add(parts, ends=1, stream=begun.stream)
 
     def _collective(self, begun: Collected) -> int:
-        """The number of a collective of which this is an end."""
+        """Return the number of the collective with this end."""
         key = begun.what, begun.turn
         if key not in self._numbers:
             self._numbers[key] = self._exchange(begun)
         return self._numbers[key]
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
-        """The number of a new transfer."""
+        """Add a transfer and return its number."""
         self.parts.append(parts)
         self.streams.append(stream)
         self.ends.append(ends)
         return len(self.parts) - 1
 
     def _message(self, message: Message) -> int:
-        """The number of a new message; it has no parts between stages of one device."""
+        """Return the number of a new message; between stages of one device it is without parts."""
         forward, receiver, _, part, source, target = message
         key = forward, receiver, part, source, target
         parts = self._message_parts.get(key)
@@ -283,7 +281,7 @@ class TimedProgram:
         return self._add(parts, ends=2)
 
     def _exchange(self, begun: Collected) -> int:
-        """The number of a new collective, of which every wire is a part, with the delay of all messages."""
+        """Return the number of a new collective; every wire is a part, with the delay of all messages."""
         begin = self._members[begun.what]
         members = begin if self._alike is None else self._alike.those_of(begin)
         exchange = exchange_of(self._cluster, members, begun)
@@ -302,7 +300,7 @@ class TimedProgram:
 
 
 def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
-    """What a collective is: a sum for all, sums for owners, or what owners bring to all."""
+    """Return the exchange of a collective: an all-reduce, a reduce-scatter or an all-gather."""
     if begun.shares is None:
         found = sum_for_all(cluster, members, begun.nbytes)
     else:
@@ -311,7 +309,7 @@ def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Excha
 
 
 def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:
-    """The devices that take part in every collective, one for each stage of each that does."""
+    """Return the devices that take part in every collective, once for each of their stages."""
     found: dict[Hashable, list[int]] = {}
     for number, device in enumerate(devices):
         for begun in device.started:
