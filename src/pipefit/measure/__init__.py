@@ -1,5 +1,7 @@
-"""Meters count the memory of a device while it runs: `cpu.Meter` for tensors on the CPU, real or fake, and
-`cuda.CudaMeter` for a GPU, which reads the figures of its allocator.
+"""Memory meters of a running device, and the memory of CPU kernels.
+
+`cpu.Meter` counts tensors on the CPU, real or fake; `cuda.CudaMeter` reads the statistics of a GPU's
+allocator.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from pipefit.schema.trace import AllocatorPeaks, Category, MemorySample
 
 
 class MemoryMeter(AbstractContextManager[Any], Protocol):
-    """What a runtime calls while it executes the actions of a program on a metered device.
+    """Interface through which a runtime reports the actions of a program on a metered device.
 
-    `allocator` are the peaks of the device's caching allocator; None where it has none.
+    `allocator` are the peaks of the device's caching allocator; None if it does not have one.
     """
 
     @property

@@ -1,12 +1,14 @@
-"""The meter: counts the bytes of one device by category, as storages are allocated and freed, and enforces its cap.
+"""The CPU meter: counts the bytes of one device by category, as storages are allocated and freed, and
+enforces its cap.
 
-A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, and watches each storage that one of
-them allocates through a weak reference. Views and operations in place allocate none, so that a tensor of somebody else
-is not counted because it was used. What a CPU kernel allocates and frees within one operation cannot be seen from
-outside; it is looked up in `pipefit.measure.kernels` and counted as workspace. When the sum passes the cap, the meter
-raises a `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such a meter.
+A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, and watches each storage that
+an operation allocates through a weak reference. Views and in-place operations allocate none, so a tensor from
+elsewhere is not counted when it is used. Memory that a CPU kernel allocates and frees within one operation is
+invisible from outside; it is looked up in `measure.kernels` and counted as workspace. When the sum exceeds
+the cap, the meter raises a `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such
+a meter.
 
-Costs about ten microseconds an operation. Real GPUs have the figures of their own allocator (`pipefit.measure.cuda`).
+Costs about ten microseconds an operation. Real GPUs have their allocator's statistics (`measure.cuda`).
 """
 
 from __future__ import annotations
@@ -25,46 +27,45 @@ from pipefit.measure.kernels import Kernels
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# A forward that is recorded as in training, but keeps nothing for a backward: that of a run to be recomputed.
+# ---- Forwards that record a graph but save nothing, for runs that will be recomputed
 #
-# Some kernels (attention, recurrent layers, matrix products) differ in their last bits where no graph is
-# recorded, so a forward that will run again records one, and drops what it would save. Numbers are the
-# exception: for the backward of `x * 2.0` autograd keeps the 2.0 as long as the graph exists, which a meter
-# must know.
+# Some kernels (attention, recurrent layers, matrix products) differ in their last bits without a graph, so a
+# forward that will run again records one, and drops all saved tensors. Numbers are the exception: for the
+# backward of `x * 2.0` autograd keeps the 2.0 as long as the graph exists, which a meter must count.
 
 
 @contextmanager
 def saving_nothing() -> Iterator[None]:
-    """Inside, autograd records a graph that keeps no tensors, so that it cannot run backward."""
+    """Record a graph in the body that saves no tensors, so it cannot run backward."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _nothing):
         yield
 
 
 def saves_nothing() -> bool:
-    """Whether this is inside `saving_nothing`."""
+    """Return whether the caller is inside `saving_nothing`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0] is _drop
 
 
 def _drop(tensor: Tensor) -> None:
-    """What is saved instead of a tensor."""
+    """Save None instead of a tensor."""
 
 
 def _nothing(_: None) -> NoReturn:
     raise AssertionError("a forward that saves nothing has no backward")
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The meter
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
-_LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
-_DEVICE = torch.ops.prim.device.default  # asked of fake tensors, more often than all operations together
-_COLLECTIVES = "c10d"  # these return the tensors they were given, which may be no memory of their own
+_LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema; `torch.tensor(...)` calls it on its result
+_DEVICE = torch.ops.prim.device.default  # called on fake tensors, more often than all other operations together
+_COLLECTIVES = "c10d"  # these return their arguments, which may be views
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 
-# For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
+# For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation
+# returns.
 _KEEP_SCALAR = frozenset(
     {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
 )
@@ -72,7 +73,7 @@ SCALAR_BYTES = 8
 
 
 class OverCap(torch.OutOfMemoryError):
-    """An allocation of `asked_bytes` passed the cap of a meter, whose bytes have it already."""
+    """An allocation of `asked_bytes` exceeded the cap of a meter, which already counts it."""
 
     def __init__(self, sentence: str, asked_bytes: int) -> None:
         super().__init__(sentence)
@@ -80,7 +81,7 @@ class OverCap(torch.OutOfMemoryError):
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
-    """A living storage: where it is in the ledger, its bytes, and the position of its category."""
+    """A live storage: its key in the ledger, its bytes, and the position of its category."""
 
     __slots__ = ("category", "key", "nbytes")
     key: int
@@ -100,10 +101,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: its number, for messages.
         cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
-        kernels: what the CPU's kernels take, which is added, and how their results lie in memory, which fake results
-            follow; None for other targets.
-        place: where the device's memory is: tensors elsewhere, such as what an optimizer keeps on the host beside a
-            GPU, are not counted. None counts all.
+        kernels: the workspaces of CPU kernels, which are added, and the layouts of their results, which fake results
+            get; None for other targets.
+        place: the device of the memory: tensors elsewhere, such as optimizer states on the host of a GPU, are not
+            counted. None counts all.
     """
 
     def __init__(
@@ -124,15 +125,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, Tracked] = {}
         self._scalars = Counter[tuple[torch.Size, float]]()
         self._spent = 0
-        self._unsaved_numbers = 0  # numbers of a graph that saves nothing, until it is dropped
+        self._unsaved_numbers = 0  # numbers kept by graphs that save nothing, until they are dropped
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
 
-    # ---------------------------------------------------------------- called by whoever runs a program
+    # ---------------------------------------------------------------- called by the runtime
 
     def begin(self, action: str) -> None:
-        """`action` begins: the peak restarts at the present level."""
+        """Begin `action`: the peak restarts at the present level."""
         self.action = action
         if self.kernels is not None:
             self.kernels.refresh()
@@ -141,9 +142,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
-        """The action has ended. What it allocated and did not free counts as `category` unless it is tagged already.
+        """End the action, and return its peak.
 
-        Returns the action's peak.
+        Memory that it allocated and did not free counts as `category` unless it is tagged already.
         """
         for tracked in self._born:
             if tracked.category == _TEMPORARY and tracked() is not None:
@@ -152,7 +153,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Count the storages of these tensors as `category` from now on, also storages that were not counted before."""
+        """Count the storages of these tensors as `category` from now on, including storages that were not
+        counted before.
+        """
         for tensor in tensors:
             if tensor is not None and self._is_here(tensor):
                 self._move(self._track(tensor), _POSITION[category])
@@ -165,7 +168,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._reach(self.total, nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage by its present size."""
+        """Update a storage to its present size."""
         tracked = self._live.get(storage._cdata)
         if tracked is not None and tracked.nbytes != storage.nbytes():
             self._resize(tracked, storage.nbytes())
@@ -174,7 +177,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what torch.compile would make of a meter is of no interest, and every operation would pay
+        return False  # a meter is not compiled, and the check would cost time in every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +185,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0].device if func is _DEVICE else self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and count what it allocated."""
+        """Run an operation, and count its allocations."""
         if self._spent:
             self._release_scalars()
         before = self.total
@@ -198,9 +201,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _scalar(self, tensor: Tensor, value: float) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
 
-        The operation has just run. If it was recorded for a backward, the tensor exists from now on. If it was part of
-        a backward, it has used such a tensor, which is freed when the backward goes on to its next operation; its bytes
-        are returned, because the kernel used this tensor instead of making one. In any other forward there is none.
+        The operation has just run. If it was recorded for a backward, the tensor exists from now on. If it
+        was part of a backward, it used such a tensor, which is freed before the next operation of the
+        backward; its bytes are returned, because the kernel used this tensor instead of making one. In any
+        other forward there is none.
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -211,7 +215,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hold_scalars(1)
         elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
             self._scalars[key] -= 1
-            self._spent += 1  # freed with its node of the graph, before the next operation
+            self._spent += 1  # freed with its graph node, before the next operation
             return SCALAR_BYTES
         return 0
 
@@ -226,26 +230,28 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._reach(self.total, SCALAR_BYTES * number)
 
     def drop_graph(self) -> None:
-        """The graph of a forward that saved nothing is gone, and so are the numbers that it kept."""
+        """Free the numbers that the graph of a forward under `saving_nothing` kept."""
         self._hold_scalars(-self._unsaved_numbers)
         self._unsaved_numbers = 0
 
     def forget_graphs(self) -> None:
-        """The graphs recorded so far are gone without a backward: so are the numbers they kept."""
+        """Free the numbers of all graphs recorded so far, which were dropped without a backward."""
         self.drop_graph()
         self._hold_scalars(-self._spent - self._scalars.total())
         self._spent = 0
         self._scalars.clear()
 
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Count what an operation allocated. Returns the bytes of a number in its arguments that autograd had kept."""
+        """Count an operation's allocations; return the bytes of a number in its arguments that autograd had
+        kept.
+        """
         kept = 0
         if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
             kept = self._scalar(args[0], args[1])
         if not isinstance(out, Tensor):
             if not func.is_view and func.namespace != _COLLECTIVES:
                 self._track_all(out)
-        elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
+        elif args and out is args[0] and func is not _LIFT:  # in place: not new, but maybe resized
             self.resized(out.untyped_storage())
         elif (not func.is_view or func is _LIFT) and self._is_here(out):
             self._track(out)
@@ -255,7 +261,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._place is None or tensor.device.type == self._place
 
     def _keeps_numbers(self, tensor: Tensor) -> bool:
-        """Whether what autograd keeps of a number that this tensor is multiplied by counts: it is on the host."""
+        """Return whether the number that autograd keeps for a product with this tensor counts: it is on the
+        host.
+        """
         return tensor.device.type == "cpu" and self._is_here(tensor)
 
     def _track_all(self, items: Any) -> None:
@@ -269,7 +277,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._track_all(item)
 
     def _take(self, level: int, asked: int) -> None:
-        """A kernel has taken `asked` bytes, so that the level was as high."""
+        """Count a kernel's workspace, the latest allocation (`asked` bytes), with which memory reached
+        `level`.
+        """
         if level > self._peak:
             self._reach(level, asked)
 
@@ -307,9 +317,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked.category = category
 
     def _reach(self, level: int, asked: int) -> None:
-        """Note a new highest level of the action, of which a kernel takes `level - total` for itself.
+        """Record a new highest level of the action, including `level - total` bytes of kernel workspace.
 
-        `asked` is what has just been asked for.
+        The latest allocation, in bytes, is passed on to the error.
+
+        Raises:
+            OverCap: the level exceeds the cap.
         """
         self._peak, self._peak_bytes = level, list(self.bytes)
         self._peak_bytes[_WORKSPACE] += level - self.total

@@ -1,8 +1,8 @@
-"""The meter of a CUDA device, which reads the figures of torch's caching allocator.
+"""The meter of a CUDA device, which reads the statistics of torch's caching allocator.
 
-`requested` bytes, those of tensors, are what pipefit predicts. What the allocator has `allocated` for them, rounded,
-and `reserved`, and what the process takes in total with context, libraries and communicators, are other numbers;
-`memory_figures` gives all of them. cuBLAS's workspaces come from the allocator, and are requested bytes of its own.
+pipefit predicts `requested` bytes, those of tensors. Bytes that the allocator has `allocated` for them,
+rounded up, and `reserved`, and the process total with context, libraries and communicators are other numbers;
+`memory_figures` returns all of them. cuBLAS workspaces come from the allocator, and are requested bytes too.
 """
 
 from __future__ import annotations
@@ -21,36 +21,34 @@ from pipefit.measure.cpu import Tracked
 from pipefit.memory.cuda_allocator import ENVIRONMENT
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
 
-# ----------------------------------------------------------------------------------------------------
-# Seconds of what a GPU computes, from pairs of events on its computing stream.
+# ---- GPU time, from pairs of events on the compute stream
 #
-# The host launches kernels ahead of the GPU, so that its own clock tells when they were launched. An event is
-# queued behind them and keeps the time at which the GPU comes to it. Events cost microseconds each and make
-# nobody wait, until their times are read: once a step, when the step's result has come and the GPU has passed
-# them all.
+# The host launches kernels ahead of the GPU, so its clock shows launches. An event is queued after the
+# kernels and records the time at which the GPU reaches it. Events cost microseconds each and do not block
+# until they are read: once a step, when the step's result has arrived and the GPU has passed all events.
 
 Mark = torch.cuda.Event
 _MILLISECOND = 1e-3
 
 
 class HostWatch:
-    """A stopwatch for what computes while the host waits: its marks are the host's own seconds."""
+    """A stopwatch for work that the host waits for: its marks are host seconds."""
 
     def mark(self) -> float:
-        """The present moment."""
+        """Return the present time."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        """The seconds of moments."""
+        """Return the seconds of marks."""
         return list(marks)
 
 
 class Stopwatch:
-    """Marks moments on the current stream of `device`, and reads them in seconds of `clock`.
+    """Marks times on the current stream of `device`, and reads them in seconds of `clock`.
 
     Args:
-        clock: the host's, with which the GPU's is compared once, before the first mark.
-        event: makes an event with timing; a `torch.cuda.Event` unless given.
+        clock: the host's clock, with which the GPU's is compared once, before the first mark.
+        event: makes an event with timing; by default a `torch.cuda.Event`.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Stopwatch:
         self._known: tuple[Mark, float] | None = None
 
     def mark(self) -> Mark:
-        """The moment at which the GPU has done what it was given so far."""
+        """Mark the time at which the GPU completes the work queued so far."""
         if self._known is None:
             first = self._recorded()
             first.synchronize()
@@ -72,10 +70,10 @@ class Stopwatch:
         return self._recorded()
 
     def read(self, marks: Sequence[Mark]) -> list[float]:
-        """The seconds of moments, in the order in which they were marked. Waits for the last.
+        """Return the seconds of marks, in the order in which they were made. Waits for the last.
 
-        Events tell the time between two of them in milliseconds of 32 bits: so each is counted from the latest that is
-        known, and not from the first.
+        The time between two events is a 32-bit float in milliseconds, so each mark is counted from the latest
+        known one, not from the first.
         """
         if self._known is None or not marks:
             return []
@@ -86,7 +84,7 @@ class Stopwatch:
         return found
 
     def has_come_to(self, mark: Mark) -> bool:
-        """Whether the GPU is past a moment."""
+        """Return whether the GPU has passed a mark."""
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def _recorded(self) -> Mark:
@@ -95,26 +93,28 @@ class Stopwatch:
         return made
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The meter
 
 _FIGURES = ("requested", "allocated", "reserved")
 _KNOWN = (Category.PARAMETERS, Category.OPTIMIZER, Category.VERSIONS, Category.LENT)
 
 
 class CudaMeter:
-    """Peaks of every action: requested bytes, as the allocator counts them. Costs microseconds an action, nothing an
-    operation: its figures are read as they are, without the flat copy that `torch.cuda.memory_stats` makes.
+    """Peaks of requested bytes for every action, as the allocator counts them.
 
-    The allocator does not know what bytes are for: parameters, their versions and optimizer state are counted when they
-    are tagged, as long as they are there, and everything else is activations. What comes or goes in an action counts
-    as if it had been there at its peak.
+    Costs microseconds an action, nothing an operation: the statistics are read directly, without the flat
+    copy of `torch.cuda.memory_stats`.
 
-    Torch's own peaks begin anew with every action, so that `torch.cuda.max_memory_allocated` tells the last one's;
-    `allocator` has the highest of all.
+    The allocator does not know the purpose of bytes: parameters, their versions and optimizer state count
+    from their tags until they are freed, and everything else counts as activations. Tagged memory that
+    appears or disappears during an action counts as present at its peak.
 
-    With `cap_bytes` torch's allocator reserves no more for this process from then on, and raises an exception where it
-    would have to, so that a plan for a smaller GPU fails where it would fail there. Without, the limit that the process
-    has stays.
+    Torch's own peaks restart with every action, so `torch.cuda.max_memory_allocated` gives the last action's
+    peak; `allocator` has the highest of all.
+
+    With `cap_bytes`, torch's allocator reserves no more than this for the process from then on and raises an
+    exception beyond it, so that a plan for a smaller GPU fails as it would there. Without, the present limit
+    stays.
     """
 
     def __init__(self, device: torch.device, *, cap_bytes: int | None = None) -> None:
@@ -125,7 +125,7 @@ class CudaMeter:
         self.action = ""
         self._held: dict[int, Tracked] = {}  # tagged storages, by their keys
         self._bytes = dict.fromkeys(_KNOWN, 0)
-        self._before = dict(self._bytes)  # as the action began
+        self._before = dict(self._bytes)  # at the start of the action
         self._highest = dict.fromkeys(_FIGURES, 0)
         self._retries = 0
 
@@ -138,26 +138,28 @@ class CudaMeter:
         return None
 
     def begin(self, action: str) -> None:
-        """`action` begins: the peak restarts at the present level."""
+        """Begin `action`: the peak restarts at the present level."""
         self.action = action
         torch.cuda.reset_peak_memory_stats(self.device)
         self._before = dict(self._bytes)
 
     def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
-        """The action's peak."""
+        """Return the action's peak."""
         figures = torch.cuda.memory_stats_as_nested_dict(self.device)
         peaks = _peaks(figures)
         self._highest = {name: max(peaks[name], highest) for name, highest in self._highest.items()}
         self._retries = figures["num_alloc_retries"]
         known = max(self._before, self._bytes, key=lambda of: sum(of.values()))
-        rest = max(peaks["requested"] - sum(known.values()), 0)  # no figures come of other allocators than torch's own
+        rest = max(peaks["requested"] - sum(known.values()), 0)  # other allocators report no statistics
         counted = tuple(known.get(c, rest if c is Category.ACTIVATIONS else 0) for c in CATEGORIES)
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=counted)  # type: ignore[arg-type]
 
     @property
     def allocator(self) -> AllocatorPeaks:
-        """The highest of each figure in all actions so far; how often the process has emptied its cache. Nothing is
-        said of what is outside of the allocator.
+        """Highest value of each statistic over all actions so far, and how often the process emptied its
+        cache.
+
+        Memory outside of the allocator is not included.
         """
         return AllocatorPeaks(
             settings=next((os.environ[name] for name in ENVIRONMENT if name in os.environ), ""),
@@ -168,7 +170,7 @@ class CudaMeter:
         )
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Count the storages of tensors on the device as `category` from now on, as long as they are there."""
+        """Count the storages of tensors on the device as `category` from now on, until they are freed."""
         for tensor in tensors if category in self._bytes else ():
             if tensor is not None and tensor.device.type == self.device.type:
                 storage = tensor.untyped_storage()
@@ -181,11 +183,13 @@ class CudaMeter:
                 self._count(tracked, storage.nbytes())
 
     def reserve(self, nbytes: int) -> None:
-        """Remember the bytes that the device lends."""
+        """Record the bytes that the device lends."""
         self._bytes[Category.LENT] = nbytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has lost its memory, or has it again: the allocator has counted that, and here its category."""
+        """Update the category of a storage that lost its memory or regained it, which the allocator has
+        counted.
+        """
         tracked = self._held.get(storage._cdata)
         if tracked is not None:
             self._count(tracked, storage.nbytes())
@@ -194,10 +198,10 @@ class CudaMeter:
         pass
 
     def forget_graphs(self) -> None:
-        """Nothing to do: the allocator has counted what was freed."""
+        """Do nothing: the allocator has counted the freed memory."""
 
     def _count(self, tracked: Tracked, nbytes: int) -> None:
-        """A storage takes so much from now on."""
+        """Set the bytes of a storage from now on."""
         if tracked.nbytes or nbytes:
             self._bytes[CATEGORIES[tracked.category]] += nbytes - tracked.nbytes
             tracked.nbytes = nbytes
@@ -208,13 +212,15 @@ class CudaMeter:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Numbers of a CUDA device that are never mixed: peaks of requested, allocated and reserved bytes since torch's
-    were reset, and what all of its processes take now.
+    """Return separate memory numbers of a CUDA device.
+
+    These are the peaks of requested, allocated and reserved bytes since torch's peaks were reset, and the
+    bytes that all of its processes use now.
     """
     free, total = torch.cuda.mem_get_info(device)
     return {**_peaks(torch.cuda.memory_stats_as_nested_dict(device)), "process_total": total - free}
 
 
 def _peaks(figures: dict[str, Any]) -> dict[str, int]:
-    """The peaks of the allocator's figures, over both of its pools."""
+    """Return the peaks of the allocator's statistics, over both of its pools."""
     return {name: int(figures[f"{name}_bytes"]["all"]["peak"]) for name in _FIGURES}

@@ -1,8 +1,8 @@
-"""What each operation's kernel takes on the CPU: looked up by the operation and its arguments, or measured.
+"""Memory of each operation's CPU kernel: looked up by the operation and its arguments, or measured.
 
-A look-up costs a microsecond or two. Measured are only operations that are neither in the profile that is followed, nor
-in the user's cache, nor met before. An operation that cannot be measured counts with its results alone, and is named:
-in the profile, in plans made from it, and in a warning wherever it runs under a meter.
+A look-up takes a microsecond or two. Only operations that are neither in the given profile, nor in the user's
+cache, nor already known are measured. An operation that cannot be measured counts with its results alone and
+is reported: in the profile, in plans made from it, and in a warning whenever it runs under a meter.
 """
 
 from __future__ import annotations
@@ -42,22 +42,20 @@ from pipefit.schema.kernels import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# The user's cache of what kernels take, so that no operation is measured twice.
+# ---- The user's cache of kernel memory, so that no operation is measured twice
 #
 # There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`:
-# a line that names the machine, then a line for every time that something was measured, behind its digest.
-# Workers add lines at the same time, each with one write, and read only what has been added since they last
-# looked. A file that cannot be read, that a disk has damaged, that belongs to another machine, or that is a
-# link counts as empty and is replaced; nothing is written to what a link leads to. Where no file can be
-# written, nothing is cached.
+# a line that names the machine, then a line for every group of measurements, after its digest. Workers append
+# lines concurrently, each with one write, and read only lines added since their last look. A file that cannot
+# be read, is damaged, belongs to another machine, or is a link counts as empty and is replaced; nothing is
+# written to the target of a link. If no file can be written, nothing is cached.
 
 _VERSION = 5
-_DIGITS = 16  # of the digest of a line
+_DIGITS = 16  # digits of a line's digest
 
 
 class Cache:
-    """What is known of the kernels of one kind of machine."""
+    """Known kernels of one kind of machine."""
 
     def __init__(self, machine: Machine) -> None:
         header = json.dumps({"pipefit": "kernels", "version": _VERSION, "machine": asdict(machine)}).encode()
@@ -66,11 +64,11 @@ class Cache:
         self._reader = _reader(self.path, self._header)
 
     def read(self) -> Mapping[str, Kernel]:
-        """Every kernel in the file, by its operation."""
+        """Return every kernel in the file, by its operation."""
         return self._reader.read()
 
     def add(self, kernels: Iterable[Kernel]) -> None:
-        """Add these to the file."""
+        """Add these kernels to the file."""
         memory = KernelMemory(kernels=tuple(kernels))
         line = _signed(adapter(KernelMemory).dump_json(memory, exclude_defaults=True)) + b"\n"
         self._reader.read()
@@ -82,7 +80,7 @@ class Cache:
                 self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """Two workers may both begin the file: it then holds its first line twice."""
+        """Append a line. If two workers both begin the file, it holds its first line twice."""
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
             os.write(file, line if os.fstat(file).st_size else self._header + line)
@@ -91,17 +89,17 @@ class Cache:
 
 
 class _Reader:
-    """What has been read of a file so far."""
+    """The part of a file that has been read so far."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         self._path, self._header = path, header
-        self._file, self._end = 0, 0  # its inode, and how many of its bytes have been read
+        self._file, self._end = 0, 0  # its inode, and the number of bytes read
         self._kernels: dict[str, Kernel] = {}
         self._lock = threading.Lock()
         self.broken = False
 
     def read(self) -> Mapping[str, Kernel]:
-        """All that the file says now."""
+        """Return everything in the file now."""
         with self._lock:
             self._look()
             return self._kernels
@@ -117,11 +115,11 @@ class _Reader:
                 self._read_on()
         except FileNotFoundError:
             self._file, self._end, self._kernels, self.broken = 0, 0, {}, False
-        except (OSError, ValueError):  # among them what pydantic and our own checks refuse
+        except (OSError, ValueError):  # includes errors of pydantic and of our checks
             self._kernels, self.broken = {}, True
 
     def _read_on(self) -> None:
-        """The lines that have been added; what has no end yet is still being written."""
+        """Read the lines that were added; a line without an end is still being written."""
         with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | NO_LINK)) as file:
             file.seek(self._end)
             *lines, _ = file.read().split(b"\n")
@@ -137,43 +135,42 @@ class _Reader:
 
 
 def _signed(text: bytes) -> bytes:
-    """A text behind its digest."""
+    """Return a text after its digest."""
     return f"{hashlib.sha256(text).hexdigest()[:_DIGITS]} ".encode() + text
 
 
 @lru_cache(maxsize=8)
 def _reader(path: Path, header: bytes) -> _Reader:
-    """The one reader of a file in this process."""
+    """Return the only reader of a file in this process."""
     return _Reader(path, header)
 
 
 def _folder() -> Path:
-    """The folder of the files. The XDG specification ignores a path that is not absolute."""
+    """Return the folder of the files. The XDG specification ignores a path that is not absolute."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))
     if not base.is_absolute():  # a user without a home, as in some containers
-        base = Path(os.devnull)  # below it nothing can be made
+        base = Path(os.devnull)  # nothing can be created below it
     return base / "pipefit" / "kernels"
 
 
-# ----------------------------------------------------------------------------------------------------
-# How the results of a kernel lie in memory, and fake results that lie in the same way.
+# ---- Layouts of results, and fake results with these layouts
 #
-# For fake tensors torch has rules for the shapes, strides and dtypes of results. The kernel that really runs
-# may return other strides, another dtype (the statistics of norms under autocast), a storage that is larger
-# than the result, or another size of workspace, depending on the processor. The operations that follow then
-# copy or keep other bytes, so fake results are made to lie as the kernel's do.
+# Torch has rules for the shapes, strides and dtypes of fake results. The real kernel may return other
+# strides, another dtype (the statistics of norms under autocast), a storage larger than the result, or
+# another size of workspace, depending on the processor. Later operations then copy or keep other bytes, so
+# fake results get the kernel's layouts.
 
 
 def results_of(out: Any) -> list[Any]:
-    """What an operation returned, one by one, lists within it too."""
+    """Return the results of an operation one by one, including those in nested lists."""
     if not isinstance(out, (tuple, list)):
         return [out]
     return [result for part in out for result in results_of(part)]
 
 
 def layouts_of(out: Any, given: Iterable[Tensor]) -> tuple[Layout | None, ...]:
-    """How the results lie; None for one that is no tensor, or that shares its storage with a `given` one."""
+    """Return the layouts of results; None for a non-tensor or a result in the storage of a `given` tensor."""
     theirs = {tensor.untyped_storage()._cdata for tensor in given}
     numbers: dict[int, int] = {}
     return tuple(_layout_of(result, theirs, numbers) for result in results_of(out))
@@ -193,7 +190,7 @@ def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout
 
 
 def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
-    """Whether fake results lie as `layouts` say. Real results always do, because the kernel has made them."""
+    """Return whether fake results have these `layouts`. Real results always do, because the kernel made them."""
     results = results_of(out)
     if len(results) != len(layouts) or not any(isinstance(result, FakeTensor) for result in results):
         return True
@@ -205,7 +202,7 @@ def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
 
 
 def relaid(out: Any, layouts: tuple[Layout | None, ...]) -> Any:
-    """Fake results like `out` that lie as `layouts` say, made in the fake mode that is active."""
+    """Return fake results like `out` with these `layouts`, made in the active fake mode."""
     return _relaid(out, iter(layouts), {})
 
 
@@ -221,13 +218,12 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Made-up arguments for a call: like its own arguments in shapes, strides and dtypes, with other data. Those
-# that are only marked as conjugated or negated, which some kernels copy, are so too.
+# ---- Synthetic arguments for a call: equal to its arguments in shapes, strides and dtypes, with other data
 #
-# The data are valid for nearly every operation. Floating-point numbers are one half, which is a probability,
-# positive and far from overflow. Integers are zero, which is a valid index. Masks are true everywhere or
-# nowhere, as asked. The call's own data are not read, so its tensors may be fake.
+# Conjugated or negated views, which some kernels copy, are reproduced too. The data are valid for nearly
+# every operation. Floating-point numbers are 0.5, which is a probability, positive and far from overflow.
+# Integers are 0, which is a valid index. Masks are true everywhere or nowhere. The call's own data are not
+# read, so its tensors may be fake.
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -235,7 +231,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class Recipe:
-    """How to make up arguments like those of a call, later and elsewhere."""
+    """A description from which arguments like those of a call can be made later and on another thread."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> None:
         self._described = tree_map(
@@ -244,12 +240,12 @@ class Recipe:
         self.has_masks = any(tensor.dtype in _MASKS for tensor in tensors((args, kwargs)))
 
     def make(self, mask: bool) -> Arguments:
-        """The arguments; masks are true everywhere, or nowhere."""
+        """Return the arguments; masks are true everywhere, or nowhere."""
         return tree_map(partial(_made, mask), self._described)  # type: ignore[no-any-return]
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """All tensors in `tree`."""
+    """Return all tensors in `tree`."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -276,15 +272,13 @@ def _made(mask: bool, arg: Any) -> Any:
     return torch.Generator() if isinstance(arg, torch.Generator) else arg
 
 
-# ----------------------------------------------------------------------------------------------------
-# The key of a call, equal for calls whose kernels take the same memory, and the text of the operation made
-# from it.
+# ---- Keys of calls: equal for calls whose kernels need equal memory; and their texts
 #
 # Two calls have equal keys if they call the same operation on tensors of the same shapes, strides and dtypes,
-# of which the same ones need a gradient and the same ones are only marked as conjugated or negated, with the
-# same other arguments. Of numbers that are not sizes, such as a learning rate, only the type counts, because
-# they change from step to step and no kernel takes more for 0.3 than for 0.4. Values for which some kernels
-# have another path, such as 0 and 1, do count.
+# with the same tensors requiring a gradient or being conjugated or negated views, and with the same other
+# arguments. For numbers that are not sizes, such as a learning rate, only the type counts, because they
+# change from step to step, and no kernel needs more memory for 0.3 than for 0.4. Values for which some
+# kernels have another path, such as 0 and 1, do count.
 #
 # A key is made for every operation of a metered run, in a microsecond or two, and its text only for a new
 # key.
@@ -304,7 +298,7 @@ class Named(NamedTuple):
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: str) -> Key | None:
-    """The key of this call among those of `func`; None if an argument has a type that cannot be part of a key."""
+    """Return the key of this call among those of `func`; None if an argument's type cannot be part of a key."""
     grad = torch.is_grad_enabled()
     try:
         parts: list[Any] = [
@@ -327,7 +321,7 @@ def _part(func: Any, arg: Any, grad: bool) -> Any:
     if kind is float:
         return str(arg) if arg in _ANOTHER_PATH or takes_sizes(func) else "float"
     if kind is bool:
-        return str(arg)  # True == 1, and they are not alike
+        return str(arg)  # True == 1, but the two calls differ
     if isinstance(arg, Tensor):
         return arg.shape, arg.stride(), arg.dtype, arg.layout, grad and arg.requires_grad, arg.is_conj(), arg.is_neg()
     if kind is list or kind is tuple:
@@ -341,18 +335,18 @@ def _part(func: Any, arg: Any, grad: bool) -> Any:
 
 @cache
 def takes_sizes(func: Any) -> bool:
-    """Whether the size of something follows from a number that the operation is given."""
+    """Return whether the size of a tensor follows from a number that the operation takes."""
     return any(arg.name in _SIZES and str(arg.type) != "Tensor" for arg in func._schema.arguments)
 
 
 def text_of(func: Any, key: Key) -> str:
-    """The operation with its arguments as readable text, as files keep it."""
+    """Return the operation with its arguments as readable text, as stored in files."""
     flags, *parts = key
     return f"{flags}{func}({', '.join(map(_text, parts))})"
 
 
 def name_of(func: Any, args: tuple[Any, ...]) -> str:
-    """The operation with the types of its arguments, for a call that has no key."""
+    """Return the operation with the types of its arguments, for a call without a key."""
     return f"{func}({', '.join(type(arg).__name__ for arg in args)})"
 
 
@@ -383,7 +377,7 @@ def _tensor_text(
 
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
@@ -391,43 +385,41 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# ----------------------------------------------------------------------------------------------------
-# The peak of one call by the CPU allocator's own events, which say how many bytes it gives and takes back.
+# ---- The peak of one call, from the CPU allocator's events
 #
 # `torch.profiler` shows the same events with `profile_memory`. They are read through torch's older profiler,
-# because it starts in a tenth of a millisecond where the newer one takes a second the first time, prints
-# nothing, touches no GPU and works while another profiler is running. Only the events of the calling thread
-# are seen: what the other threads of a parallel region allocate for themselves is not counted, here or by
-# `torch.profiler`.
+# because it starts in 0.1 ms while the newer one takes a second the first time, prints nothing, uses no GPU
+# and works while another profiler is running. Only events of the calling thread are visible: allocations of
+# other threads of a parallel region are not counted, here or by `torch.profiler`.
 #
-# The call runs on a thread of its own (`apart`), because dispatch modes, fake tensors, autocast and profilers
-# are active for one thread. It runs below autograd, as calls inside a dispatch mode do, and torch's random
-# state is restored afterwards. Torch's private interfaces for this are used only here.
+# The call runs on a separate thread (`apart`), because dispatch modes, fake tensors, autocast and profilers
+# are active per thread. It runs below autograd, as calls inside a dispatch mode do, and torch's random state
+# is restored afterwards. Torch's private interfaces for this are used only here.
 
 T = TypeVar("T")
 
 
 def apart(call: Callable[[], T]) -> T:
-    """What `call` returns, or raises, on a thread of its own."""
+    """Return the result of `call`, or raise its exception, from a separate thread."""
     found: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             found.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+        except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
             raised.append(error)
 
     thread = threading.Thread(target=run, name="pipefit-measuring")
     thread.start()
     thread.join()
     if raised:
-        raise raised.pop()  # not to be kept by a frame that it keeps
+        raise raised.pop()  # pop: its frames must not keep it alive
     return found.pop()
 
 
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
-    """The most bytes that `call` held at once, and what it returned. To be called inside `apart`."""
+    """Return the most bytes that `call` held at once, and its result. Call it inside `apart`."""
     state = torch.get_rng_state()
     _enable_profiler_legacy(_memory_only())
     try:
@@ -443,26 +435,25 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
 
 
 def _memory_only() -> ProfilerConfig:
-    """No shapes, but memory; no stacks, FLOPs or modules."""
+    """Return a profiler configuration for memory alone, without shapes, stacks, FLOPs or modules."""
     return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Measures what a kernel takes: it runs once on made-up data, while the allocator's events are read.
+# ---- Measurement of a kernel: one run on synthetic data, while the allocator's events are read
 #
-# The data have the shapes, strides and dtypes of the call in question. Meters, modes and the random state of
-# the caller are not touched. An operation is not run, and what it takes stays unknown, if it would need more
-# than 1 GiB, or more than two seconds of a processor that does 100 GFLOPS a thread, if its arguments cannot
-# be made up, if what it takes depends on their values, or if it does not come with torch. No clock is asked:
-# what is known of a model would depend on how busy the machine was.
+# The data have the shapes, strides and dtypes of the call. Meters, modes and the random state of the caller
+# are not changed. An operation is not run, and its memory stays unknown, if it would need more than 1 GiB, or
+# more than two seconds on a processor with 100 GFLOPS a thread, if its arguments cannot be synthesized, if
+# its memory depends on their values, or if it does not come with torch. No clock is used: results would
+# depend on the machine's load.
 
 aten = torch.ops.aten
 
-_OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # operations that come with torch
-_MOST_BYTES, _MOST_FLOPS = 1 << 30, 2e11  # floating-point operations of a thread
+_OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # namespaces that come with torch
+_MOST_BYTES, _MOST_FLOPS = 1 << 30, 2e11  # floating-point operations per thread
 _RECURRENT = {aten.mkldnn_rnn_layer.default: 1, aten.mkldnn_rnn_layer_backward.default: 2}  # products with each weight
 _BY_VALUE = "it depends on the values of its arguments"
-_BAG_MODE, _MAXIMUM = 8, 2  # the backward of a bag's maximum works on the bags that are not empty
+_BAG_MODE, _MAXIMUM = 8, 2  # the backward of a maximum works on the bags that are not empty
 
 Taken = tuple[int, tuple[Layout | None, ...]]
 
@@ -470,7 +461,7 @@ Taken = tuple[int, tuple[Layout | None, ...]]
 def measured(
     operation: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, *, threads: int
 ) -> Kernel:
-    """What the kernel of `func(*args, **kwargs)` takes. `out` is what the call returned, real or fake."""
+    """Measure the kernel of `func(*args, **kwargs)`. `out` is the call's result, real or fake."""
     if why := _refused(func, args):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
     recipe = Recipe(args, kwargs, torch.is_grad_enabled())
@@ -484,10 +475,10 @@ def measured(
 
 
 def _refused(func: Any, args: tuple[Any, ...]) -> str:
-    """Why the operation must not be run on made-up data; empty if it may be."""
+    """Return why the operation must not run on synthetic data; empty if it may."""
     if func.namespace not in _OWN:
         return "it does not come with torch, so it is not run on made-up data"
-    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # it is run with all masks
+    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # it runs with all masks
     if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
         return _BY_VALUE
     if any(tensor.layout is not torch.strided for tensor in tensors(args)):
@@ -496,7 +487,7 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
 
 
 def _too_much(nbytes: int, flops: int, threads: int) -> str:
-    """Why an operation with so many bytes of arguments and results takes more than is spent; empty if it does not."""
+    """Return why an operation of this size is too expensive to run; empty if it is not."""
     if nbytes > _MOST_BYTES:
         return f"to run it takes {format_bytes(nbytes)}, more than is spent on measuring"
     if flops > _MOST_FLOPS * threads:
@@ -505,15 +496,15 @@ def _too_much(nbytes: int, flops: int, threads: int) -> str:
 
 
 def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
-    """What the kernel takes, or why that cannot be measured. Called on a thread of its own.
+    """Return the kernel's memory, or why it cannot be measured. Called on a separate thread.
 
-    It raises nothing. The frames of an exception would keep the arguments of the call alive until the next garbage
-    collection, and a meter would count them until then.
+    Never raises: the frames of an exception would keep the arguments of the call alive until the next garbage
+    collection, and a meter would count them.
     """
     with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
         try:
             found = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
-        except Exception as error:  # noqa: BLE001 - whatever torch raises for made-up data
+        except Exception as error:  # noqa: BLE001 - whatever torch raises for synthetic data
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             return f"it cannot be run on made-up data ({said})"
         return found.pop() if len(found) == 1 else _BY_VALUE
@@ -526,7 +517,9 @@ def _once(func: Any, recipe: Recipe, mask: bool) -> Taken:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """By torch's own counter, and of recurrent layers, which it does not know, by the products with their weights."""
+    """Return the FLOPs by torch's counter; for recurrent layers, which it lacks, by the products with their
+    weights.
+    """
     if func in _RECURRENT:
         steps, samples = args[0].shape[:2]
         return int(2 * _RECURRENT[func] * steps * samples * (args[1].numel() + args[2].numel()))
@@ -535,7 +528,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 
 
 def _size(*trees: Any) -> int:
-    """Bytes of the storages of made-up tensors that are like those in `trees`."""
+    """Return the bytes of storages for synthetic tensors like those in `trees`."""
     return sum(
         t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in tensors(trees)
@@ -543,10 +536,10 @@ def _size(*trees: Any) -> int:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Kernels, as meters look them up
 
 
-# These allocate nothing but their results on any machine, and neither do views.
+# These allocate only their results on any machine, as views do
 _KNOWN_EVERYWHERE = frozenset(
     {
         aten.empty.memory_format,
@@ -562,20 +555,20 @@ _KNOWN_EVERYWHERE = frozenset(
         aten._unsafe_view.default,
     }
 )
-_NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # messages, a tensor's device or layout, marks of a profiler
+_NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # communication, tensor metadata, profiler marks
 
 
 class Known:
-    """A kernel as a meter needs it."""
+    """A kernel in the form that a meter needs."""
 
     __slots__ = ("_agrees", "_results", "peak_bytes")
 
     def __init__(self, kernel: Kernel) -> None:
         self.peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
-        self._agrees: bool | None = None  # fake results with the kernel's own, once they were compared
+        self._agrees: bool | None = None  # whether fake results have the kernel's layouts; None until compared
 
     def laid_out(self, out: Any) -> Any:
-        """Fake results as the kernel would have laid them out; real ones are returned as they are."""
+        """Return fake results with the kernel's layouts; real ones are returned unchanged."""
         if self._agrees or type(out) is Tensor:
             return out
         if self._agrees is None and agree(out, self._results):
@@ -586,11 +579,11 @@ class Known:
 
 
 class Kernels:
-    """The kernels of this machine at work on `threads` threads.
+    """The kernels of this machine on `threads` threads.
 
     Args:
-        threads: of the kernels, whatever this process uses otherwise.
-        given: what a profile knows. It comes first, also where the kernels of this machine take something else.
+        threads: threads of the kernels, whatever this process uses otherwise.
+        given: kernels in a profile. They take precedence, even if this machine's kernels differ.
     """
 
     def __init__(self, threads: int, given: KernelMemory | None = None) -> None:
@@ -613,7 +606,9 @@ class Kernels:
         self._flags = flags()
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Known | None:
-        """What the kernel of `func(*args, **kwargs)` takes; None if that is its result `out` alone on any machine."""
+        """Return the memory of the kernel of `func(*args, **kwargs)`; None if it is only its result `out` on
+        any machine.
+        """
         try:
             calls = self._known[func]
         except KeyError:
@@ -629,20 +624,20 @@ class Kernels:
         return known
 
     def keep(self) -> None:
-        """Add what was measured to the user's cache."""
+        """Add new measurements to the user's cache."""
         if self._new:
             self._cache.add(self._new.values())
             self._new.clear()
 
     def tell_unknown(self) -> None:
-        """Warn, once, of operations that were met and that could not be measured."""
+        """Warn, once for each, about operations that ran and could not be measured."""
         unknown = tuple(kernel for kernel in self.memory.unknown if kernel.operation not in self._told)
         self._told |= {kernel.operation for kernel in unknown}
         if unknown:
             warnings.warn(KernelMemory(kernels=unknown).gap, PipefitWarning, stacklevel=3)
 
     def _meet(self, key: Key | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kernel:
-        """A call that has not been looked up before."""
+        """Look up or measure a call that has not been met before."""
         operation = name_of(func, args) if key is None else text_of(func, key)
         kernel = self._met.get(operation) or self._given.get(operation) or self._cache.read().get(operation)
         if kernel is None:
@@ -653,5 +648,5 @@ class Kernels:
 
 
 def _may_take(func: Any) -> bool:
-    """Whether its kernel may take memory of its own on some machine."""
+    """Return whether the kernel may need workspace on some machine."""
     return not (func.is_view or func in _KNOWN_EVERYWHERE or func.namespace.startswith(_NO_KERNELS))

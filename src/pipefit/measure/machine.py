@@ -1,8 +1,8 @@
-"""The processor of this machine, and what else the memory of its kernels may depend on.
+"""The processor of this machine, and other facts on which the memory of its kernels may depend.
 
-torch and oneDNN choose kernels by the instructions that the processor has and that environment variables allow, and the
-sizes of blocks by its caches. Nothing of this is interpreted here: what was measured on one machine is used on another
-only if all of it is equal.
+torch and oneDNN choose kernels by the processor's instructions and the environment variables that limit them,
+and block sizes by its caches. These facts are not interpreted here: measurements of one machine are used on
+another only if all facts are equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pathlib import Path
 
 import torch
 
-# ----------------------------------------------------------------------------------------------------
-# The number of CPU threads, set for as long as something is measured that a worker will run with that number.
+# ---- The number of CPU threads during a measurement for a worker
 
 
 @contextmanager
 def threads_of(count: int) -> Iterator[None]:
-    """Inside, torch's kernels use `count` threads."""
+    """Let torch's kernels use `count` threads in the body."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -34,32 +33,34 @@ def threads_of(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The machine
 
-_CHOOSING = ("ATEN_", "ONEDNN_", "DNNL_", "MKLDNN_", "TORCH_MKLDNN_")  # variables that libraries choose kernels by
+_CHOOSING = ("ATEN_", "ONEDNN_", "DNNL_", "MKLDNN_", "TORCH_MKLDNN_")  # variables that affect the choice of kernels
 _FACTS = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
 _SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the memory of kernels depends on besides the operation itself."""
+    """Facts on which the memory of kernels depends, in addition to the operation."""
 
-    cpu: str  # its name, with the sizes of its caches
-    capability: str  # the widest instructions that torch uses, and the environment variables that limit them
-    details: str  # a digest of all that the system says about the processor
+    cpu: str  # name of the processor, with the sizes of its caches
+    capability: str  # widest instructions that torch uses, and the environment variables that limit them
+    details: str  # digest of all facts that the system reports about the processor
     torch: str
     threads: int
 
 
 def this_machine(threads: int) -> Machine:
-    """The machine that runs this, with kernels on so many threads."""
+    """Return the machine that runs this, with kernels on `threads` threads."""
     cpu, details = _processor()
     return Machine(cpu=cpu, capability=_capability(), details=details, torch=torch.__version__, threads=threads)
 
 
 def flags() -> str:
-    """The settings of this process that kernels depend on, as a prefix of an operation's text; empty by default."""
+    """Return the settings of this process that kernels depend on, as a prefix of an operation's text; "" by
+    default.
+    """
     found = []
     if torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic:
         found.append("deterministic")
@@ -72,14 +73,14 @@ def flags() -> str:
 
 @cache
 def _capability() -> str:
-    """Read once, because the libraries read the environment once."""
+    """Return the processor capability that torch uses. Cached, because libraries read the environment once."""
     said = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_CHOOSING))
     return " ".join((torch.backends.cpu.get_cpu_capability(), *(word for word in said if "VERBOSE" not in word)))
 
 
 @cache
 def _processor() -> tuple[str, str]:
-    """The processor's name with its caches, and a digest of all facts."""
+    """Return the processor's name with its caches, and a digest of all facts."""
     facts = _facts()
     caches = [_read(index / "size") for index in sorted(_SYSTEM.glob("index*"))]
     name = facts.get("model name") or platform.processor() or platform.machine()
@@ -90,7 +91,7 @@ def _processor() -> tuple[str, str]:
 
 
 def _facts() -> dict[str, str]:
-    """What Linux says about the first processor; nothing on other systems."""
+    """Return what Linux reports about the first processor; empty on other systems."""
     first = _read(Path("/proc/cpuinfo")).partition("\n\n")[0]
     pairs = re.findall(r"^([^\t:]+)\t*: ?(.*)$", first, re.MULTILINE)
     return {name: value for name, value in pairs if name in _FACTS}
