@@ -1,1 +1,1 @@
-"""Fake devices: their tensors have shapes, strides and storages but no bytes, and follow the kernels of a target."""
+"""Fake devices: tensors with shapes, strides and storages but no bytes, which follow the kernels of a target."""

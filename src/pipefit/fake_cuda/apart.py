@@ -1,15 +1,15 @@
-"""Work over fake GPUs, apart from a process that may train on real ones.
+"""Work over fake GPUs, isolated from a process that may train on real ones.
 
-The first fake GPU of a process becomes the one accelerator whose streams torch's autograd knows. From then on every
-backward on a real GPU fails there, by an assertion of torch's engine (pytorch issue 161129), and torch has no way back.
-So where this machine has GPUs, what follows CUDA's kernels is done in a fork of the process, which then ends:
-a script may plan, certify and then train.
+The first fake GPU of a process becomes the only accelerator whose streams torch's autograd knows. From then
+on every backward on a real GPU fails in this process, by an assertion of torch's engine (pytorch issue
+161129), and torch cannot undo this. So on a machine with GPUs, work that follows CUDA's kernels runs in a
+fork of the process, which then ends: a script may plan, certify and then train.
 
     trace = apart(target, lambda: run_dry(plan))
 
-Work that a fork cannot do is done in this process: where it has run a backward before, which torch refuses in a fork,
-where no process is to be had, where an answer cannot be pickled, or where work fails in a way that may be the fork's
-own. Who trains asks `follows_fake_streams`, and refuses.
+Work that a fork cannot do runs in this process: if the process has already run a backward, which torch
+refuses in a fork, if no process can be started, if an answer cannot be pickled, or if the work fails in a way
+that the fork may have caused. Training checks `follows_fake_streams`, and refuses.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ _Warned = list[tuple[Warning, type[Warning], str, int]]
 
 
 def apart(target: Target, work: Callable[[], T]) -> T:
-    """What `work` returns, raises or warns of. For CUDA, on Linux with GPUs, it is done in a fork if a fork can do it.
+    """Run `work`, for CUDA on Linux with GPUs in a fork if possible; return its result, with its errors and
+    warnings.
 
-    A fork hands over what can be pickled; what `work` changes besides is lost with it.
+    A fork returns only what can be pickled; other effects of `work` are lost.
 
     Raises:
-        WorkerFailed: the fork was killed, or stands still.
+        WorkerFailed: the fork was killed, or hangs.
     """
     ours = target == "cpu" or sys.platform != "linux" or follows_fake_streams() or not torch.cuda.is_available()
     told = None
     if not ours:
-        with suppress(OSError):  # no process is to be had
+        with suppress(OSError):  # no process can be started
             told = _told(work)
     if told is None:
         return work()
@@ -61,14 +62,17 @@ def apart(target: Target, work: Callable[[], T]) -> T:
 
 
 def run_a_backward() -> None:
-    """Torch refuses it in the fork of a process that has run one. There a profile would say that a layer fails."""
+    """Run a backward, which torch refuses in a fork of a process that has run one.
+
+    Without this check, a profile in such a fork would report that a layer fails.
+    """
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
 def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | None:
-    """What a fork tells: the answer, or the error, and the warnings. None where it could not do the work."""
-    _flush()  # else the fork would write it as well
+    """Return a fork's answer or error, and its warnings; None if it could not do the work."""
+    _flush()  # otherwise the fork would write the output again
     fork = Fork(lambda writing: _write(writing, _answer(work)))
     try:
         answer = b"".join(iter(lambda: fork.read(_CHUNK_BYTES), b""))
@@ -89,13 +93,15 @@ def _told(work: Callable[[], T]) -> tuple[T, PipefitError | None, _Warned] | Non
 
 
 def _write(writing: int, answer: bytes) -> None:
-    with open(writing, "wb", closefd=False) as file:  # it closes as the process ends
+    with open(writing, "wb", closefd=False) as file:  # closed when the process ends
         file.write(answer)
 
 
 def _answer(work: Callable[[], object]) -> bytes:
-    """In the fork: the answer as a pickle that can be read; nothing where the work has to be done elsewhere."""
-    torch.set_num_threads(1)  # the other threads of kernels have stayed behind
+    """Do the work in the fork; return the answer as a readable pickle, or b"" if this process must do the
+    work.
+    """
+    torch.set_num_threads(1)  # a fork does not have the other kernel threads
     found, error = None, None
     try:
         run_a_backward()
@@ -104,19 +110,19 @@ def _answer(work: Callable[[], object]) -> bytes:
                 found = work()
             except PipefitError as raised:
                 if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                    return b""  # it may be the fork that cannot use what is on a GPU
+                    return b""  # the fork may be unable to use tensors on a GPU
                 error = raised
         said = [(one.message, one.category, one.filename, one.lineno) for one in warned]
         made = pickle.dumps((found, error, said))
         pickle.loads(made)  # noqa: S301 - just made; some errors cannot be
-    except Exception:  # noqa: BLE001 - whatever it is, it is raised again where the work is done
+    except Exception:  # noqa: BLE001 - the parent does the work again, and raises it there
         return b""
     _flush()
     return made
 
 
 def _flush() -> None:
-    """Write what has been printed."""
+    """Flush stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed before Python began
+        if stream is not None:  # None if closed before Python started
             stream.flush()

@@ -1,16 +1,18 @@
-"""Which scaled-dot-product attention kernel a CUDA device takes, and the same call made on fake tensors.
+"""The scaled-dot-product attention kernel that CUDA chooses, and the same call on fake tensors.
 
-What an attention layer saves for backward is the kernel's choice, not the model's. With q, k, v, out of B x H x T x D:
+The kernel, not the model, determines what an attention layer saves for backward. With q, k, v, out of B x H x
+T x D:
 
     flash       q, k, v, out, logsumexp (B, H, T) float32                            half precision, no mask
     efficient   q, k, v, out, mask, logsumexp (B, H, T rounded up to 32) float32     float32, or a mask, any precision
-    cudnn       q, k, v, out, mask, logsumexp (B, H, T, 1) float32                   only where asked for, see below
-    math        q, k, v, and every B x H x T x T score matrix on the way             everything else
+    cudnn       q, k, v, out, mask, logsumexp (B, H, T, 1) float32                   only if requested, see below
+    math        q, k, v, and every intermediate B x H x T x T score matrix           everything else
 
-The conditions are those of torch's `sdp_utils` for compute capability 8.0 and later, first match in priority order.
-Dropout inside a fused kernel saves a seed, never a mask. The order is torch's own: flash, efficient, math; then cuDNN.
-Hopper and datacenter Blackwell builds with cuDNN 9.15.1 or later put cuDNN first. That choice is not imitated: its
-bytes are flash's, except that with a mask its logsumexp is not rounded. `torch.nn.attention.sdpa_kernel` is obeyed.
+The conditions are those of torch's `sdp_utils` for compute capability 8.0 and later; the first match in
+priority order counts. Dropout inside a fused kernel saves a seed, never a mask. The order is torch's: flash,
+efficient, math; then cuDNN. Hopper and datacenter Blackwell builds with cuDNN 9.15.1 or later put cuDNN
+first. That choice is not imitated: its bytes are flash's, except that with a mask its logsumexp is not
+rounded. `torch.nn.attention.sdpa_kernel` is obeyed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def choose_kernel(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> SDPBackend:
-    """The kernel CUDA takes for these tensors: the first enabled one, in torch's priority order, that can run them.
+    """Return the kernel that CUDA chooses: the first enabled one, in torch's priority order, that can run
+    these tensors.
 
     Raises:
         UsageError: `sdpa_kernel` (or `torch.backends.cuda.enable_*_sdp`) left no kernel that can.
@@ -61,7 +64,9 @@ def choose_kernel(
 
 
 def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    """What every fused kernel asks: 4-D, one batch size, heads that match, no empty sequence, dense last dimension."""
+    """Return whether fused kernels are possible: 4-D, one batch size, matching heads, no empty sequence,
+    dense last dim.
+    """
     tensors = (query, key, value)
     if any(t.dim() != 4 for t in tensors) or len({t.shape[0] for t in tensors}) > 1 or key.shape[1] != value.shape[1]:
         return False
@@ -105,7 +110,7 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` as its CUDA path composes it, for any device whose tensors are fake."""
+    """Run `scaled_dot_product_attention` as its CUDA path composes it, for any device with fake tensors."""
     aten = torch.ops.aten
     backend = choose_kernel(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     mask = _additive(attn_mask, query.dtype)
@@ -130,7 +135,7 @@ def cuda_attention(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
-    """Flash with the head dimension padded as CUDA pads it: the padded copies are what is saved."""
+    """Run flash attention with padded head dimensions, as CUDA does: the padded copies are saved."""
     head_dim = query.shape[-1]
     padded = [
         F.pad(t, (0, -head_dim % _FLASH_ALIGNMENT)) if head_dim % _FLASH_ALIGNMENT else t for t in (query, key, value)
@@ -143,14 +148,16 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causa
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as the bias the kernels take: a new tensor of the query's dtype, which is then saved."""
+    """Return a boolean mask as the bias that kernels take: a new tensor of the query's dtype, which is then
+    saved.
+    """
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """The bias, copied into padded rows where its strides are not multiples of eight elements."""
+    """Return the bias, copied into padded rows if its strides are not multiples of eight elements."""
     if mask.stride(-1) == 1 and all(stride % _BIAS_ALIGNMENT == 0 for stride in mask.stride()[:-1]):
         return mask
     length = mask.shape[-1]

@@ -31,40 +31,42 @@ from pipefit.schema.profile import Target
 def fake_chain(
     task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True, target: Target | None = None
 ) -> Chain:
-    """The task's chain for microbatches like `sample`, over fake tensors on `fake.device`. Call it inside `fake`.
+    """Return the task's chain for microbatches like `sample`, over fake tensors on `fake.device`. Call it
+    inside `fake`.
 
-    An existing module is copied, not changed. `target` is where the chain will run, by default that of `fake`.
+    An existing module is copied, not changed. `target` is where the chain will run, by default that of
+    `fake`.
     """
     return capture(faked(task, fake, training=training), *sample, target=target or fake.target)
 
 
 def chain_again(chain: Chain, fake: FakeTarget) -> Chain:
-    """`chain`, of which no layer has run, with tensors of its own: as if it were made again, in a tenth of the time.
+    """Return a copy of `chain` with new fake tensors, in a tenth of the time of a new trace.
 
-    Call it inside `fake`.
+    No layer of `chain` may have run. Call it inside `fake`.
     """
     return replace(chain, layers=layers_again(chain.layers, fake))
 
 
 def layers_again(layers: Sequence[ChainLayer], fake: FakeTarget) -> tuple[ChainLayer, ...]:
-    """The same of some layers. Call it inside `fake`."""
+    """Return copies of layers with new fake tensors. Call it inside `fake`."""
     own = copied(nn.ModuleList(layer.module for layer in layers), fake.again).children()
     return tuple(replace(layer, module=module) for layer, module in zip(layers, own, strict=True))
 
 
 def faked(task: Task, fake: FakeTarget, *, training: bool = True) -> Task:
-    """`task` with its module over fake tensors. Call it inside `fake`."""
+    """Return `task` with its module over fake tensors. Call it inside `fake`."""
     module = task.module if isinstance(task.module, nn.Module) else built_without_bytes(task, fake)
-    refuse_module(module, task.name)  # before it is copied, for a copy does not show all
+    refuse_module(module, task.name)  # before the copy, which does not show everything
     module = copy_of(module, task.name, fake.fake)
     _start_counting(module, fake)
     return replace(task, module=in_mode(module, training))
 
 
 def built_without_bytes(task: Task, fake: FakeTarget) -> nn.Module:
-    """The module that the task's factory builds inside `fake`.
+    """Return the module that the task's factory builds inside `fake`.
 
-    A factory that reads numbers from a tensor builds it on torch's `meta` device instead.
+    If the factory reads numbers from a tensor, it runs on torch's `meta` device instead.
     """
     try:
         with fake.assuming_nothing():
@@ -75,29 +77,27 @@ def built_without_bytes(task: Task, fake: FakeTarget) -> nn.Module:
 
 
 def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
-    """A batch norm without momentum averages over all batches: it reads how many there were."""
+    """Set the batch counts of batch norms without momentum, which read them to average over all batches."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None and part.track_running_stats:
             assert part.num_batches_tracked is not None
             fake.set_value(part.num_batches_tracked, 0)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The chains of a task over fake tensors, for any number of samples, of which few are traced.
+# ---- Chains of a task for any number of samples, derived from few traces
 #
-# A traced model is captured for the fewest and the most samples that are of interest, one beside the other,
-# and the chains between are written from these two (`capture.sizes`), where that can be done. A chain by hand
-# is the same for any number of samples, and is made once. Every chain that is asked for has tensors of its
-# own, unless no layer of it is to be run: copies of a thousand layers take seconds, of which a survey runs
-# one of each kind.
+# A traced model is captured for the smallest and the largest number of samples, in parallel, and the chains
+# in between are derived from these two (`capture.sizes`) if possible. A chain of written layers is equal for
+# any number of samples, and made once. Every requested chain has separate tensors, unless its layers will not
+# run: copies of a thousand layers take seconds, and a survey runs one layer of each kind.
 
-_MOST = 256  # samples of which a batch is made only to trace the model
+_MOST = 256  # samples in a batch that is made only for a trace
 
 
 class Chains:
-    """The chains of `task`. Those between the smallest and the largest of `sizes` are written, if there are some.
+    """The chains of `task`. Those between the smallest and the largest of `sizes` are derived, if possible.
 
-    Traces are kept where `sizes` are named, so that none is made twice.
+    Traces are kept if `sizes` are given, so that none is made twice.
     """
 
     def __init__(self, task: Task, sizes: Iterable[int] = ()) -> None:
@@ -105,25 +105,28 @@ class Chains:
         self._sizes = sorted(set(sizes))
         self._known = [size for size in self._sizes if size <= _MOST]
         self._traced: dict[int, Chain] = {}
-        self._most: Callable[[], Sketch | None] | None = None  # of the largest size
+        self._most: Callable[[], Sketch | None] | None = None  # returns the sketch of the largest size
         self._family: Family | None = None
         self._writes = True
-        self._tells = False  # lines of code, which a trace takes time for
+        self._tells = False  # whether traces record lines of code, which takes time
 
     def also_for(self, task: Task) -> Chains:
-        """The chains of a task that differs from this one's in nothing that a trace sees, such as the optimizer."""
+        """Return the chains of a task that differs only in what a trace does not see, such as the optimizer."""
         found = Chains(task, self._sizes)
         found._traced, found._tells = self._traced, self._tells
         return found
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
-        """The chain for so many samples, of which `like` is a batch, over tensors of `fake`. Call it inside `fake`."""
+        """Return the chain for this number of samples over tensors of `fake`; `like` is a batch. Call it
+        inside `fake`.
+        """
         found = self.unrun(samples, fake, like)
         return chain_again(found, fake) if samples in self._traced or self._by_hand is not None else found
 
     def unrun(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
-        """The same chain, which may be kept for others: copies of its layers may be run (`layers_again`), they may not.
-        Call it inside `fake`.
+        """Return the chain for this number of samples, which other callers may share. Call it inside `fake`.
+
+        Its layers must not run; copies of them may (`layers_again`).
         """
         if samples not in self._traced and self._by_hand is None:
             self._begin(fake)
@@ -142,14 +145,15 @@ class Chains:
 
     @property
     def _by_hand(self) -> Chain | None:
-        """The chain, if it is one by hand and was made."""
+        """The chain, if it is one of written layers and exists."""
         return next((chain for chain in self._traced.values() if not chain.traced), None)
 
     def checked(self, sizes: Iterable[int], fake: FakeTarget) -> Callable[[], bool]:
-        """Begin to trace the model with these numbers of samples: a function that tells whether the chains for them
-        are those of the traces. Where one is not, all are from then on.
+        """Begin to trace the model with these numbers of samples; return a function that compares derived
+        chains with traces.
 
-        Call it, and the function, inside `fake`.
+        The function returns False if a chain differs from its trace; all chains are traced from then on. Call
+        both inside `fake`.
         """
         family = self._family
         written = [size for size in sizes if family and family.few < size < family.many and size not in self._traced]
@@ -172,7 +176,7 @@ class Chains:
             return False
 
     def family(self, fake: FakeTarget) -> Family | None:
-        """The chains that are written, if there are sizes between others, and if that can be done. Call it inside
+        """Return the derived chains, if there are sizes in between and chains can be derived. Call it inside
         `fake`.
         """
         if self._family is None and self._writes and self._known[1:-1]:
@@ -182,35 +186,37 @@ class Chains:
         return self._family
 
     def _begin(self, fake: FakeTarget) -> None:
-        """Begin with the trace of the largest size, of which no more than a sketch is needed to write chains."""
+        """Begin to trace the largest size, whose sketch suffices to derive chains."""
         if self._most is None and self._known[1:-1]:
             (self._most,) = beside(lambda: self._sketched(self._known[-1], fake.target))
 
     def _found(self, known: Sequence[int], fake: FakeTarget) -> Family | None:
-        """The family of the smallest and the largest size. A single sample may be another model than several are."""
+        """Return the family of the smallest and the largest size. A single sample may give another model than
+        several.
+        """
         fewest = known[:2] if known[0] == 1 and len(known) > 3 else known[:1]
         return next(filter(None, (self._between(few, known[-1], fake) for few in fewest)), None)
 
     def _between(self, few: int, many: int, fake: FakeTarget) -> Family | None:
-        """The family of two traces; None where there is none, or one of them fails."""
+        """Return the family of two traces; None if there is none, or a trace fails."""
         try:
             if few not in self._traced and self._by_hand is None:
                 self._trace(few, fake)
             if self._by_hand is not None:
                 return None
             return Family.of(self._traced[few], few, self._most() if self._most else None, many)
-        except UsageError:  # whoever asks for this size is told
+        except UsageError:  # a request for this size reports the error
             return None
 
     def _sketched(self, samples: int, target: Target) -> Sketch | None:
-        """The sketch of a trace over tensors of its own, for it may be made when those of `_begin` are no more."""
+        """Return the sketch of a trace over separate tensors: those of `_begin` may no longer exist."""
         if samples not in self._traced:
             with _disable_current_modes(), FakeTarget(target) as fake:
                 self._trace(samples, fake)
         return Sketch.of(self._traced[samples])
 
     def _trace(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
-        """The chain of a trace, which is kept where sizes are named."""
+        """Return the chain of a trace, which is kept if sizes are given."""
         like = like or sample(self.task, samples)
         made = self._quickly(fake, like) or fake_chain(self.task, fake, like)
         if self._sizes:
@@ -218,8 +224,9 @@ class Chains:
         return made
 
     def _quickly(self, fake: FakeTarget, like: Sample) -> Chain | None:
-        """The chain without the lines of code of its operations, unless some are told: where a trace is refused, or has
-        blocks that could not be divided.
+        """Return the chain, traced without lines of code; None if lines are needed.
+
+        They are needed if a trace is refused, or has blocks that could not be divided.
         """
         if self._tells:
             return None
@@ -233,7 +240,7 @@ class Chains:
 
 
 def _without_lines() -> AbstractContextManager[Any]:
-    """Inside, traces have no lines of code; torch 2.11 cannot leave them out, and takes a quarter longer."""
+    """Omit lines of code from traces in the body; torch 2.11 cannot omit them, and takes a quarter longer."""
     if not hasattr(fx.config, "do_not_emit_stack_traces"):
         return nullcontext()
     return mock.patch.object(fx.config, "do_not_emit_stack_traces", True)

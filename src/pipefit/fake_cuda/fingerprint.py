@@ -1,9 +1,9 @@
-"""Makes the fingerprint of a task from the task and its chain.
+"""The fingerprint of a task, from the task and its chain.
 
-Layers that were written as modules are described by their class and settings, traced ones by their operations, and the
-loss by the functions that one forward over fake tensors calls. Numbers in traced operations may depend on the
-microbatch size, as lengths and means over samples do, so they are kept apart as `sizes`, which belong to a measurement.
-No tensor's values are read; a hundred layers take milliseconds.
+Written layers are described by class and settings, traced layers by operations, and the loss by the functions
+that one forward over fake tensors calls. Numbers in traced operations may depend on the microbatch size, such
+as lengths and means over samples, so they are kept separately as `sizes`, which belong to a measurement. No
+values of tensors are read; a hundred layers take milliseconds.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pipefit.schema.training import Precision
 from pipefit.texts import dtype_name, kind_of
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
-_DIGITS = 12  # of a layer's digest
-_DEEPEST = 3  # objects within objects among a module's settings
+_DIGITS = 12  # digits of a layer's digest
+_DEEPEST = 3  # levels of nested objects in a module's settings
 
 
 class Fingerprinted(NamedTuple):
@@ -44,12 +44,12 @@ class Fingerprinted(NamedTuple):
 
 
 def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
-    """The fingerprint of `task`, whose chain is `chain`, without the loss.
+    """Return the fingerprint of `task` with the chain `chain`, without the loss.
 
-    Make it before any layer is run, because some layers count their calls.
+    Make it before any layer runs, because some layers count their calls.
 
     Raises:
-        UsageError: the model computes in a precision that pipefit does not know.
+        UsageError: the model computes in an unknown precision.
     """
     layers = [_operations(layer) for layer in chain.layers]
     optimizer = _optimizer(task)
@@ -70,7 +70,8 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
 
 
 def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
-    """`made` with the loss, which is run once, over fake tensors of the shapes that `measurement` says it is given.
+    """Return `made` with the loss, which runs once over fake tensors with the shapes of its inputs in
+    `measurement`.
 
     Raises:
         UsageError: the loss fails on them.
@@ -80,10 +81,10 @@ def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fi
 
 
 def precision_of(task: Task, chain: Chain) -> Precision:
-    """The task's precision; where it names none, that of most elements of parameters.
+    """Return the task's precision; by default the dtype of most elements of parameters.
 
     Raises:
-        UsageError: one that pipefit does not know.
+        UsageError: an unknown precision.
     """
     if task.precision is not None:
         return task.precision
@@ -98,8 +99,9 @@ def precision_of(task: Task, chain: Chain) -> Precision:
 
 
 def options(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Options of an optimizer in words: what changes its bytes or its kernels. The learning rate does not, and of other
-    numbers it matters whether they are zero.
+    """Return optimizer options in words, as far as they affect its bytes or kernels.
+
+    The learning rate does not, and of other numbers only whether they are zero.
     """
     wanted = {name: value for name, value in values.items() if name != "lr" or isinstance(value, Tensor)}
     return tuple(f"{name}={_option(value)}" for name, value in sorted(wanted.items()))
@@ -109,7 +111,7 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
-    """What a layer does, without the numbers in its traced operations; and those."""
+    """Return the operations of a layer without the numbers in traced operations, and these numbers."""
     module, sizes = layer.module, list[str]()
     if isinstance(module, GraphLayer):
         inside = tuple(_plain(module_settings(part, _described)) for part in wholes(module))
@@ -121,7 +123,7 @@ def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
 
 
 def _without_numbers(code: str, taken: list[str]) -> str:
-    """`code` with all numbers added to `taken` and replaced, but for `0.0`, the rate of a dropout that drops none."""
+    """Replace all numbers in `code`, and add them to `taken`; `0.0`, the rate of disabled dropout, stays."""
 
     def replaced(found: re.Match[str]) -> str:
         taken.append(found.group())
@@ -142,7 +144,7 @@ def _shared(chain: Chain) -> Iterator[str]:
 
 
 def _plain(value: object) -> object:
-    """Settings without classes and devices: equal texts in every process, wherever the tensors are."""
+    """Return settings without classes and devices: equal texts in every process, on any device."""
     if isinstance(value, type):
         return value.__qualname__
     if isinstance(value, torch.dtype):
@@ -155,8 +157,8 @@ def _plain(value: object) -> object:
 
 
 def _described(value: Any, depth: int = 0) -> object:
-    """A setting that is no plain value: functions by name, objects by class and what they hold."""
-    if isinstance(value, Tensor):  # whether one that a forward computes and keeps requires a gradient changes in time
+    """Describe a setting that is not a plain value: functions by name, objects by class and attributes."""
+    if isinstance(value, Tensor):  # without requires_grad, which changes for tensors that a forward keeps
         return _plain((tuple(value.shape), value.stride(), value.dtype))
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), repr(_inner(item, depth))) for key, item in value.items()))
@@ -182,11 +184,11 @@ def _inner(value: Any, depth: int) -> object:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down every function of torch that is called: its name, dtypes and settings; numbers and shapes apart.
+    """Records every call of a torch function: its name, dtypes and settings; numbers and shapes separately.
 
-    Without named arguments torch hands over None or an empty mapping, as Python called: under a profiler the latter.
-    The kernels that a function runs in turn depend on how its arguments lie: `contiguous` copies a part of each of
-    several samples, and not that of a single one.
+    Without named arguments torch passes None or an empty mapping, as Python called: under a profiler the
+    latter. The kernels that a function runs depend on the layout of its arguments: `contiguous` copies a
+    slice of each of several samples, but not that of a single one.
     """
 
     def __init__(self) -> None:
@@ -211,7 +213,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
-    """The operations of the loss in one forward, and their sizes.
+    """Return the operations of the loss in one forward, and their sizes.
 
     Raises:
         UsageError: the loss fails.
@@ -228,7 +230,7 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
             left_as_found(chain.criterion),
             torch.enable_grad(),
             _Recorder() as recorder,
-        ):  # the mode around is no part of it
+        ):  # the surrounding mode is not recorded
             try:
                 chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
             except PipefitError:
@@ -245,7 +247,7 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
 
 
 def _optimizer(task: Task) -> torch.optim.Optimizer:
-    """The optimizer of one parameter without elements, which is a matrix, because Muon takes no others.
+    """Return the optimizer of one parameter without elements: a matrix, because Muon takes only matrices.
 
     Raises:
         UsageError: it cannot be made.
@@ -275,7 +277,9 @@ def _option(value: object) -> str:
 
 
 def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str, ...]]]:
-    """Of every trained parameter: layer, name, which of the layer's groups it is in, and that group's options."""
+    """Yield for every trained parameter its layer, its name, the number of its group in the layer, and the
+    group's options.
+    """
     assert task.groups is not None
     for number, layer in enumerate(chain.layers):
         met: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
-"""Fake tensors whose operations are looked up: what has run on such arguments before returns what it returned then.
+"""Fake tensors with cached results: an operation that has run on equal arguments returns the cached result.
 
-What an operation returns over fake tensors follows from the shapes, strides, dtypes, devices and storages of its
-arguments, and a model does the same few thousand things over and over. `FakeTensorMode` has such a memory too. It
-answers in three times the time, forgets operations on lists of tensors, and returns two tensors where an operation
-returned one twice; so it is turned off.
+The fake result of an operation follows from the shapes, strides, dtypes, devices and storages of its
+arguments, and a model repeats the same few thousand operations. `FakeTensorMode` has such a cache too, but it
+takes three times as long, does not cover operations on lists of tensors, and returns two tensors for an
+operation that returned one twice; so it is turned off.
 
-Remembered are operations of torch itself, over plain fake tensors without known values, whose results do not depend
-on values, and that change the form of no argument. Each result is an argument, a view of the only tensor among the
-arguments, or a tensor in a storage of its own. All else is asked of torch each time.
+Cached are operations of torch itself, over plain fake tensors without known values, whose results do not
+depend on values, and that do not change the form of an argument. Each result is an argument, a view of the
+only tensor among the arguments, or a tensor in a new storage. All other operations run in torch each time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-_DEVICE = torch.ops.prim.device.default  # torch's C++ code asks it of every fake tensor, more often than all else
+_DEVICE = torch.ops.prim.device.default  # torch's C++ code calls it more often than all other operations
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -27,11 +27,11 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, to
 _META = torch.device("meta")
 
 Key = tuple[object, ...]
-Known = dict[Any, dict[Key, Any]]  # by operation and key
+Known = dict[Any, dict[Key, Any]]  # results by operation and key
 
 
 class _Fresh(NamedTuple):
-    """A result in a storage of its own."""
+    """A result in a new storage."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Nothing(NamedTuple):
 
 
 class _Several(NamedTuple):
-    """A tuple or a list of results. One with names has none behind torch's dispatcher, and has none here."""
+    """A tuple or a list of results. Named tuples lose their names in torch's dispatcher, and have none here."""
 
     kind: type[tuple[Any, ...] | list[Any]]
     results: tuple[Any, ...]
@@ -68,9 +68,9 @@ _NOTHING = _Nothing()
 
 
 class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """`FakeTensorMode` that remembers what operations return.
+    """`FakeTensorMode` with a cache of the results of operations.
 
-    `known` is its memory, which modes may share whose results are the same.
+    `known` is the cache, which modes with equal results may share.
     """
 
     def __init__(self, known: Known, **options: Any) -> None:
@@ -80,7 +80,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch.compile, for which every operation would pay, is refused wherever one of these is used
+        return False  # torch.compile is refused inside; the check would cost time in every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
@@ -102,11 +102,11 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What torch's own mode does."""
+        """Run torch's own fake mode."""
         return self.dispatch(func, types, args, kwargs)
 
     def _key(self, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
-        """All that the results follow from; None where they follow from more than can be told.
+        """Return a key of everything that determines the results; None if it is incomplete.
 
         The tensors among the arguments are added to `tensors`.
         """
@@ -122,7 +122,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def _describe(self, items: Iterable[Any], found: list[object], tensors: list[FakeTensor]) -> bool:
-        """Add what there is to tell of these arguments; whether that is all."""
+        """Add the description of these arguments to `found`; return whether it is complete."""
         for item in items:
             kind = type(item)
             if kind is FakeTensor:
@@ -148,7 +148,9 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Whether a tensor of this mode is known by its form: it has no value, and nothing is done as it is read."""
+        """Return whether a tensor of this mode is determined by its form: without a value, and not a lazy
+        view.
+        """
         return (
             tensor.fake_mode is self
             and tensor.constant is None
@@ -158,9 +160,9 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
 
     def _made(self, known: Any, tensors: list[FakeTensor]) -> Any:
-        """The results that are known, for these tensors among the arguments."""
+        """Return the cached results for these tensors among the arguments."""
         if isinstance(known, _Fresh):
-            with torch._C._DisableTorchDispatch():  # enough where no argument is fake, at a third of the cost
+            with torch._C._DisableTorchDispatch():  # sufficient without fake arguments, at a third of the cost
                 empty = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=_META)
             return FakeTensor(self, empty, known.device)
         if isinstance(known, _View):
@@ -174,7 +176,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _follows_from_forms(func: Any) -> bool:
-    """Whether the form of what an operation returns may follow from the forms of its arguments."""
+    """Return whether the form of an operation's result may follow from the forms of its arguments."""
     return (
         isinstance(func, torch._ops.OpOverload)
         and func.namespace == "aten"
@@ -184,9 +186,9 @@ def _follows_from_forms(func: Any) -> bool:
 
 
 def _found(out: Any, tensors: list[FakeTensor], fresh: set[int]) -> Any:
-    """What to remember of the results for these tensors among the arguments; None where that cannot be told.
+    """Return the cache entry of results for these tensors among the arguments; None if they cannot be cached.
 
-    `fresh` are the storages of the results before, and becomes those of all.
+    `fresh` are the storages of the results so far; those of `out` are added.
     """
     if out is None:
         return _NOTHING
@@ -212,7 +214,7 @@ def _found(out: Any, tensors: list[FakeTensor], fresh: set[int]) -> Any:
 
 
 def _nbytes(fresh: _Fresh) -> int:
-    """The storage that a fresh tensor of this form has."""
+    """Return the storage size of a fresh tensor of this form."""
     if 0 in fresh.shape:
         return 0
     last = sum((length - 1) * stride for length, stride in zip(fresh.shape, fresh.strides, strict=True))

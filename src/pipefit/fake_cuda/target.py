@@ -1,36 +1,38 @@
-"""Fake devices: a profile or a dry run builds the model there, and their kernels decide what autograd saves.
+"""Fake devices: profiles and dry runs build the model there, and their kernels decide what autograd saves.
 
     with FakeTarget("cuda") as fake:
         model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then `.to(fake.device)`
         loss = model(fake.fake(batch)).sum()
         loss.backward()                                             # no bytes, no GPU: shapes, strides, storages
 
-Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cuda` follows CUDA's: dropout saves a
-boolean mask, normalisations float32 statistics, attention is fused (`attention_choice`), RNN cells are fused,
-optimizers and gradient clipping take their foreach path.
+Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cuda` follows CUDA's: dropout
+saves a boolean mask, normalizations float32 statistics, attention is fused (`attention_choice`), RNN cells
+are fused, optimizers and gradient clipping take their foreach path.
 
-Its fake tensors are on `fakecuda:0`. This is the one device type that torch leaves open for others (PrivateUse1),
-registered from Python. Torch's C++ code treats such a device like CUDA almost everywhere, which could not be achieved
-by replacing Python functions. What it does for CUDA alone is done here too: the choices of `attention_choice` and
-`cuda_choices`, and autocast (`autocast`). Where the machine has a GPU nothing is asked of it: the answers are the same
-on every machine, no context is made there, and no random generator of the caller's changes.
+Its fake tensors are on `fakecuda:0`, registered from Python as the one device type that torch leaves open for
+extensions (PrivateUse1). Torch's C++ code treats such a device like CUDA almost everywhere, which patches of
+Python functions could not achieve. Behavior that torch reserves for CUDA is added here: the choice of kernels
+(`attention_choice`, and the rules below), and autocast (`autocast_of`). A GPU of the machine is not used: the
+answers are equal on every machine, no CUDA context is created, and no random generator of the caller changes.
 
-The first `cuda` target registers the device type for the rest of the process. Then `torch.accelerator.is_available()`
-is false and `device_count()` zero, and `current_accelerator()` is `fakecuda`. Autograd has streams for that accelerator
-alone: in such a process a backward on a real GPU fails. Hence `apart`, and `check_backwards` of `runtime/hardware`.
+The first `cuda` target registers the device type for the rest of the process. Then
+`torch.accelerator.is_available()` is false, `device_count()` is zero, and `current_accelerator()` is
+`fakecuda`. Autograd has streams for that accelerator alone: in such a process a backward on a real GPU fails.
+Hence `fake_cuda.apart`, and `runtime.hardware.check_backwards`.
 
 Not imitated:
 
-- memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
-- reserves of kernels that last until backward: in place of cuDNN's, RNNs save what the fused cells save, and batch norm
-  nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
-- branches of torch's C++ code on `tensor.is_cuda`, which is false there on `fakecuda`, but for those that are known to
-  matter; the choices for CUDA under `torch.inference_mode`.
+- memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's,
+  cuBLAS's;
+- kernel reserves that last until backward: instead of cuDNN's, RNNs save what the fused cells save, and batch
+  norm nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
+- branches of torch's C++ code on `tensor.is_cuda`, which is false on `fakecuda`, except those that are known
+  to matter; the choices for CUDA under `torch.inference_mode`.
 
-An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
-Of operations that depend on values something is assumed (`by_value`).
+An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is
+computed. Results of operations that depend on values are assumed (`capture.by_value`).
 
-`tests/test_private_torch.py` tells which files use torch's private interfaces to fake devices.
+`tests/test_private_torch.py` fails first if torch changes a private interface that fake devices use.
 """
 
 from __future__ import annotations
@@ -64,28 +66,28 @@ from pipefit.schema.kernels import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
 
-# ----------------------------------------------------------------------------------------------------
-# What torch decides by asking whether a tensor is on `cuda`, decided for `fakecuda` in the same way.
+# ---- Decisions by which torch distinguishes CUDA tensors, made equally for `fakecuda`
 #
-# - The shapes of some results, and what some operators keep for backward (`logsigmoid`, `embedding_bag`, transforms):
-#   torch's Python code for fake tensors asks `is_cuda`, or `device_hint`. So does the code of models.
-# - `softmax` of float16 into float32, which on CUDA is one kernel, and elsewhere a conversion and a kernel.
-# - Operators that are composed of others on devices without a kernel of their own, which CUDA has (`KERNELS`).
-# - Attention has a file of its own (`attention_choice`).
+# - The shapes of some results, and what some operators keep for backward (`logsigmoid`, `embedding_bag`,
+#   transforms): torch's Python code for fake tensors reads `is_cuda`, or `device_hint`. So does the code of
+#   models.
+# - `softmax` of float16 into float32, which is one kernel on CUDA, and a conversion and a kernel elsewhere.
+# - Operators that are composed of others on devices without a kernel for them, which CUDA has (`KERNELS`).
+# - Attention, in `attention_choice`.
 #
-# Torch's C++ code asks too; what else it decides so is not known to matter.
+# Torch's C++ code reads `is_cuda` too; no further decision is known to matter.
 
 aten = torch.ops.aten
 KERNELS = ("_fused_rms_norm", "mish_backward", "silu_backward")
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`softmax` as its CUDA path composes it."""
+    """Run `softmax` as its CUDA path composes it."""
     return _normalised(aten._softmax.default, x, dim, dtype)
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`log_softmax` as its CUDA path composes it."""
+    """Run `log_softmax` as its CUDA path composes it."""
     return _normalised(aten._log_softmax.default, x, dim, dtype)
 
 
@@ -96,13 +98,13 @@ def _normalised(kernel: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dt
 
 
 def kernel(*_: object, **__: object) -> None:
-    """Stands for a kernel of CUDA's: that there is one decides, and fake tensors never reach it."""
+    """Stand for a CUDA kernel: its presence decides, and fake tensors never reach it."""
     raise NotImplementedError("a kernel of a device without bytes")
 
 
 @contextmanager
 def counting_as_cuda(device_type: str) -> Iterator[None]:
-    """Inside, Python code that asks a fake tensor of that device type whether it is on `cuda` hears that it is."""
+    """Let fake tensors of this device type count as CUDA tensors in Python code of the body."""
 
     def is_cuda(tensor: FakeTensor) -> bool:
         return tensor.device.type in ("cuda", device_type)
@@ -118,11 +120,10 @@ def counting_as_cuda(device_type: str) -> Iterator[None]:
         yield
 
 
-# ----------------------------------------------------------------------------------------------------
-# Products of tensors of different dtypes, refused over fake tensors as the real kernels refuse them.
+# ---- Products of tensors of different dtypes, refused as the real kernels refuse them
 #
-# torch's rules for the shapes of products do not look at dtypes, so that a float32 batch would pass through a
-# float64 model in a profile, and fail when it is trained.
+# torch's shape rules for products ignore dtypes, so a float32 batch would pass through a float64 model in a
+# profile, and fail in training.
 
 
 _PRODUCTS = frozenset(
@@ -151,18 +152,17 @@ def check_product(func: Any, args: tuple[Any, ...]) -> None:
             raise TypeError(f"a product of {' and '.join(dtypes)}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Shape functions of a few training kernels that torch cannot run on fake tensors.
+# ---- Shape functions of a few training kernels that torch cannot run on fake tensors
 #
-# They are fused optimizers, the fused GRU cell, margin losses, the backward of CTC, quantisation that is
-# imitated in training, and draws that have a gradient. Fake tensors need a function from input shapes to
-# output shapes for every operator. For an operator without one, torch would run the real kernel on zeros as
-# large as the model; a `FakeTarget` refuses that and names the operator.
+# These are fused optimizers, the fused GRU cell, margin losses, the backward of CTC, quantization-aware
+# training, and draws with a gradient. Fake tensors need a function from input shapes to output shapes for
+# every operator. For an operator without one, torch would run the real kernel on zeros as large as the model;
+# a `FakeTarget` refuses that and names the operator.
 
 
 @functools.cache
 def register_missing_shapes() -> torch.library.Library:
-    """Register the functions that this torch lacks, once. They last as long as the library that is returned."""
+    """Register the functions that this torch lacks, once. They last as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, shapes in _SHAPES.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
@@ -171,7 +171,7 @@ def register_missing_shapes() -> torch.library.Library:
 
 
 def _in_place(*_: object, **__: object) -> None:
-    """A fused optimizer step writes into its arguments and returns nothing."""
+    """Do nothing: a fused optimizer step writes into its arguments and returns nothing."""
 
 
 def _gru_cell(
@@ -181,12 +181,12 @@ def _gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The next state, batch x hidden, and the five gates kept for backward."""
+    """Return the next state, batch x hidden, and the five gates kept for backward."""
     return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
 
 
 def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of input gates, hidden gates, state, and the two biases."""
+    """Return gradients of input gates, hidden gates, state, and the two biases."""
     gates = workspace.new_empty(grad_hy.shape[0], 3 * grad_hy.shape[1])
     bias = workspace.new_empty(3 * grad_hy.shape[1]) if has_bias else None
     return (
@@ -199,22 +199,22 @@ def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tu
 
 
 def _loss_backward(grad: Tensor, x: Tensor, *_: object, **__: object) -> Tensor:
-    """The gradient of a loss in its first argument."""
+    """Return the gradient of a loss in its first argument."""
     return torch.empty_like(x)
 
 
 def _like_the_first(x: Tensor, *_: object, **__: object) -> Tensor:
-    """A draw, or its gradient, for each element."""
+    """Return a draw, or its gradient, for each element."""
     return torch.empty_like(x)
 
 
 def _rounded(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    """The rounded values, and a mask of those that were in range, kept for backward."""
+    """Return the rounded values, and a mask of those that were in range, kept for backward."""
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
 def _learnt_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *_: object) -> tuple[Tensor, ...]:
-    """Gradients of the values, the scale and the zero point."""
+    """Return gradients of the values, the scale and the zero point."""
     return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
 
 
@@ -245,35 +245,33 @@ _SHAPES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
-# CUDA's autocast on `fakecuda`: what `torch.autocast("cuda", ...)` does on a GPU, it does to tensors without
-# bytes.
+# ---- CUDA's autocast on `fakecuda`
 #
-# The casts are those of `pipefit.capture.cuda_autocast`, as kernels of the open device slot's autocast key.
+# The casts are those of `capture.cuda_autocast`, as kernels of the open device slot's autocast key.
 
 _KEY = "AutocastPrivateUse1"
 
 
 def autocast_of(device_type: str) -> AbstractContextManager[None]:
-    """Inside, autocast for `cuda`, and for the open device slot of that name, is that of CUDA."""
+    """Let autocast for `cuda`, and for the open device slot of this name, behave as on CUDA in the body."""
     registered = _registered(device_type)
     registered.follow()
     return as_on_cuda(device_type, registered.casts)
 
 
 class _Registered:
-    """The casts of CUDA in the open device slot, of that name, for as long as this exists."""
+    """CUDA's casts in the open device slot of this name, for the lifetime of the object."""
 
     def __init__(self, device_type: str) -> None:
         self.casts = CudaCasts(device_type, _KEY)
-        # Torch lets all operators but those of its lists pass, on every device type but the open slot.
+        # On every device type except the open slot, torch lets operators outside its lists pass.
         everything = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         everything.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
         self._libraries = {"_": everything}
         self._known: set[str] = set()
 
     def follow(self) -> None:
-        """Register kernels for the operators that are cast on CUDA by now: extensions bring their own."""
+        """Register kernels for the operators that CUDA casts by now, including those of extensions."""
         for name, kernel in self.casts.kernels(known=self._known):
             namespace, _, operator = name.partition("::")
             if namespace not in self._libraries:
@@ -285,20 +283,22 @@ class _Registered:
 _registered = functools.cache(_Registered)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The target
 
 
 FAKE_CUDA = "fakecuda"
-_FREE_SLOT = "privateuseone"  # torch's name for the open device slot while nobody has taken it
+_FREE_SLOT = "privateuseone"  # torch's name for the open device slot while it is free
 _CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
-_NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # where they make a single one
+_NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # if they make a single number
 _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 
 
 class FakeTarget:
-    """A context in which tensors have shapes, strides and storages but no bytes, on a device with `target`'s kernels.
+    """A context with fake tensors (shapes, strides and storages, no bytes) on a device with `target`'s
+    kernels.
 
-    Meters, saved-tensor hooks and other modes go inside it. Each instance has its own tensors: they do not mix.
+    Enter meters, saved-tensor hooks and other modes inside it. Each instance has separate tensors: they do
+    not mix.
 
     Raises:
         UsageError: `target` is neither `cpu` nor `cuda`; or another extension holds torch's open device slot.
@@ -321,8 +321,9 @@ class FakeTarget:
             if self.target == "cuda":
                 stack.enter_context(autocast_of(FAKE_CUDA))
                 stack.enter_context(counting_as_cuda(FAKE_CUDA))
-            stack.enter_context(torch.autograd.set_detect_anomaly(mode=False))  # by which every number is a NaN
-            # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
+            stack.enter_context(torch.autograd.set_detect_anomaly(mode=False))  # it would take fake numbers for NaN
+            # Backward on the calling thread: autograd counts devices at a process's first backward, and may
+            # know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._mode)
             self._entered.append(stack.pop_all())
@@ -334,12 +335,16 @@ class FakeTarget:
         self._entered.pop().__exit__(kind, error, trace)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A fake tensor with the shape, strides and dtype of `tensor`, on `self.device`, in a storage of its own."""
+        """Return a fake tensor with the shape, strides and dtype of `tensor`, on `self.device`, in a new
+        storage.
+        """
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def again(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of a model: like `fake`, with what is known of a fake number; real values stay real."""
+        """Return a copy of a model's tensor: like `fake`, with the known value of a fake number; real tensors
+        stay real.
+        """
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 return tensor.detach().clone()
@@ -352,7 +357,9 @@ class FakeTarget:
 
     @contextmanager
     def assuming_nothing(self) -> Iterator[None]:
-        """Inside, an operation whose result depends on values raises an exception, instead of what `by_value` says."""
+        """Let value-dependent operations in the body raise an exception, instead of returning assumed
+        results.
+        """
         self._mode.assumes = False
         try:
             yield
@@ -361,30 +368,34 @@ class FakeTarget:
 
     @property
     def unknown(self) -> KernelMemory:
-        """The operations met so far of which something had to be assumed, because they depend on values."""
+        """Operations so far that depend on values, so their results were assumed."""
         return KernelMemory(kernels=tuple(self._mode.by_value))
 
     def set_value(self, tensor: Tensor, value: int) -> None:
-        """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
+        """Give one fake number a value, for models that read it; numbers computed from it alone have values
+        too.
+        """
         with _disable_current_modes():
             known = torch.full(tensor.shape, value, dtype=tensor.dtype)
         self._mode.know(tensor, known)
 
 
 def follows_fake_streams() -> bool:
-    """Whether a `cuda` target has been used in this process, so that autograd asks `fakecuda` for streams, not GPUs."""
+    """Return whether this process has used a `cuda` target, so that autograd uses streams of `fakecuda`, not
+    of GPUs.
+    """
     found: str = torch._C._get_privateuse1_backend_name()
     return found == FAKE_CUDA
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether `tensor` has no bytes, so that nothing can be read from it."""
+    """Return whether `tensor` has no bytes, so that its values cannot be read."""
     return isinstance(tensor, FakeTensor)
 
 
 @functools.cache
 def _known(_: Target) -> Known:
-    """What operations return over fake tensors of a target, as it is found in this process."""
+    """Return this process's cache of results over fake tensors of a target."""
     return {}
 
 
@@ -394,7 +405,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
     fake_tensor_converter: _Forgetful
 
     def __init__(self, known: Known) -> None:
-        super().__init__(known, allow_fallback_kernels=False)  # a fallback would compute, on real zeros
+        super().__init__(known, allow_fallback_kernels=False)  # a fallback would compute on real zeros
         register_missing_shapes()
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
         self.assumes, self.by_value = True, dict[Kernel, None]()
@@ -424,23 +435,25 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
         self.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
     def _forget_numbers(self, args: Any) -> None:
-        """Forget those of parameters that were made of known numbers: training changes them."""
+        """Forget the values of parameters that were made from known numbers: training changes them."""
         for arg in args:
             if isinstance(arg, FakeTensor) and arg.constant is not None and isinstance(arg, nn.Parameter):
                 self.fake_tensor_converter.forget(arg)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
-        return self  # a copied fake tensor, as `nn.TransformerEncoder` makes of its layer, stays in the mode it is in
+        return self  # copied fake tensors, as in `nn.TransformerEncoder`, keep their mode
 
 
 class _Forgetful(FakeTensorConverter):
-    """Keeps no weak reference to the results of operations: `Module.to` refuses to swap a tensor that has one."""
+    """Keeps no weak reference to the results of operations: `Module.to` refuses to swap a tensor that has
+    one.
+    """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass
 
     def forget(self, known: FakeTensor) -> None:
-        """Keep neither the number of a tensor, as of `torch.tensor(0.5)`, nor the weak references that came with it."""
+        """Forget the value of a tensor, such as that of `torch.tensor(0.5)`, and the weak references to it."""
         assert known.constant is not None
         self.invalidate_constant_aliases(known.constant)
         memo = self.meta_converter.tensor_memo
@@ -449,7 +462,7 @@ class _Forgetful(FakeTensorConverter):
 
 
 class _Listed:
-    """Counts fake tensors among the types the foreach kernels take, as real ones are, while the context lasts."""
+    """Counts fake tensors among the types that foreach kernels take in the body, as real ones are."""
 
     def __init__(self, types: list[Any]) -> None:
         self._types = types
@@ -470,7 +483,7 @@ def _device_of(target: Target) -> torch.device:
 
 @functools.cache
 def _fill_slot() -> torch.library.Library:
-    """Registers `fakecuda`, once per process; the library returned keeps the overrides alive."""
+    """Register `fakecuda`, once per process; the returned library keeps the overrides alive."""
     holder = torch._C._get_privateuse1_backend_name()
     if holder != _FREE_SLOT:
         raise UsageError(
@@ -489,10 +502,10 @@ def _fill_slot() -> torch.library.Library:
 
 
 class _DeviceModule:
-    """What torch asks of `torch.fakecuda`: nothing to seed, nothing available for real work."""
+    """The interface of `torch.fakecuda`: nothing to seed, nothing available for real work."""
 
     def is_available(self) -> bool:
-        return False  # so that DataLoader, fork_rng and the like pass it by
+        return False  # so DataLoader, fork_rng etc. ignore it
 
     def is_initialized(self) -> bool:
         return True
@@ -514,7 +527,7 @@ class _DeviceModule:
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What autograd asks before it starts the device's thread."""
+    """Autograd's queries before it starts the device's thread."""
 
     def is_available(self) -> bool:
         return False
