@@ -5,7 +5,8 @@
     ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
     ├── OutOfMemory         4   a run exceeded a device's memory; says where, at which action, what held the bytes
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
-    │   └── PeerLost            error of the other workers: a message does not arrive
+    │   ├── PeerLost            error of the other workers: a message does not arrive
+    │   └── LimitMet            a worker met a limit of the system on its process
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
     │   ├── DamagedCheckpoint   a checkpoint cannot be read as it was saved; an older one may be intact
     │   ├── UnreadableCheckpoint    the checkpoint may be intact: no permission to read it, or another version
@@ -68,6 +69,10 @@ class WorkerFailed(PipefitError):
 
 class PeerLost(WorkerFailed):
     """A message of another worker does not arrive: this worker fails because the other one did."""
+
+
+class LimitMet(WorkerFailed):
+    """A worker met a limit of the system on its process: files, threads, addresses."""
 
 
 class FileError(PipefitError):

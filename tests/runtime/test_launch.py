@@ -31,11 +31,13 @@ import accidents
 import asleep
 import network_workers
 import pipefit
+import raising
 from pipefit import processes
 from pipefit.capture import Task
-from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
+from pipefit.errors import FileError, LimitMet, OutOfMemory, PipefitError, UsageError, WorkerFailed
 from pipefit.processes import adopt_orphans
 from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.checkpoint.saving import Saving
 from pipefit.runtime.launch import launch
 from pipefit.runtime.launch.launch import Watch
 from pipefit.runtime.launch.processes import forks, start, tunables
@@ -281,6 +283,22 @@ def test_too_few_processes_and_threads_are_told_before_a_worker_starts(monkeypat
     with pytest.raises(WorkerFailed, match=r"^2 workers cannot be started: .*this user may have 77 processes and"):
         pipefit.train(accidents.make, plan_of(), steps=1)
     assert len(started) == 5
+
+
+def test_a_limit_that_workers_meet_as_they_start_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where the training may start again too: it would end in the same words each time."""
+    monkeypatch.setattr(processes, "_soft", {"RLIMIT_NOFILE": 7}.get)
+    number = next(n for n, what in enumerate(raising.HAPPENS) if "Too many open files" in what)
+    task = partial(raising.make, "factory", number)
+    saving = Saving(directory=str(tmp_path))
+    with pytest.raises(LimitMet, match=r"^worker 1 \(.*a process may open \d+ files here .*last saved: none"):
+        pipefit.train(task, plan_of(), steps=1, saving=saving, restarts=2)
+    monkeypatch.setattr(launch, "start", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(LimitMet, match=r"^worker 0 of 2 cannot be started: .*a process may open 7 files here .*none"):
+        pipefit.train(accidents.make, plan_of(), steps=1, saving=saving, restarts=2)
+    assert not [warning for warning in recwarn if "restart" in str(warning.message)]
 
 
 def asks_for_huge_pages() -> bool:

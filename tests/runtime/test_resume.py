@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipefit.runtime import Trainer
+from pipefit.runtime.checkpoint import checkpointing
 from pipefit.schema.plan import Plan
 from resuming import ENDLESS, FEATURES, SYNCHRONOUS, broken, plan_for, unbroken
 
@@ -107,3 +109,12 @@ def test_training_goes_on_under_any_other_plan(
 ) -> None:
     """The same for every pair of splits."""
     goes_on_elsewhere(name, plan_for(name, "gpipe", before), plan_for(name, "1f1b", after), tmp_path)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_as_a_checkpoint_is_taken_up_is_no_fault_of_it(error: Exception, tmp_path: Path) -> None:
+    """Its settings would be blamed, with the code of a bad file."""
+    _, _, trainer = broken("adamw", plan_for("adamw", "1f1b", SPLIT), plan_for("adamw", "1f1b", SPLIT), tmp_path)
+    with mock.patch.object(checkpointing, "restore", side_effect=error), pytest.raises(type(error)) as caught:
+        trainer.load(tmp_path)
+    assert caught.value is error

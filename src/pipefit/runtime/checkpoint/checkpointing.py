@@ -28,6 +28,7 @@ from pipefit.errors import (
     SaveFailed,
     UsageError,
     in_one_line,
+    no_memory,
 )
 from pipefit.lowering import whole_run
 from pipefit.memory.arenas import arenas_of, snapshot_shortage
@@ -195,9 +196,9 @@ class Checkpointing:
         manifest = checkpoint.manifest
         try:
             restore(checkpoint, tensors, self._all, self.names)
-        except (PipefitError, torch.OutOfMemoryError):
-            raise
         except Exception as error:  # any error of an optimizer or scheduler on values of another one
+            if isinstance(error, PipefitError | torch.OutOfMemoryError) or no_memory(error):
+                raise
             raise FileError(
                 f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this task's "
                 f"optimizer and scheduler ({in_one_line(error)})"
@@ -356,8 +357,9 @@ def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
     trained = checkpoint.manifest.seed
     if seed not in (None, trained):
         raise UsageError(
-            f"{printable(str(checkpoint.folder))} was trained with seed {trained}, and this training has seed {seed}: "
-            "give it that seed to go on (Trainer.load takes the checkpoint's), or save to another folder"
+            f"{printable(str(checkpoint.folder))} was trained with seed {trained}, by training "
+            f"{checkpoint.manifest.owner}, and this one has seed {seed}: give it that seed to go on (Trainer.load "
+            "takes the checkpoint's), or save to another folder"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.errors import OutOfMemory, PeerLost, UsageError, WorkerFailed, all_lines
+from pipefit.errors import LimitMet, OutOfMemory, PeerLost, UsageError, WorkerFailed, all_lines
 from pipefit.memory.arenas import tensor_groups
 from pipefit.processes import met
 from pipefit.runtime.hardware import ran_out
@@ -39,7 +39,7 @@ def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMe
             f"device {device} has no memory left for messages between workers ({said}): plan with more --reserve"
         )
     if limit := met(error):
-        return WorkerFailed(f"{what} ({said}); {limit}")
+        return LimitMet(f"{what} ({said}); {limit}")
     late = "timed out" in said.lower() or "timeout" in said.lower()
     advice = "if it is only slow, raise timeout_seconds" if late else "the output of its own worker says why"
     return PeerLost(f"{what} ({said}); {advice}")

@@ -26,10 +26,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.resource_tracker import ensure_running
 
 from pipefit.checkpoints.hold import Hold
-from pipefit.errors import NotSaved, OutOfMemory, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import (
+    LimitMet,
+    NotSaved,
+    OutOfMemory,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    UsageError,
+    WorkerFailed,
+)
 from pipefit.lowering import Entered, whole_run
 from pipefit.memory.arenas import arenas_of, members, tensor_groups
-from pipefit.processes import ENDING, addresses, processes
+from pipefit.processes import ENDING, addresses, files, processes
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.checkpoint.saver import Saved
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
@@ -140,9 +149,10 @@ def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bo
             "control group is in its memory.max"
         )
     if code == -signal.SIGABRT and building:
-        limits = ", ".join(filter(None, (processes(), addresses())))
+        limits = ", ".join(filter(None, (processes(), files(), addresses())))
         return ProcessDied(
-            f"aborted (signal 6), as libraries do that can start no thread; {limits or 'see its output'}"
+            "aborted (signal 6), as libraries do that can start no thread or open no file; its output says why"
+            f"{limits and f': {limits}'}"
         )
     if code < 0:
         return ProcessDied(f"killed by signal {-code} ({signal.strsignal(-code)})")
@@ -368,18 +378,18 @@ class _Supervisor:
         """Start all workers.
 
         Raises:
-            WorkerFailed: the system refuses to start one.
+            LimitMet: the system refuses to start one.
         """
         ranks = len(self.plan.workers)
         try:
             check_room(ranks)
         except OSError as error:
-            raise WorkerFailed(f"{counted(ranks, 'worker')} cannot be started: {obstacle(error)}") from error
+            raise LimitMet(f"{counted(ranks, 'worker')} cannot be started: {obstacle(error)}") from error
         for rank in range(ranks):
             try:
                 self._start(task, rank)
             except OSError as error:
-                raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {obstacle(error)}") from error
+                raise LimitMet(f"worker {rank} of {ranks} cannot be started: {obstacle(error)}") from error
 
     def _start(self, task: bytes, rank: int) -> None:
         """Start one worker; `stop` finds it even if this is interrupted."""
@@ -525,7 +535,7 @@ class _Supervisor:
         assert error is not None
         if not isinstance(error, WorkerFailed):
             return error  # its message names the place
-        kind = PeerLost if isinstance(error, PeerLost) else WorkerFailed  # as `_order` distinguishes
+        kind = next((one for one in (PeerLost, LimitMet) if isinstance(error, one)), WorkerFailed)
         failure = kind(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)

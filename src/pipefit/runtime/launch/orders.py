@@ -110,6 +110,7 @@ def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -
         )
     if seed is not None and seed != manifest.seed:
         raise UsageError(
-            f"{named} was trained with seed {manifest.seed}, by which all that follows is drawn: leave seed {seed} out"
+            f"{named} was trained with seed {manifest.seed}, by which all that follows is drawn, by training "
+            f"{manifest.owner}: leave seed {seed} out"
         )
     return checkpoint

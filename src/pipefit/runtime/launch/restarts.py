@@ -2,8 +2,9 @@
 
 A restart costs the start of the workers, a few seconds, and the steps since the last checkpoint, which are
 trained again with the same losses. Only the failure of a worker leads to a restart: errors that would occur
-again, such as an out-of-memory error of a device or a wrong argument, end the training. This is torchrun's
-`--max-restarts`, with the addition of checkpoints and new plans.
+again, such as an out-of-memory error of a device, a limit of the system that workers meet as they start, or a
+wrong argument, end the training. This is torchrun's `--max-restarts`, with the addition of checkpoints and new
+plans.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipefit.checkpoints.hold import Hold, new_owner
 from pipefit.errors import (
     DamagedCheckpoint,
     FileError,
+    LimitMet,
     NotSaved,
     PeerLost,
     PipefitError,
@@ -158,9 +160,11 @@ def _restarted(
             if isinstance(error, NotSaved):
                 error.losses = told.losses
             failure, again = f"{error}; {saving.reached(told.steps_done)}", start
-            if isinstance(error, WorkerFailed) and restart < restarts:
+            in_vain = isinstance(error, LimitMet) and told.steps_done == start.first  # the next start meets it too
+            may_restart = isinstance(error, WorkerFailed) and restart < restarts and not in_vain
+            if may_restart:
                 again = starts.newest()
-            if not isinstance(error, WorkerFailed) or restart == restarts or again.first == start.steps:
+            if not may_restart or again.first == start.steps:
                 error.args = (f"{failure}{saving.way_on}",)
                 raise
             start = again

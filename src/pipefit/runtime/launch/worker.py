@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pipefit.capture.task import Task
 from pipefit.errors import (
     FileError,
+    LimitMet,
     LossNotFinite,
     OutOfMemory,
     PeerLost,
@@ -384,5 +385,6 @@ def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) 
         return OutOfMemory, f"device {device} ran out of memory {where}: {all_lines(behind)}"
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
-    limit = met(error)
-    return WorkerFailed, f"{in_one_line(error)}; {limit}" if limit else in_one_line(error)
+    if limit := met(error):
+        return LimitMet, f"{in_one_line(error)}; {limit}"
+    return WorkerFailed, in_one_line(error)
