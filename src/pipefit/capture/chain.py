@@ -66,8 +66,7 @@ def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequenc
 
 
 def own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """Return `part`, or a copy with the same tensors if the chain already has `part` or one of its
-    parameters.
+    """Return `part`, or a copy with the same tensors if the chain already has it or one of its parameters.
 
     So layers are distinct, and a stage can put its copy of a shared parameter into one layer without changing
     another. `met` holds the ids of the chain's modules and parameters; those of `part` are added.
@@ -215,9 +214,7 @@ class ChainLayer:
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The distinct parameters with their names in the model; of several names the first, as in plain
-        training.
-        """
+        """The distinct parameters with their names in the model; of several names the first."""
         for local, parameter in self.module.named_parameters():
             yield self.parameter_names.get(local, local), parameter
 
@@ -282,8 +279,7 @@ class Chain:
         return shared_parameters([layer.module for layer in self.layers])
 
     def flatten(self, inputs: Any) -> Values:
-        """Return the tensors of `inputs` that the first layer takes, in order, laid out in memory as at
-        capture.
+        """Return the tensors of `inputs` that the first layer takes, laid out in memory as at capture.
 
         Raises:
             UsageError: `inputs` differ from those the model was captured with.

@@ -281,9 +281,7 @@ class Row:
 
 
 def rows_of(module: nn.Module) -> list[Row]:
-    """Return the lists of blocks that a copy can shorten, without lists in blocks that are left out
-    themselves.
-    """
+    """Return the lists of blocks that a copy can shorten, except lists in left-out blocks."""
     found = list[Row]()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in found):
@@ -315,9 +313,7 @@ def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
 
 
 def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Yield the attributes of the modules around `path` in `own`, and of objects in them that `original` does
-    not share.
-    """
+    """Yield the attributes of modules around `path` in `own`, and of objects that `original` does not share."""
     parts = path.split(".") if path else []
     for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         held, before = vars(own.get_submodule(around)), vars(original.get_submodule(around))
@@ -329,8 +325,7 @@ def _settings_around(path: str, original: nn.Module, own: nn.Module) -> Iterator
 
 
 def _superfluous(kinds: Sequence[object]) -> range:
-    """Return the longest run of blocks with `_ENOUGH` blocks of their kinds before it; empty if there is
-    none.
+    """Return the longest run of blocks with `_ENOUGH` blocks of their kinds before it, or an empty range.
 
     It is a single run, and a late one, because models also look blocks up by number.
     """
@@ -363,8 +358,7 @@ _REVEALING = 0.02  # largest number put into a parameter that is all zero
 
 
 def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Target = "cpu") -> Numbers:
-    """Compare `task.module`, a module, with `chain`, which was made of it and holds its tensors, on
-    `batches`.
+    """Compare `task.module`, a module, with `chain`, which was made of it and holds its tensors.
 
     Both run on the CPU, under the autocast rules of the target for which the chain was made.
 
@@ -399,8 +393,7 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
 def evaluated(
     task: Task, batches: Sequence[Sample], *, traced: bool, target: Target = "cpu", training: bool = False
 ) -> list[float]:
-    """Return the losses of `task.module` on `batches`, without gradients, in evaluation or in `training`
-    mode.
+    """Return the losses of `task.module` on `batches` without gradients, in evaluation or `training` mode.
 
     Each batch has its own random draws. `traced` says that the module takes inputs as `torch.export` passes
     them, not as an `nn.Sequential` does.
@@ -420,9 +413,7 @@ def evaluated(
 def values_before(
     layers: Sequence[int], task: Task, chain: Chain, batch: Sample, *, target: Target = "cpu"
 ) -> list[Values]:
-    """Return the inputs of some layers of a chain of modules for `batch`, in evaluation and without
-    gradients.
-    """
+    """Return the inputs of some layers of a chain of modules for `batch`, in evaluation mode."""
     module = task.module
     assert isinstance(module, nn.Module)
     with put_back(), recording("comparing numbers"), casting_for(target), tensors_put_back(module), torch.no_grad():

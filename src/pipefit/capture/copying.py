@@ -144,9 +144,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def constants(module: nn.Module) -> list[Tensor]:
-    """Return the tensors among the attributes of `module` and its parts, in lists and dictionaries too, each
-    once.
-    """
+    """Return the tensors in attributes of `module` and its parts, in lists and dictionaries too, each once."""
     return list({id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values())
 
 
@@ -184,9 +182,7 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors in each attribute that are not registered anywhere in `module`, by the attribute's
-    name.
-    """
+    """Return the unregistered tensors in each attribute of `module` and its parts, by the attribute's name."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found = {}
     for path, part in module.named_modules():
@@ -278,11 +274,9 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: di
 
 
 def _mapping(mapping: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    """Copy a dictionary. This avoids a function call of `copy` for each of a module's two dozen plain
-    attributes.
-    """
+    """Copy a dictionary, without a function call of `copy` for each of a module's two dozen attributes."""
     made: dict[Any, Any] = {}
-    memo[id(mapping)] = made  # before what it holds, which may hold it
+    memo[id(mapping)] = made  # first: its contents may hold it
     for name, value in mapping.items():
         own = name if type(name) in _PLAIN else copy.deepcopy(name, memo)
         made[own] = value if type(value) in _PLAIN else copy.deepcopy(value, memo)
@@ -313,9 +307,7 @@ def _generator(generator: torch.Generator, memo: dict[int, Any]) -> torch.Genera
 
 
 def _own(module: nn.Module) -> Iterator[object]:
-    """Yield what functions in `module` may hold: its parts, their tensors, and containers in their
-    attributes.
-    """
+    """Yield what functions in `module` may hold: its parts, tensors, and containers in attributes."""
     for part in module.modules():
         yield part
         for value in vars(part).values():
@@ -333,9 +325,7 @@ def _held(function: FunctionType) -> Iterator[object]:
 
 
 def _reaches(held: object, own: set[int], met: set[int]) -> bool:
-    """Return whether `held` is one of `own`, or a function or method that holds one; `met` are functions so
-    far.
-    """
+    """Return whether `held` is one of `own`, or a function that holds one; `met` are functions so far."""
     if isinstance(held, MethodType):
         return id(held.__self__) in own
     if not isinstance(held, FunctionType):
@@ -358,7 +348,7 @@ def _function(original: FunctionType, memo: dict[int, Any], own: set[int]) -> Fu
     made = FunctionType(
         original.__code__, original.__globals__, original.__name__, None, tuple(memo[id(cell)] for cell in cells)
     )
-    memo[id(original)] = made  # before what it holds, which may hold it
+    memo[id(original)] = made  # first: its contents may hold it
     for cell in cells:
         if is_empty(memo[id(cell)]) and not is_empty(cell):
             memo[id(cell)].cell_contents = value(cell.cell_contents)

@@ -92,9 +92,7 @@ def policies() -> Mapping[str, Policy]:
 
 
 def _entries(macro: str, policy: Policy) -> Iterable[str]:
-    """Return the entries of a list: `name` or `name, overload`; strings for the rule that calls another
-    overload.
-    """
+    """Return the entries of a list: `name` or `name, overload`; strings if the rule calls another overload."""
     return re.findall(r'"([\w.]+)"', macro) if policy == "appended dtype" else re.findall(r"_\(([\w, ]+)\)", macro)
 
 
@@ -182,9 +180,7 @@ class CudaCasts:
         return operator(*reversed(cast), **keywords)
 
     def _casts(self, argument: Any) -> bool:
-        """Return whether autocast may change the argument's dtype: floating point, except float64, on this
-        device.
-        """
+        """Return whether autocast may change the argument's dtype: floating point, but not float64."""
         return (
             isinstance(argument, Tensor)
             and argument.device.type == self.device_type
@@ -225,9 +221,7 @@ def _name(operator: Any) -> str:
 
 
 def _named(operator: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Return positional arguments by name, with the default values of positional arguments that are not
-    given.
-    """
+    """Return positional arguments by name, with default values for missing ones."""
     taken = [argument for argument in operator._schema.arguments if not argument.kwarg_only]
     defaults = {argument.name: argument.default_value for argument in taken[len(args) :]}
     return defaults | {argument.name: given for argument, given in zip(taken, args, strict=False)}
@@ -295,9 +289,7 @@ def _casts_on_the_cpu() -> Iterator[CudaCasts]:
 
 @contextmanager
 def as_on_cuda(device_type: str, casts: CudaCasts) -> Iterator[None]:
-    """Let autocast for `cuda` act on `device_type` in the body; clearing the autocast cache clears `casts`
-    too.
-    """
+    """Let autocast for `cuda` act on `device_type` in the body; clearing its cache clears `casts` too."""
     with ExitStack() as stack:
         for owner, name, make in (
             (torch, "clear_autocast_cache", lambda clear: _both(casts.clear, clear)),

@@ -217,8 +217,7 @@ def the_loss(outputs: Any, name: str) -> Tensor:
 
 
 def everything(outputs: Any, name: str) -> Any:
-    """Return all outputs of model `name` as a tree that torch knows, with a string in place of a transformers
-    cache.
+    """Return all outputs of model `name` as a tree of torch, with a string in place of a transformers cache.
 
     Raises:
         UsageError: the outputs hold no tensor.
@@ -312,8 +311,7 @@ def export(
     target: Target = "cpu",
     whole: Collection[str] = (),
 ) -> ExportedProgram:
-    """Return the program of `module` on `inputs`: one tensor, a tuple of positional arguments or a keyword
-    dictionary.
+    """Return the program of `module` on `inputs`: a tensor, a tuple of positional arguments or keywords.
 
     The program returns the loss that the module computes if `own_loss`, else all outputs. Under `autocast`,
     tensors have the dtypes that they have on the target; the casts are not part of the program. Modules at

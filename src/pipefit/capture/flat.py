@@ -32,9 +32,7 @@ _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.defaul
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the values that `node` writes into; for batch and instance norm in training, the running
-    statistics.
-    """
+    """Return the values that `node` writes into, running statistics of norms in training included."""
     if node.target is call_whole:
         return list(node.args[2])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -113,9 +111,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The meaning of a placeholder: a parameter, buffer, constant or module of this name, or input leaf
-    `index`.
-    """
+    """Meaning of a placeholder: a parameter, buffer, constant or module of this name, or input leaf `index`."""
 
     kind: Literal["parameter", "buffer", "constant", "module", "input"]
     name: str
@@ -144,9 +140,7 @@ def role(node: fx.Node) -> Role | None:
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """Return the paths of the modules around an operation, root ("") first; `block@1` in a block's second
-    call.
-    """
+    """Return the paths of the modules around an operation, root ("") first; `block@1` for a second call."""
     found: tuple[str, ...] = node.meta.get("stack", ())
     return found
 
@@ -210,9 +204,7 @@ def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def _settle_buffers(graph: fx.Graph) -> None:
-    """Move the update of every buffer to the computation of its new value; export puts all updates at the
-    end.
-    """
+    """Move the update of every buffer from the end of the graph to the computation of its new value."""
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy_.default or node.users:
             continue

@@ -1,5 +1,4 @@
-"""Data flow of a traced model: the values that would cross a cut after each operation, and where cuts are
-illegal.
+"""Data flow of a traced model: the values that would cross a cut after each operation, and illegal cuts.
 
 Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are
 repeated in every layer that uses their result if fewer bytes then cross a cut, and are not among the
@@ -61,9 +60,7 @@ class Flow:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def needs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """Return the values, inputs and parameters that `node` reads; for repeated operations, their own
-        sources.
-        """
+        """Return the values, inputs and parameters that `node` reads; for repeated operations, their sources."""
         return self._expanded(node.all_input_nodes)
 
     def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
@@ -148,8 +145,7 @@ class Flow:
     def _to_repeat(
         self, node: fx.Node, needed: Mapping[fx.Node, frozenset[fx.Node]], sent: Set[fx.Node]
     ) -> frozenset[fx.Node] | None:
-        """Return the values that must cross a cut for `node` to be repeated after it; None if it cannot be
-        repeated.
+        """Return the values that must cross a cut to repeat `node` after it; None if it cannot be repeated.
 
         `needed` has these values for earlier operations that can be repeated; `sent` are those that are sent
         instead.
@@ -177,9 +173,7 @@ class Flow:
         return whole is not node and _kind(whole) is None and whole not in known and not _can_cross(node)
 
     def _given(self, node: fx.Node) -> bool:
-        """Return whether any layer can have `node`: an integer input, or a buffer or constant that never
-        changes.
-        """
+        """Return whether any layer can have `node`: an integer input, or an unchanged buffer or constant."""
         kind = _kind(node)
         if kind == "input":
             return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
@@ -234,9 +228,7 @@ def _can_cross(node: fx.Node) -> bool:
 
 
 def _memory(node: fx.Node) -> int:
-    """Return the bytes of the memory that `node` views; `contiguous` counts as a copy, as it is for several
-    samples.
-    """
+    """Return the bytes of memory that `node` views; `contiguous` counts as a copy, as for several samples."""
     at = node
     while at.target is not _CONTIGUOUS and (viewed := next(iter(sources(at)), None)) is not None:
         at = viewed

@@ -67,9 +67,7 @@ class Binding:
         return found
 
     def fill(self, layer: nn.Module, needed: Sequence[Role], names: Mapping[str, str]) -> dict[str, str]:
-        """Register the needed tensors and modules in `layer`; return the original names of its state dict's
-        entries.
-        """
+        """Register needed tensors and modules in `layer`; return the original names of its state dict."""
         originals = {}
         for item in needed:
             if item.kind == "module":
@@ -92,9 +90,7 @@ class Binding:
         return {f"{local}.{name}": f"{path}.{name}" for name in part.state_dict() if f"{path}.{name}" in self.kept}
 
     def with_the_rest(self, layers: Sequence[ChainLayer]) -> list[ChainLayer]:
-        """Give the nearest layer by name the tensors without a layer: unused parameters, other names of tied
-        ones.
-        """
+        """Give tensors without a layer to the nearest layer by name: unused parameters, names of tied ones."""
         unread: dict[str, list[str]] = {layer.name: [] for layer in layers}
         held = {
             id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
@@ -286,8 +282,7 @@ def write(
     outputs: Sequence[fx.Node],
     names: Mapping[str, str],
 ) -> fx.Graph:
-    """Return the graph of a layer that applies `order` to `inputs`; `names` maps parameters etc. to local
-    names.
+    """Return the graph of a layer that applies `order` to `inputs`; `names` maps tensors to local names.
 
     Between layers every value is contiguous, whether it is sent or passed on: a value with other strides, as
     after a transpose, crosses as a view with its dimensions in memory order.
@@ -386,9 +381,7 @@ class _Writer:
         return self.graph.create_node("call_function", _PERMUTE, (node, order), name=_LAID_OUT)
 
     def _repeat(self, node: fx.Node) -> None:
-        """Write the repeated operation `node` after those it needs; iteratively, because masks are long
-        chains.
-        """
+        """Write the repeated operation `node` after those it needs, iteratively: masks are long chains."""
         pending = [node]
         while pending:
             missing = [s for s in pending[-1].all_input_nodes if s in self.flow.repeated and s not in self._known]

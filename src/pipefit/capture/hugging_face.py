@@ -56,9 +56,7 @@ def cache_class() -> type[Any] | tuple[()]:
 
 
 def advice(module: nn.Module) -> str:
-    """Return how to turn off settings of a Hugging Face model that often break a trace; empty if there are
-    none.
-    """
+    """Return how to turn off settings of a Hugging Face model that often break a trace, or ""."""
     configs = configurations(module)
     found = dict.fromkeys(setting for config in configs for setting in _settings(config))
     ways = [f"set {' and '.join(found)} in the model's config"] if found else []

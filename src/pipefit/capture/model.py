@@ -119,8 +119,7 @@ def build_chain(task: Task, microbatch_size: int, *, seed: int = 0, target: Targ
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
-    """Return modules, or (name, module) pairs, in the order they run as a model for `Task`: each becomes a
-    layer.
+    """Return modules, or (name, module) pairs, as a model for `Task` that runs them in order, each a layer.
 
     Each takes what the module before it returned: a tensor, or a tuple or list of tensors as one argument. A
     part without a name is named by its number.
@@ -165,9 +164,7 @@ def _wanted(targets: Any) -> Tree | None:
 
 
 def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Return whether the module only runs its parts in order: an `nn.Sequential` without own forward and
-    hooks.
-    """
+    """Return whether the module only runs its parts: an `nn.Sequential` without own forward and hooks."""
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)

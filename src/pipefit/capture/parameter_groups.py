@@ -114,9 +114,7 @@ def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
 
 
 def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) -> list[Tensor]:
-    """Return small parameters after some steps: of one optimizer with a group for each set of options, or of
-    one each.
-    """
+    """Return small parameters after some steps of one optimizer with shared groups, or of one each."""
     draws = torch.Generator().manual_seed(0)
     tried = [nn.Parameter(torch.randn([_SIDE] * kind.dimensions, generator=draws)) for kind in kinds]
     groups: list[dict[str, Any]] = []

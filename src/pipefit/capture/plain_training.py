@@ -48,8 +48,7 @@ class Draws:
         self.of: dict[Hashable, list[Tensor]] = {}
 
     def joined(self, parts: Sequence[Sequence[Hashable]]) -> deque[Tensor]:
-        """Return the draws of a whole forward: of `parts` in order, each computed in one or several local
-        batches.
+        """Return the draws of a whole forward: of `parts` in order, each from one or several local batches.
 
         Raises:
             UnknownDraw: the local batches of a part drew different numbers of times.
@@ -298,9 +297,7 @@ def _wide(parameter: Tensor) -> Tensor:
 def _groups(
     task: Task, trained: Mapping[str, nn.Parameter], worked_on: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: one for each parameter if the task has options for parameters, otherwise
-    one.
-    """
+    """Return the optimizer's groups: one for each parameter if the task has `groups`, otherwise one."""
     if task.groups is None:
         return [{"params": list(worked_on.values())}]
     return [{"params": [worked_on[name]], **task.groups(name, parameter)} for name, parameter in trained.items()]

@@ -71,9 +71,7 @@ def torch_draws_alone() -> Iterator[None]:
 
 
 def refuse_foreign_draws(module: nn.Module) -> None:
-    """Let every part of `module`, a copy to be traced, raise a `Refusal` if its forward draws outside of
-    torch.
-    """
+    """Let every part of `module`, a copy to be traced, raise a `Refusal` if it draws outside of torch."""
     begun: list[object] = []
 
     def begin(*_: Any) -> None:

@@ -101,8 +101,7 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
 
 
 def pair(batch: Any, who: str) -> Sample:
-    """Return `batch` as (inputs, targets), trees that torch knows; a dictionary alone is inputs without
-    targets.
+    """Return `batch` as (inputs, targets), trees that torch knows; a dictionary alone is inputs.
 
     Raises:
         UsageError: `batch` is something else. The message begins with `who`.

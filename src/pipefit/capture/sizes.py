@@ -36,9 +36,7 @@ class Template(NamedTuple):
 
     @staticmethod
     def of(few: str, a: int, many: str, b: int) -> Template | None:
-        """Return the template of two texts of code, for `a` and for `b` samples; None if they differ
-        otherwise.
-        """
+        """Return the template of two texts of code, for `a` and `b` samples; None if they differ otherwise."""
         around = NUMBER.split(few)
         if around != NUMBER.split(many):
             return None
@@ -107,9 +105,7 @@ class Family:
         return Family(chain, few, many, own.described, tuple(codes))
 
     def write(self, chain: Chain, samples: int) -> None:
-        """Turn `chain`, a copy of the family's chain with its own layers, into one for this number of
-        samples.
-        """
+        """Turn `chain`, a copy of the family's chain with its own layers, into one for `samples` samples."""
         for module, (code, operations) in zip(_modules(chain), self._at(samples), strict=True):
             module.pipefit_code = module.pipefit_code.rewritten(code, operations)
 

@@ -104,8 +104,7 @@ class Units:
 
     @cached_property
     def _rows(self) -> frozenset[str]:
-        """Containers in units whose parts are blocks in a row, with no more crossing between them than
-        around.
+        """Containers in units whose parts are blocks in a row: no more crosses between them than around.
 
         So the stages of a vision model are divided, but not the experts of a block, nor modules that a
         shortcut skips.
@@ -301,8 +300,7 @@ def _innermost(flow: Flow, start: int, stop: int) -> str:
 
 
 def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
-    """Return a name for operations of the root module: its largest parameter, or the first operation that
-    computes.
+    """Return a name for operations of the root module: its largest parameter, or the first computation.
 
     Among parameters of equal size the first by name is taken, so every trace of the model gives the same
     name.
@@ -380,9 +378,7 @@ class _Runs:
         return [(first, end) for (first, _), end in zip(found, ends, strict=True)]
 
     def _light(self) -> set[str]:
-        """Return units with too few parameters to be blocks; without halves, only operations outside of all
-        units.
-        """
+        """Return units with too few parameters to be blocks; without halves, operations of no unit."""
         sizes: dict[str, int] = {}
         for unit, weight in zip(self.units, self.weights, strict=True):
             sizes[plain(unit)] = sizes.get(plain(unit), 0) + weight
@@ -402,9 +398,7 @@ class _Runs:
         return number
 
     def _worthwhile(self, cuts: list[int]) -> list[int]:
-        """Return the cuts without costly ones: far more bytes than a neighbor, with hardly any parameters
-        between.
-        """
+        """Return the cuts except costly ones: far more bytes than a neighbor, few parameters between."""
         kept = list(cuts)
         for cut in sorted(cuts, key=self.flow.cost.__getitem__, reverse=True):
             place = kept.index(cut)
@@ -512,9 +506,7 @@ def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
-    """End the graph in tensors alone: the loss if the model computes it, else all outputs; return their
-    structure.
-    """
+    """End the graph in tensors alone: the loss if the model computes it, else all outputs."""
     end, spec = graph.output_node(), program.call_spec.out_spec
     assert spec is not None
     leaves = list(end.args[0])  # type: ignore[arg-type]

@@ -35,9 +35,7 @@ from pipefit.texts import dtype_name, kind_of
 
 
 class Given(NamedTuple):
-    """The flat arguments of a call: tensors, which the program passes, and other values, which it does not
-    know.
-    """
+    """The flat arguments of a call: tensors, which the program passes, and values unknown to it."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec

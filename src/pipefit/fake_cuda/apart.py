@@ -38,8 +38,7 @@ _Warned = list[tuple[Warning, type[Warning], str, int]]
 
 
 def apart(target: Target, work: Callable[[], T]) -> T:
-    """Run `work`, for CUDA on Linux with GPUs in a fork if possible; return its result, with its errors and
-    warnings.
+    """Run `work` and return its result, with errors and warnings; for CUDA with GPUs, in a fork if possible.
 
     A fork returns only what can be pickled; other effects of `work` are lost.
 
@@ -98,9 +97,7 @@ def _write(writing: int, answer: bytes) -> None:
 
 
 def _answer(work: Callable[[], object]) -> bytes:
-    """Do the work in the fork; return the answer as a readable pickle, or b"" if this process must do the
-    work.
-    """
+    """Do the work in the fork; return the pickled answer, or b"" if this process must do the work."""
     torch.set_num_threads(1)  # a fork does not have the other kernel threads
     found, error = None, None
     try:

@@ -40,8 +40,7 @@ def choose_kernel(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> SDPBackend:
-    """Return the kernel that CUDA chooses: the first enabled one, in torch's priority order, that can run
-    these tensors.
+    """Return the kernel that CUDA chooses: the first enabled one in torch's order that can run these tensors.
 
     Raises:
         UsageError: `sdpa_kernel` (or `torch.backends.cuda.enable_*_sdp`) left no kernel that can.
@@ -64,9 +63,7 @@ def choose_kernel(
 
 
 def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    """Return whether fused kernels are possible: 4-D, one batch size, matching heads, no empty sequence,
-    dense last dim.
-    """
+    """Return whether fused kernels are possible: 4-D, one batch size, matching heads, dense last dimension."""
     tensors = (query, key, value)
     if any(t.dim() != 4 for t in tensors) or len({t.shape[0] for t in tensors}) > 1 or key.shape[1] != value.shape[1]:
         return False
@@ -148,9 +145,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causa
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a boolean mask as the bias that kernels take: a new tensor of the query's dtype, which is then
-    saved.
-    """
+    """Return a boolean mask as the bias that kernels take: a new tensor, which is then saved."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))

@@ -31,11 +31,10 @@ from pipefit.schema.profile import Target
 def fake_chain(
     task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True, target: Target | None = None
 ) -> Chain:
-    """Return the task's chain for microbatches like `sample`, over fake tensors on `fake.device`. Call it
-    inside `fake`.
+    """Return the task's chain for microbatches like `sample`, over fake tensors on `fake.device`.
 
-    An existing module is copied, not changed. `target` is where the chain will run, by default that of
-    `fake`.
+    Call it inside `fake`. An existing module is copied, not changed. `target` is where the chain will run, by
+    default that of `fake`.
     """
     return capture(faked(task, fake, training=training), *sample, target=target or fake.target)
 
@@ -117,8 +116,9 @@ class Chains:
         return found
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
-        """Return the chain for this number of samples over tensors of `fake`; `like` is a batch. Call it
-        inside `fake`.
+        """Return the chain for `samples` samples over tensors of `fake`; `like` is a batch.
+
+        Call it inside `fake`.
         """
         found = self.unrun(samples, fake, like)
         return chain_again(found, fake) if samples in self._traced or self._by_hand is not None else found
@@ -149,8 +149,7 @@ class Chains:
         return next((chain for chain in self._traced.values() if not chain.traced), None)
 
     def checked(self, sizes: Iterable[int], fake: FakeTarget) -> Callable[[], bool]:
-        """Begin to trace the model with these numbers of samples; return a function that compares derived
-        chains with traces.
+        """Begin to trace the model at these sizes; return a function that compares chains with traces.
 
         The function returns False if a chain differs from its trace; all chains are traced from then on. Call
         both inside `fake`.
@@ -176,9 +175,7 @@ class Chains:
             return False
 
     def family(self, fake: FakeTarget) -> Family | None:
-        """Return the derived chains, if there are sizes in between and chains can be derived. Call it inside
-        `fake`.
-        """
+        """Return the derived chains, if sizes in between can be derived. Call it inside `fake`."""
         if self._family is None and self._writes and self._known[1:-1]:
             self._begin(fake)
             self._family = self._found(self._known, fake)
@@ -191,9 +188,7 @@ class Chains:
             (self._most,) = beside(lambda: self._sketched(self._known[-1], fake.target))
 
     def _found(self, known: Sequence[int], fake: FakeTarget) -> Family | None:
-        """Return the family of the smallest and the largest size. A single sample may give another model than
-        several.
-        """
+        """Return the family of the smallest and the largest size; a single sample may be another model."""
         fewest = known[:2] if known[0] == 1 and len(known) > 3 else known[:1]
         return next(filter(None, (self._between(few, known[-1], fake) for few in fewest)), None)
 

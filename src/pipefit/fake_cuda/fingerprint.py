@@ -70,8 +70,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
 
 
 def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
-    """Return `made` with the loss, which runs once over fake tensors with the shapes of its inputs in
-    `measurement`.
+    """Return `made` with the loss, which runs once over fake tensors like its inputs in `measurement`.
 
     Raises:
         UsageError: the loss fails on them.
@@ -277,9 +276,7 @@ def _option(value: object) -> str:
 
 
 def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str, ...]]]:
-    """Yield for every trained parameter its layer, its name, the number of its group in the layer, and the
-    group's options.
-    """
+    """Yield for every trained parameter: layer, name, number of its group in the layer, group options."""
     assert task.groups is not None
     for number, layer in enumerate(chain.layers):
         met: list[dict[str, Any]] = []

@@ -148,9 +148,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a tensor of this mode is determined by its form: without a value, and not a lazy
-        view.
-        """
+        """Return whether a tensor of this mode is determined by its form: without value, not a lazy view."""
         return (
             tensor.fake_mode is self
             and tensor.constant is None

@@ -1,4 +1,4 @@
-"""Fake devices: profiles and dry runs build the model there, and their kernels decide what autograd saves.
+"""Fake devices: profiles and dry runs build the model there; their kernels determine the saved tensors.
 
     with FakeTarget("cuda") as fake:
         model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then `.to(fake.device)`
@@ -24,8 +24,8 @@ Not imitated:
 
 - memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's,
   cuBLAS's;
-- kernel reserves that last until backward: instead of cuDNN's, RNNs save what the fused cells save, and batch
-  norm nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
+- kernel reserves that last until backward: instead of cuDNN's, RNNs save those of fused cells, and batch norm
+  saves none; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
 - branches of torch's C++ code on `tensor.is_cuda`, which is false on `fakecuda`, except those that are known
   to matter; the choices for CUDA under `torch.inference_mode`.
 
@@ -294,8 +294,7 @@ _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._fore
 
 
 class FakeTarget:
-    """A context with fake tensors (shapes, strides and storages, no bytes) on a device with `target`'s
-    kernels.
+    """A context of fake tensors (shapes, strides, storages) on a device with `target`'s kernels.
 
     Enter meters, saved-tensor hooks and other modes inside it. Each instance has separate tensors: they do
     not mix.
@@ -335,16 +334,12 @@ class FakeTarget:
         self._entered.pop().__exit__(kind, error, trace)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor with the shape, strides and dtype of `tensor`, on `self.device`, in a new
-        storage.
-        """
+        """Return a new fake tensor with the shape, strides and dtype of `tensor`, on `self.device`."""
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def again(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a model's tensor: like `fake`, with the known value of a fake number; real tensors
-        stay real.
-        """
+        """Return a copy of a model's tensor: like `fake`, with a known number's value; real ones stay real."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 return tensor.detach().clone()
@@ -357,9 +352,7 @@ class FakeTarget:
 
     @contextmanager
     def assuming_nothing(self) -> Iterator[None]:
-        """Let value-dependent operations in the body raise an exception, instead of returning assumed
-        results.
-        """
+        """Let value-dependent operations in the body raise exceptions instead of returning assumed results."""
         self._mode.assumes = False
         try:
             yield
@@ -372,18 +365,14 @@ class FakeTarget:
         return KernelMemory(kernels=tuple(self._mode.by_value))
 
     def set_value(self, tensor: Tensor, value: int) -> None:
-        """Give one fake number a value, for models that read it; numbers computed from it alone have values
-        too.
-        """
+        """Give one fake number a value, for models that read it; numbers computed from it have values too."""
         with _disable_current_modes():
             known = torch.full(tensor.shape, value, dtype=tensor.dtype)
         self._mode.know(tensor, known)
 
 
 def follows_fake_streams() -> bool:
-    """Return whether this process has used a `cuda` target, so that autograd uses streams of `fakecuda`, not
-    of GPUs.
-    """
+    """Return whether a `cuda` target was used in this process, so autograd uses streams of `fakecuda`."""
     found: str = torch._C._get_privateuse1_backend_name()
     return found == FAKE_CUDA
 
@@ -445,9 +434,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
 
 
 class _Forgetful(FakeTensorConverter):
-    """Keeps no weak reference to the results of operations: `Module.to` refuses to swap a tensor that has
-    one.
-    """
+    """Keeps no weak reference to results: `Module.to` refuses to swap a tensor that has one."""
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass

@@ -1,5 +1,4 @@
-"""The CPU meter: counts the bytes of one device by category, as storages are allocated and freed, and
-enforces its cap.
+"""The CPU meter: counts the bytes of one device by category, and enforces its cap.
 
 A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, and watches each storage that
 an operation allocates through a weak reference. Views and in-place operations allocate none, so a tensor from
@@ -153,9 +152,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Count the storages of these tensors as `category` from now on, including storages that were not
-        counted before.
-        """
+        """Count the storages of these tensors as `category` from now on, also previously uncounted ones."""
         for tensor in tensors:
             if tensor is not None and self._is_here(tensor):
                 self._move(self._track(tensor), _POSITION[category])
@@ -242,9 +239,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scalars.clear()
 
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Count an operation's allocations; return the bytes of a number in its arguments that autograd had
-        kept.
-        """
+        """Count an operation's allocations; return the bytes of a number that autograd had kept for it."""
         kept = 0
         if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
             kept = self._scalar(args[0], args[1])
@@ -261,9 +256,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._place is None or tensor.device.type == self._place
 
     def _keeps_numbers(self, tensor: Tensor) -> bool:
-        """Return whether the number that autograd keeps for a product with this tensor counts: it is on the
-        host.
-        """
+        """Return whether the number that autograd keeps for a product with this tensor is on this device."""
         return tensor.device.type == "cpu" and self._is_here(tensor)
 
     def _track_all(self, items: Any) -> None:
@@ -277,9 +270,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._track_all(item)
 
     def _take(self, level: int, asked: int) -> None:
-        """Count a kernel's workspace, the latest allocation (`asked` bytes), with which memory reached
-        `level`.
-        """
+        """Count a kernel's workspace, with which memory reached `level`."""
         if level > self._peak:
             self._reach(level, asked)
 

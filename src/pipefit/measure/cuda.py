@@ -156,8 +156,7 @@ class CudaMeter:
 
     @property
     def allocator(self) -> AllocatorPeaks:
-        """Highest value of each statistic over all actions so far, and how often the process emptied its
-        cache.
+        """Highest value of each statistic so far, and how often the process emptied its cache.
 
         Memory outside of the allocator is not included.
         """
@@ -187,9 +186,7 @@ class CudaMeter:
         self._bytes[Category.LENT] = nbytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Update the category of a storage that lost its memory or regained it, which the allocator has
-        counted.
-        """
+        """Update the category of a storage whose memory was freed or restored."""
         tracked = self._held.get(storage._cdata)
         if tracked is not None:
             self._count(tracked, storage.nbytes())

@@ -517,9 +517,7 @@ def _once(func: Any, recipe: Recipe, mask: bool) -> Taken:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the FLOPs by torch's counter; for recurrent layers, which it lacks, by the products with their
-    weights.
-    """
+    """Return the FLOPs by torch's counter; for recurrent layers, by the products with their weights."""
     if func in _RECURRENT:
         steps, samples = args[0].shape[:2]
         return int(2 * _RECURRENT[func] * steps * samples * (args[1].numel() + args[2].numel()))
@@ -606,9 +604,7 @@ class Kernels:
         self._flags = flags()
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Known | None:
-        """Return the memory of the kernel of `func(*args, **kwargs)`; None if it is only its result `out` on
-        any machine.
-        """
+        """Return the memory of the kernel of `func(*args, **kwargs)`; None if it is only its result `out`."""
         try:
             calls = self._known[func]
         except KeyError:

@@ -58,9 +58,7 @@ def this_machine(threads: int) -> Machine:
 
 
 def flags() -> str:
-    """Return the settings of this process that kernels depend on, as a prefix of an operation's text; "" by
-    default.
-    """
+    """Return settings that kernels depend on, as a prefix of an operation's text; empty by default."""
     found = []
     if torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic:
         found.append("deterministic")

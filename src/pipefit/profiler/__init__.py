@@ -31,8 +31,7 @@ def profile(
     sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """Return the costs of every layer of `task` for a microbatch of `microbatch_size` samples, or of each of
-    several sizes.
+    """Return the costs of every layer of `task`, for one microbatch size or several.
 
     A plan needs the size of its microbatches; for stages with replicas, the sizes of their local batches; and
     for tensor-parallel stages, the costs of layers divided between the same number of ranks.

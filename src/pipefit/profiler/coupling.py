@@ -45,8 +45,7 @@ _MEAN = 1  # the number of the reduction "mean" in torch
 
 
 def coupling(func: Any, given: Mapping[str, Any]) -> str:
-    """Return why an operator call couples the samples of a microbatch, as a phrase to follow a layer's name,
-    or "".
+    """Return why an operator call couples samples, as a phrase to follow a layer's name, or "".
 
     `given` are the call's arguments by name.
     """

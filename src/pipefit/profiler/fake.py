@@ -1,5 +1,4 @@
-"""The fake profiler: costs of every layer, found with fake tensors. It needs no hardware, no data and no
-memory.
+"""The fake profiler: costs of every layer from fake tensors, without hardware, data or memory.
 
 Each kind of layer is built and run under a meter once, however often the model repeats it. For the target
 `cpu`, each operation that has not been measured on this machine yet runs once with real tensors, for the
@@ -90,8 +89,7 @@ def profile_fake(
     sequences: bool = False,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """Return the profile of a task at `microbatch_size` samples, for `target`'s kernels with `threads` CPU
-    threads.
+    """Return the profile of a task at one microbatch size, for `target`'s kernels on `threads` CPU threads.
 
     Layers are measured whole, and divided between each number of ranks in `tensor`; with `sequences` also
     along positions.

@@ -1,5 +1,4 @@
-"""Values with which a forward computes and those that it changes: reasons for which a second forward could
-differ.
+"""Values that a forward reads and changes: reasons for which a second forward could differ.
 
 Some layers compute with a buffer that they change: spectral norm, moving averages that feed back, observers
 that quantize by earlier values. Their second forward starts from copies of these buffers, made before the
@@ -123,9 +122,7 @@ def _of_a_library(item: Any) -> bool:
 
 
 def comparable(item: Any, depth: int = _DEPTH) -> object:
-    """Return a value that is equal as long as `item`, its parts and its attributes, `depth` levels deep, are
-    unchanged.
-    """
+    """Return a value that is equal while `item` and its contents, `depth` levels deep, are unchanged."""
     match item:
         case Tensor():
             return Tensor
@@ -227,9 +224,7 @@ _TRAINING = ("training", "train", "use_input_stats")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """Reasons for which a second forward of a layer differs from its first: fed-back buffers, and
-    unrepeatable changes.
-    """
+    """Reasons for which a second forward differs from the first: fed-back buffers, unrepeatable changes."""
 
     changed: frozenset[str]  # buffers that the forward changes
     fed_back: tuple[str, ...]  # changed buffers that it computes with; all its buffers if it reads numbers
@@ -286,9 +281,7 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
 
 
 def _toggles(before: Plain, after: Plain) -> bool:
-    """Return whether a `training` attribute changed: the next forward may then change statistics that this
-    one reads.
-    """
+    """Return whether a `training` attribute changed: the next forward may change statistics read here."""
     return any(before[name] != after.get(name) for name in before if name.rpartition(".")[2] == "training")
 
 

@@ -74,9 +74,7 @@ class LayerStorages:
         self._origins |= {storage_key(t): Origin(kind="input", index=k) for k, t in enumerate(inputs)}
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Return the origin of a tensor's storage; tensors of a loss, such as class weights, count as
-        parameters.
-        """
+        """Return the origin of a tensor's storage; tensors of a loss, such as class weights, are parameters."""
         key = storage_key(tensor)
         if key not in self._origins:
             known = self._meter.counts(tensor)
@@ -221,9 +219,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks that record the `versions` of the tensors that autograd saves for the backward and checks, by
-    storage.
-    """
+    """Hooks that record the versions of tensors that autograd saves for the backward, by storage."""
 
     def __init__(self) -> None:
         self.versions: dict[int, int] = {}
@@ -241,8 +237,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 
 
 def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
-    """Return what `forward`, which runs `loss` over fake tensors, changes, as a phrase to follow "which"; or
-    "".
+    """Return what `forward`, which runs `loss` over fake tensors, changes, to follow "which"; or "".
 
     Raises:
         Refusal: it changes a tensor that it saved for its backward, unseen by autograd.
@@ -474,9 +469,7 @@ class LayerMeter:
             parameter.grad = None
 
     def _statics(self) -> list[Tensor]:
-        """Return the tensors that live as long as the layer. Not cached, because a forward may replace a
-        buffer.
-        """
+        """Return the tensors that live as long as the layer; not cached: a forward may replace a buffer."""
         copies = [copy.tensor for _, copy in self._copied]
         return [*self.module.parameters(), *self.module.buffers(), *constants(self.module), *copies]
 
@@ -543,9 +536,7 @@ class LayerMeter:
         self._drop_gradients()
 
     def changed_by_loss(self, loss: object) -> str:
-        """Return what a forward of the loss changes among its own tensors; see the function
-        `changed_by_loss`.
-        """
+        """Return what a forward of the loss changes of its own; see the function `changed_by_loss`."""
         with self.meter:
             found = changed_by_loss(self._forward, loss)
             self.meter.forget_graphs()

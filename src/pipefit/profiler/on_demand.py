@@ -1,5 +1,4 @@
-"""Profiles on demand of a planner: for each microbatch size and number of tensor-parallel ranks that it
-considers.
+"""Profiles on demand of a planner, for each microbatch size and number of tensor-parallel ranks.
 
 Of the sizes that the planner chooses from, the smallest and the largest are traced, and chains for sizes in
 between are derived from these two if possible (`pipefit.fake_cuda.chain`). `checked` compares the sizes of a
@@ -35,11 +34,10 @@ _Wanted = tuple[int, tuple[int, ...], bool]  # microbatch size, numbers of ranks
 
 
 class OnDemand:
-    """A function that profiles `task` once for every size and numbers of ranks; arguments are those of
-    `profile`.
+    """A function that profiles `task` once for each combination of size, ranks and `sequences`.
 
-    `sizes` are those that may be needed, if known; `ahead` is the order in which they will be. `chains` are
-    the task's existing chains, if any.
+    Arguments are those of `profile`. `sizes` are those that may be needed, if known; `ahead` is the order in
+    which they will be. `chains` are the task's existing chains, if any.
     """
 
     def __init__(
@@ -100,8 +98,7 @@ class OnDemand:
             self._begun = dict(zip(others, profiled_beside(self._target, *works), strict=True))
 
     def _first(self, wanted: _Wanted) -> Callable[[], ModelProfile]:
-        """Return a function that makes an awaited profile, in another process if a dry run keeps enough
-        cores.
+        """Return a function that makes an awaited profile, in another process if enough cores are free.
 
         Torch refuses backwards in all forks of a process that has run one, so this process avoids them.
         """
@@ -131,8 +128,7 @@ class OnDemand:
         )
 
     def checked(self, sizes: Iterable[int] | None = None) -> Callable[[], bool]:
-        """Begin to trace the model at these sizes; return a function that compares the traces with the
-        profiles.
+        """Begin to trace the model at these sizes; return a function that compares traces with profiles.
 
         By default the sizes are all that have been requested. The function returns False if one differs, as
         for a model that reads its number of samples; then all profiles are dropped, and new ones are made

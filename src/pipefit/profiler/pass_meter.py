@@ -26,9 +26,7 @@ from pipefit.texts import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class GradientLayout:
-    """A gradient's layout: the number of its storage among those that arrive together, bytes, shape, strides
-    and offset.
-    """
+    """A gradient's layout: number and bytes of its storage, shape, strides, offset and dtype."""
 
     storage: int
     nbytes: int
@@ -157,9 +155,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Spans of the pass, divided at releases of inputs, without spans that are not higher than earlier
-        ones.
-        """
+        """Spans of the pass, divided at releases of inputs, except spans below an earlier peak."""
         kept: list[Span] = []
         for span in (*self._spans, self._span()):
             if not kept or span.peak_bytes > max(s.peak_bytes for s in kept):

@@ -141,8 +141,7 @@ def survey(
     progress: Progress | None,
     own: Callable[[ChainLayer], ChainLayer],
 ) -> Measurement:
-    """Return the costs of a chain's layers and loss for inputs like `values`; the first gives the number of
-    samples.
+    """Return the costs of a chain's layers and loss for inputs like `values`, of as many samples.
 
     For every kind, the layer that runs is `own(layer)`, such as a copy.
 
@@ -233,9 +232,7 @@ class Survey:
         return *self._add(_Metered(layer, meter), None), form
 
     def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
-        """Measure a new kind for gradients of its outputs with these layouts; return its number, and its
-        outputs.
-        """
+        """Measure a new kind for output gradients with these layouts; return its number and its outputs."""
         layer, meter = metered.layer, metered.meter
         what = f"layer {layer.name} ({type(layer.module).__name__})"
         with named(what, meter.like), refusing(traced=False), unchanged_constants(layer.module):
@@ -247,8 +244,7 @@ class Survey:
         return len(self.kinds) - 1, outputs
 
     def backward(self, arriving: Layouts) -> None:
-        """Measure layers again, from the last to the first, that receive fewer gradients than dense ones for
-        each output.
+        """Measure layers again, from the last to the first, with the gradients that they really receive.
 
         `arriving` are the layouts of the gradients that the loss passes on. A layer is measured again if an
         output that requires a gradient receives none, or one that is not dense. Layouts inside a stage may
@@ -286,8 +282,7 @@ class Survey:
         self.kinds, self._changed = [cost for cost, _ in numbers], [changed for _, changed in numbers]
 
     def in_turn(self) -> Iterator[LayerCost]:
-        """Yield the kinds with the update temporaries that the optimizer may still hold from an earlier
-        layer.
+        """Yield the kinds, with update peaks that include temporaries of an earlier layer's update.
 
         The earlier layer may be any layer before, if replicas divide the others, and the end of the
         temporaries' life is unknown: these peaks are upper bounds.
@@ -302,9 +297,7 @@ class Survey:
             yield replace(cost, update_first_peak_bytes=first + trained, update_peak_bytes=later + trained)
 
     def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
-        """Return the kind for gradients that arrive in one of several layouts (`ways`), and its layouts for
-        each.
-        """
+        """Return the kind for gradients with one of several layouts (`ways`), and the layouts it returns."""
         metered = self._meters[kind]
         if ways == (metered.arriving,):
             return kind, (metered.left,)
@@ -404,8 +397,7 @@ class Survey:
         )
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
-        """Return the cost of the loss on the last layer's outputs, and the layouts of the gradients that it
-        returns.
+        """Return the cost of the loss on the last layer's outputs, and the layouts of its gradients.
 
         Raises:
             UsageError: the loss requires no gradient although a parameter is trained.
@@ -476,8 +468,7 @@ _Collectives = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # (forward
 def sharded_chains(
     chain: Chain, degrees: Sequence[int], values: Values, targets: Values, *, sequences: bool = False
 ) -> list[ShardedChain]:
-    """Return `chain` divided between each of these numbers of ranks, and with `sequences` along positions
-    too.
+    """Return `chain` divided between each number of ranks, and with `sequences` along positions too.
 
     The chain is traced once.
 

@@ -115,8 +115,7 @@ class _Passed:
 
 
 def updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]) -> Updates:
-    """Measure two optimizer steps for parameters that have gradients; `follow` runs once after both, as in an
-    update.
+    """Measure two optimizer steps for parameters with gradients; `follow` runs once after both.
 
     Raises:
         UsageError: the optimizer raised an exception.
@@ -179,9 +178,7 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
 def state_bytes(
     parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
 ) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state for one parameter with these options: after and before a
-    step.
-    """
+    """Return the bytes of the optimizer's state for one parameter: after a step, and before."""
     meter = PassMeter(kernels, parameter.device)
     alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     alike.grad = torch.empty_like(alike, requires_grad=False)

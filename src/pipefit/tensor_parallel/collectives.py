@@ -206,9 +206,7 @@ def scattered(partial: Tensor, form: Split, group: Collectives) -> Tensor:
 
 
 def _part_of_sum(partial: Tensor, form: Split, group: Collectives) -> Tensor:
-    """Return this rank's part of a sum: each rank sends the other ranks their parts, which they add up in one
-    order.
-    """
+    """Return this rank's part of a sum: ranks exchange parts, and add them up in one order."""
     return group.all_to_all(dealt(partial, form, group.size)).sum(0)
 
 

@@ -1,5 +1,4 @@
-"""Comparison of the blocks of a divided chain with whole ones, on real numbers: the safety net of graph
-rewriting.
+"""Comparison of a divided chain's blocks with whole ones: the safety net of graph rewriting.
 
 Each distinct block runs forward and backward, whole and on all ranks, one rank after the other in this
 process (`lockstep`). Parameters are drawn, so that none is zero or equal to another; buffers and constants
@@ -96,9 +95,7 @@ class Shortening:
         return tuple(map(self._cut, values)), tuple(map(self._cut, targets))
 
     def held(self, tensor: Tensor) -> Tensor:
-        """Return a buffer or constant, cut in dimensions of the sequence length, because code may use it
-        without a slice.
-        """
+        """Return a buffer or constant, cut in dimensions of the sequence length: code may not slice it."""
         for dim, size in enumerate(tensor.shape):
             if self.length and size == self.length:
                 tensor = tensor.narrow(dim, 0, _SHORT)
@@ -186,9 +183,7 @@ class Form(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Results of a run of a block: outputs and their form; gradients of inputs and of parameters, by name;
-    buffers.
-    """
+    """Results of a block: outputs and their form, gradients of inputs and parameters, buffers."""
 
     values: Values
     form: Form
@@ -312,9 +307,7 @@ class Block:
         yield self.size.without_draws()
 
     def _drawn(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
-        """Return numbers in place of a tensor's: such that products have norm near 1, and other parameters
-        are not near zero.
-        """
+        """Return numbers in place of a tensor's, with norm near 1 after a product, otherwise not near zero."""
         wide = self._widened(tensor)
         if not isinstance(tensor, nn.Parameter):
             return self.size.held(wide).clone()
@@ -356,9 +349,7 @@ class Block:
     def _of_tensor(
         self, name: str, tensor: Tensor, whole: Made, ranks: Sequence[Made], floor: float
     ) -> Iterator[Difference]:
-        """Yield the differences of a parameter's gradient, or of a buffer, which may be divided between the
-        ranks.
-        """
+        """Yield the differences of a parameter's gradient, or of a buffer, whole or divided."""
         is_parameter = name in whole.gradients
         expected = whole.gradients[name] if is_parameter else whole.buffers[name]
         parts = [(one.gradients if is_parameter else one.buffers)[name] for one in ranks]
@@ -433,8 +424,7 @@ class NotComparable(Exception):
 def compare_blocks(
     divided: ShardedChain, values: Values, targets: Values, *, free_bytes: int, longest: float = LONGEST_SECONDS
 ) -> Compared:
-    """Compare every distinct block of a divided chain with the whole one, for a batch like the one it was
-    divided for.
+    """Compare every distinct block of a divided chain with the whole one, for a batch like the traced one.
 
     Neither the chain nor a random generator changes. `longest` is the limit in seconds for a batch of full
     length, estimated from its operations, above which the batch is shortened.

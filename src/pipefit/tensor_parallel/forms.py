@@ -23,8 +23,7 @@ C: Final = "C"
 
 
 class Split(NamedTuple):
-    """Division of dimension `dim`: it is `repeats` rows of blocks, and every rank has its share of each
-    block.
+    """Division of dimension `dim`: `repeats` rows of blocks, with each block divided between the ranks.
 
     `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection;
     without them a row is one block. A `padded` dimension is shared although its size is not a multiple of the
@@ -175,8 +174,7 @@ class Shard:
             place += stop - start
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rank's part of an optimizer's state for the whole tensor; counts and the like are
-        unchanged.
+        """Return the rank's part of an optimizer's state for the whole tensor; counts etc. are unchanged.
 
         Raises:
             UsageError: the state has a tensor of another shape, whose part is unknown.

@@ -1,5 +1,4 @@
-"""A tensor-parallel group inside one process, for tests and notebooks: its ranks take turns, up to each
-collective.
+"""A tensor-parallel group inside one process, for tests and notebooks: its ranks take turns.
 
 Every rank is a thread with a turn (`Turn`), which it passes on when it waits for others. The last rank to
 arrive at a collective does the work of all, in rank order, in memory that the ranks brought: so a rank
@@ -134,8 +133,7 @@ Brought = TypeVar("Brought")
 
 
 def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
-    """Return the results of `run` on each rank, given its interface to the group; all draw the caller's
-    random numbers.
+    """Return the results of `run` on each rank, all with the caller's random state.
 
     Raises:
         Exception: whatever `run` raises on the first rank that fails.
@@ -191,9 +189,7 @@ class LockstepCollectives:
 
 
 class Meeting(Generic[Brought]):
-    """A meeting of the ranks of a group: each brings an object, and the last one to arrive acts on all of
-    them.
-    """
+    """A meeting of a group's ranks: each brings an object, and the last to arrive acts on all objects."""
 
     def __init__(self, size: int) -> None:
         self.arrivals = 0  # arrivals of all ranks so far

@@ -1,5 +1,4 @@
-"""One operation of a stage, as the rules for operators see it, and strategies: ways in which the ranks can do
-it.
+"""An operation of a stage, as the rules for operators see it, and strategies to divide it.
 
 A strategy gives the form in which each operand is needed, the form of the result, and the call on a rank.
 Checks for all operators are made here: the ranks can share every operand and the result in the proposed
@@ -121,9 +120,7 @@ class Operation:
         return nbytes(self.node)
 
     def replicated(self) -> Strategy:
-        """Return the strategy in which every rank does the whole operation, which is correct for any
-        operation.
-        """
+        """Return the strategy in which every rank does the whole operation, correct for any operation."""
         call = Call(target=self.node.target, args=self.node.args, kwargs=self.node.kwargs)  # type: ignore[arg-type]
         return Strategy(operands=dict.fromkeys(self.node.all_input_nodes, R), result=R, call=call)
 
@@ -141,8 +138,7 @@ class Operation:
         summed: bool = False,
         call: Call | None = None,
     ) -> Strategy | None:
-        """Return a strategy with `operands` in these forms and all others replicated; None if it is
-        impossible.
+        """Return a strategy with `operands` in these forms and all others replicated; None if impossible.
 
         It is impossible if a form is None, if the ranks cannot share a value in its form, or if one value
         would be needed in two forms. `summed` says that the whole result is summed over the ranks; each gets

@@ -91,7 +91,7 @@ class Costs:
 # Sums, copies and views keep none of their operands; products, norms and activation functions do. An estimate
 # for the search; a dry run gives the exact bytes.
 
-_CURVES = frozenset({"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"})  # keep the result
+_CURVES = frozenset({"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt"})  # save their result
 _LOOKS = VIEWS | CUTS | {"transpose", "permute", "t", "expand", "select", "slice", "alias", "detach"}
 _SUMS = frozenset({"add", "sub", "neg", "rsub", "sum", "mean", "cumsum"})
 _MOVES = frozenset({"cat", "stack", "repeat", "repeat_interleave", "pad", "roll", "flip", "index", "embedding"})
@@ -104,9 +104,7 @@ def keeps_result(node: fx.Node) -> bool:
 
 
 def keeps_operands(node: fx.Node) -> bool:
-    """Return whether the backward of an operation needs its operands; that of a product with a number does
-    not.
-    """
+    """Return whether an operation's backward needs its operands; for a product with a number, it does not."""
     name = operator_name(node)
     if node.target is operator.getitem or name in _KEEPS_NO_OPERAND:
         return False
@@ -165,8 +163,7 @@ def choose(
     sequences: bool = False,
     given: Mapping[fx.Node, Form] | None = None,
 ) -> Choice:
-    """Return the cheapest forms that the search finds; with `sequences`, norms and values around them may be
-    divided too.
+    """Return the cheapest forms that the search finds; with `sequences`, norms may be divided too.
 
     Parameters and buffers in `given` have that form, whatever its cost.
     """
@@ -209,9 +206,7 @@ def _arrives_trained(stage: TracedStage, node: fx.Node) -> bool:
 
 
 def _derived(graph: fx.Graph) -> set[fx.Node]:
-    """Return the real or complex values that depend on a parameter; others, such as masks, are cheap to
-    replicate.
-    """
+    """Return the real or complex values that depend on a parameter; others are cheap to replicate."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_parameter = (meaning := role(node)) is not None and meaning.kind == "parameter"
@@ -235,9 +230,7 @@ def _options(
     *,
     sequences: bool = False,
 ) -> dict[fx.Node, list[Strategy]]:
-    """Return the strategies of every operation, replicated first; found backwards, because users know their
-    needs.
-    """
+    """Return the strategies of every operation, replicated first, found from users to operands."""
     wishes: dict[fx.Node, dict[Split, None]] = {}
     found: dict[fx.Node, list[Strategy]] = {}
     derived = _derived(stage.graph)

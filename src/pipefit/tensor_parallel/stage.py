@@ -179,17 +179,13 @@ class ShardedStage:
         return RankStage(layers=tuple(layers), criterion=criterion, shards=self.shards(group.rank))
 
     def layers(self, group: Collectives, numbers: Iterable[int], tensors: RankTensors) -> list[ChainLayer]:
-        """Return some layers of the rank that `group` belongs to, with its part of `tensors`; the loss
-        follows the last.
-        """
+        """Return some layers of the rank that `group` belongs to, with its `tensors`; the loss is the last."""
         loss = ChainLayer("loss", nn.Module(), autocast=self.stage.layers[-1].autocast)
         whole = (*self.stage.layers, loss)
         return [tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers]
 
     def tensors(self, rank: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> RankTensors:
-        """Return a rank's part of `whole(tensor)` for every tensor of the stage, by default of the tensor
-        itself.
-        """
+        """Return a rank's part of `whole(tensor)` for every tensor of the stage, by default of the tensor."""
         return RankTensors(self.stage, self.choice.home, rank, self.ranks, whole)
 
     def shards(self, rank: int) -> dict[str, Shard]:
@@ -319,9 +315,7 @@ class ShardedChain:
         return self.stage.shares
 
     def rank(self, group: Collectives) -> Chain:
-        """Return the chain of the rank that `group` belongs to: layers with the same names, and a loss for
-        the rank.
-        """
+        """Return the chain of the rank that `group` belongs to: layers of equal names, and the rank's loss."""
         made, chain = self.stage.rank(group), self.chain
         if made.criterion is None:
             return replace(chain, layers=made.layers, packing="bare")
@@ -334,9 +328,7 @@ class ShardedChain:
         )
 
     def shards(self, rank: int) -> dict[str, Shard]:
-        """Return a rank's shard of every tensor of the model's state dict that the layers hold, by its name
-        in the model.
-        """
+        """Return a rank's shard of every tensor in the layers' state dicts, by its name in the model."""
         return self.stage.shards(rank)
 
 

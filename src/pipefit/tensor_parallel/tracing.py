@@ -120,9 +120,7 @@ def without_gradient(node: fx.Node) -> bool:
 
 
 class _Stage(nn.Module):
-    """The layers as one module, as the runtime calls them; also returns the values that cross before every
-    edge.
-    """
+    """The layers as one module, as the runtime calls them; also returns the values that cross at edges."""
 
     def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]) -> None:
         super().__init__()
@@ -161,8 +159,7 @@ class _Form:
 
 
 class _Layer(nn.Module):
-    """A layer that takes and returns values in the form in which they cross; the last one returns them as
-    they are.
+    """A layer that takes and returns values as they cross; the last one returns them as they are.
 
     At the end of a block it returns an alias of each value, so that a parameter crosses as a value, to the
     loss too.
@@ -280,9 +277,7 @@ def _without_casts_to_itself(graph: fx.Graph) -> None:
 
 
 def _made_anew(graph: fx.Graph) -> None:
-    """Replace in-place operations by operations that make new values, if only users of the value itself see
-    the change.
-    """
+    """Replace in-place operations that only users of the value see by operations that make new values."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         target = _out_of_place(node)
@@ -297,9 +292,7 @@ def _made_anew(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Return the out-of-place operator of an in-place `node`; None if there is none or the dtype would
-    change.
-    """
+    """Return the out-of-place operator of an in-place `node`; None if the dtype would change."""
     target = node.target
     if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
         return None  # a change without gradient keeps the value's gradient; a new value would have none

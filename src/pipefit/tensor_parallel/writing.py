@@ -176,9 +176,7 @@ def of_layer(steps: Iterable[Step], layer: int) -> Iterator[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCode:
-    """The graph of a layer, and the constants that it holds in addition to the layer's own tensors, by local
-    name.
-    """
+    """The graph of a layer, and the constants that it holds in addition to the layer's tensors."""
 
     graph: fx.Graph
     constants: Mapping[str, fx.Node]

@@ -1,5 +1,4 @@
-"""The incremental profiler: bytes of every block, alone and added to others, from training runs of the whole
-model.
+"""The incremental profiler: bytes of every block, alone and added, from training runs of the model.
 
 It trains a few steps under every partitioning of `profiler.training_runs.runs` and reads every device's peak.
 A block's `mem_added` is the peak of a stage that ends with it, minus the peak of the stage without it. If a
@@ -50,7 +49,7 @@ from pipefit.schema.training import Training
 #
 # The profiler runs whole models to measure one stage; `Placement` divides the blocks before and after that
 # stage among the other devices to minimize the load of the fullest. It uses the profile's peaks, under a
-# schedule in which a stage's place makes no difference; stage s is on device s. So if the profile is exact, a
+# schedule in which a stage's place does not matter; stage s is on device s. So if the profile is exact, a
 # run exceeds a cap only if every run with that stage would. Dynamic programming over (devices, blocks) takes
 # milliseconds for 100 blocks on 8 devices, and 8 L^2 bytes.
 
@@ -69,8 +68,7 @@ class Placement:
         self._behind = _behind(self._loads)
 
     def load(self, start: int, stop: int) -> float:
-        """Return the lowest possible load of the fullest device, with blocks `start` to `stop - 1` as one
-        stage.
+        """Return the lowest load of the fullest device, with blocks `start` to `stop - 1` as one stage.
 
         Above 1 no such run fits.
         """
@@ -101,9 +99,7 @@ class Placement:
 
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
-    """Return the peaks of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite for empty
-    ranges.
-    """
+    """Return the peak of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinity if empty."""
     blocks = len(profile.block_names)
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
     peaks = np.full((blocks + 1, blocks + 1), np.inf)
@@ -155,8 +151,7 @@ def profile_incrementally(
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
-    """Return the bytes of every block, alone and added, from runs of the whole model on the devices of
-    `cluster`.
+    """Return the bytes of every block, alone and added, from runs of the whole model on `cluster`.
 
     Args:
         profile: a profile of `task` by any profiler; the trainer takes shapes from it.
@@ -250,8 +245,7 @@ class _BlockBytes:
         return peak
 
     def added(self, block: int) -> int:
-        """Return the bytes that a block adds to the longest run of blocks before it that was measured with
-        and without it.
+        """Return the bytes that a block adds to the longest measured run of blocks before it.
 
         Raises:
             InfeasibleError: every run of the block with the block before it exceeded a cap.

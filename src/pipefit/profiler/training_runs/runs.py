@@ -95,8 +95,7 @@ def check_devices(devices: int) -> None:
 
 
 def trimmed(blocks: int, devices: int) -> list[Stages]:
-    """Return runs of at most `devices` stages, of one or two blocks each, with every block and every pair
-    once.
+    """Return runs of at most `devices` stages, with every block and every pair of blocks once.
 
     Raises:
         UsageError: `devices` is less than 1.
@@ -300,9 +299,7 @@ class Runs:
         return peak
 
     def too_large(self, interval: Interval, hint: str = "") -> InfeasibleError:
-        """Return the error for one or two blocks with which every run exceeded a cap; `hint` says what would
-        suffice.
-        """
+        """Return the error if every run with these one or two blocks exceeded a cap; `hint` is appended."""
         names = self.profile.block_names[slice(*interval)]
         what = f"{names[0]} alone" if len(names) == 1 else f"{' and '.join(names)} together"
         failures = [o.failure for stages, o in self.outcomes.items() if interval in stages and o.failure]

@@ -1,5 +1,4 @@
-"""The trimmed profiler: bytes of every block, alone and added to the block before it, without the whole
-model.
+"""The trimmed profiler: bytes of every block, alone and added to the one before, without the model.
 
 A run puts one block, or two consecutive ones, on each device and leaves out the rest of the model: each
 device trains its stage alone, with zeros of the true shapes in place of its neighbors' messages. L blocks on
@@ -73,9 +72,7 @@ def profile_trimmed(
 
 
 def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
-    """Train every stage alone, on the device with its number; a stage that does not fit does not stop the
-    others.
-    """
+    """Train every stage alone, on the device with its number, even if another stage does not fit."""
     peaks: list[int | None] = []
     failure = ""
     for number, interval in enumerate(stages):

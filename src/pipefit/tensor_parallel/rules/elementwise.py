@@ -1,6 +1,4 @@
-"""Elementwise operations, with operands that are broadcast, copies and casts; norms; reductions along
-dimensions.
-"""
+"""Elementwise operations with broadcast operands, copies and casts; norms; reductions."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def over_features(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def over_channels(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Divide batch and instance norm by channels: statistics, weights and buffers are those of a rank's
-    channels.
-    """
+    """Divide batch and instance norm by channels, with their statistics, weights and buffers."""
     for s in wished(wishes, 1):
         if not s.padded:
             names = ("weight", "bias", "running_mean", "running_var")
@@ -70,7 +66,7 @@ def along(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 COPIES = frozenset({"contiguous", "clone", "alias", "to", "_to_copy", "detach", "type_as"})
 UNTAGGED = COPIES | {"masked_fill", "softplus", "rsub", "where"}  # elementwise, though torch may not tag them
-# Operations that keep zeros and their gradients finite, so zeros at the end of a padded part have no effect
+# Operations that keep zeros and their gradients finite, so zeros at the end of a padded part do not matter
 _FINITE = COPIES | {"add", "sub", "mul", "neg", "tanh"}
 
 

@@ -1,5 +1,4 @@
-"""Products with a weight or of two values: linear, addmm, mm, matmul, bmm, baddbmm and grouped products of
-experts.
+"""Products with a weight or of two values: linear, (add)mm, matmul, (badd)bmm, grouped products.
 
 By columns, each rank has some of the results and needs the whole input, whose gradient is then a partial sum;
 by rows, it has some of the input, and the results are summed. (Shoeybi et al., "Megatron-LM", 2019.)
@@ -138,9 +137,7 @@ def _mm(op: Operation, wishes: Wishes, x: Any, weight: Any, bias: Any) -> Iterat
 def _products_by_rows(
     op: Operation, wishes: Wishes, target: Any, operands: tuple[Any, Any, Any], forms: tuple[Split, Split]
 ) -> Iterator[Strategy | None]:
-    """Divide by rows of the weight: every rank gets the whole sum, or with `sequences` its part, such as
-    positions.
-    """
+    """Divide by rows of the weight: every rank gets the whole sum, or with `sequences` its part."""
     x, weight, bias = operands
     divided = (x, forms[0]), (weight, forms[1])
     yield op.way("R", *divided, summed=True, call=Call(target=target, args=(*operands, None, GROUP)))
@@ -176,9 +173,7 @@ def baddbmm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Divide every expert in a product of rows (tokens, inner) by the weights (experts, inner, outer) of
-    their experts.
-    """
+    """Divide every expert in a product of rows (tokens, inner) by weights (experts, inner, outer)."""
     x, weights = op.node.args[:2]
     if (len(shape(x)), len(shape(weights))) != (2, 3):
         return
@@ -193,16 +188,12 @@ def grouped_mm(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
-    """Return a linear layer whose inputs are divided between the ranks: this rank's part in a `form`, or all
-    of it.
-    """
+    """Return a linear layer whose inputs are divided: this rank's part in a `form`, or the whole."""
     return with_bias(summed(F.linear(x, weight), form, group), bias)
 
 
 def row_mm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Split | None, group: Collectives) -> Tensor:
-    """Return a product whose terms are divided between the ranks, plus a bias: this rank's part in a `form`,
-    or all.
-    """
+    """Return a product whose terms are divided, plus a bias: this rank's part in a `form`, or the whole."""
     return with_bias(summed(torch.matmul(x, weight), form, group), bias)
 
 

@@ -1,5 +1,4 @@
-"""Embeddings, divided by columns or by words. By words, each rank looks up its words, and the rows are
-summed.
+"""Embeddings, divided by columns or by words: each rank looks up its words, and the rows are summed.
 
 A vocabulary whose size is not a multiple of the ranks is padded.
 """
@@ -35,9 +34,7 @@ def vocabulary(words: int, dim: int, ranks: int) -> Split:
 
 
 def part_embedding(weight: Tensor, tokens: Tensor, padding: int, group: Collectives) -> Tensor:
-    """Return rows for tokens from a weight that is divided by words; the row of token `padding` gets no
-    gradient.
-    """
+    """Return rows for tokens from a weight divided by words; token `padding` gets no gradient."""
     first = group.rank * len(weight)
     is_mine = (tokens >= first) & (tokens < first + len(weight))
     padding = padding - first if first <= padding < first + len(weight) else -1
