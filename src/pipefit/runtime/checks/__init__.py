@@ -1,1 +1,1 @@
-"""Checks before training: that plan and task belong together, and that numbers are those of plain training."""
+"""Checks before training: plan and task belong together, and numbers equal those of plain training."""

@@ -1,15 +1,14 @@
-"""Holds a model's chain to the model itself before it is trained: for a certificate, and as a trainer starts.
+"""Comparison of a model's chain with the model before training, for a certificate and at the start of a
+trainer.
 
-Training by the plan is held to plain training of the model (`runtime.checks.plan_comparison`), also where layers are
-modules.
+Training by the plan is compared with plain training (`runtime.checks.plan_comparison`), and layers that
+tensor-parallel ranks divide with whole layers, block by block (`tensor_parallel.comparison`).
 
-Where tensor-parallel ranks divide layers, these are held to whole ones, block by block (`tensor_parallel.comparison`).
-
-Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
-than operations (`pipefit.capture.comparison` says how the two are compared). So a trainer compares a traced model by
-itself, if that is cheap beside training: where the host has the memory to spare and it takes no longer than
-`LONGEST_SECONDS`, by a guess from the profile. A larger model is compared by a copy with fewer of its equal blocks
-(`capture.comparison`). Where that is not possible either, it says that it did not, and why.
+A traced chain might lose effects of code other than operations (`capture.comparison` defines the comparison);
+layers that are modules, as of an `nn.Sequential`, have little to lose. So a trainer compares traced models
+automatically if that is cheap: the host has the memory to spare, and it takes at most `LONGEST_SECONDS`,
+estimated from the profile. A larger model is compared by a copy with fewer of its equal blocks
+(`capture.comparison`). If that is not possible either, the trainer gives the reason.
 """
 
 from __future__ import annotations
@@ -66,19 +65,19 @@ _FOR_SLICES = (
 )
 _SMALLER = "compare a smaller model of the same code, such as one of fewer layers"
 _MICROBATCHES, _RUNS = 2, 2
-_COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
+_COPIES = 3  # of the module's bytes: a copy, its gradients, and the previous copy's
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
 
 
 def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
-    """Two real microbatches of `plan` through the task's module and through its chain: what differs.
+    """Compare two real microbatches of `plan` in the task's module and in its chain; return the differences.
 
-    A module that exists, its gradients, buffers and random generators stay as they are; a factory builds after
-    `torch.manual_seed(seed)`. Runs on the CPU, and takes about as long as four microbatches take to train there.
+    An existing module, its gradients, buffers and random generators stay unchanged; a factory builds after
+    `torch.manual_seed(seed)`. Runs on the CPU, and takes about as long as training four microbatches there.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
-        UsageError: the module cannot be captured, or it cannot be run on the CPU; or the host has too little memory.
+        UsageError: the module cannot be captured, or run on the CPU; or the host has too little memory.
     """
     seed_number(seed)
     instance("task", task, Task, "a plan is the second argument")
@@ -109,10 +108,10 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
 
 
 def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """What is said of training by the plan.
+    """Compare training by the plan with plain training; return a sentence about the result.
 
     Raises:
-        UsageError: it trains other numbers than plain training.
+        UsageError: training by the plan computes other numbers.
     """
     count = enough_microbatches(plan)
     needed, free = plan_comparison.host_bytes(plan, count), free_bytes()
@@ -130,10 +129,13 @@ def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sam
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
-    """What is said of layers that ranks of the plan's stages divide, each way once, at full length.
+    """Compare layers that the plan's tensor-parallel ranks divide with whole layers; yield a sentence for
+    each division.
+
+    All blocks are compared, however long it takes.
 
     Raises:
-        UsageError: ranks compute other numbers; says which block does.
+        UsageError: ranks compute other numbers; names the block.
     """
     measured = map(plan.measured, range(len(plan.stages)))
     for samples, ranks, sequences in dict.fromkeys(one.way for one in measured if one.tensor > 1):
@@ -148,15 +150,16 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
             yield f"; what {ranks} tensor-parallel ranks have agrees with {counted(compared.blocks, 'distinct block')}"
 
 
-Obstacle = Callable[[Sequence[LayerCost], LayerCost], str]  # why layers and a loss cannot be compared, or nothing
+Obstacle = Callable[[Sequence[LayerCost], LayerCost], str]  # why a comparison is impossible, or ""
 
 
 def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: Obstacle) -> tuple[Task, Chain]:
-    """The task `whole` and its chain; or, where there is an `obstacle` to comparing them, a copy with fewer equal
-    blocks, in the lists that take the longest, and its chain.
+    """Return the task `whole` and its chain, or a copy with fewer equal blocks if there is an `obstacle`.
+
+    Blocks are left out of the lists that take the longest.
 
     Raises:
-        NotComparable: the same obstacle is there for a copy, or there can be no copy; says why.
+        NotComparable: the obstacle remains for a copy, or a copy is impossible; says why.
     """
     measurement, names = plan.measurement, plan.profile.layers
     reason = obstacle(measurement.costs, measurement.loss)
@@ -186,10 +189,10 @@ def comparable(whole: Task, plan: Plan, chain: Chain, batch: Sample, obstacle: O
 
 
 def _costs(chain: Chain, plan: Plan, measurement: Measurement) -> list[LayerCost]:
-    """The costs of the layers of `chain`, which are some of the plan's by their names.
+    """Return the costs of the layers of `chain`, which are some of the plan's by their names.
 
     Raises:
-        NotComparable: they are others.
+        NotComparable: a layer is not in the plan.
     """
     costs = dict(zip(plan.profile.layers, measurement.costs, strict=True))
     strange = next((layer.name for layer in chain.layers if layer.name not in costs), None)
@@ -199,9 +202,9 @@ def _costs(chain: Chain, plan: Plan, measurement: Measurement) -> list[LayerCost
 
 
 def _measured(chain: Chain, plan: Plan, measurement: Measurement) -> Chain:
-    """The chain with what profiling found, which may have fewer blocks than the plan.
+    """Return the chain with the results of profiling, although it may have fewer blocks than the plan.
 
-    If it was traced, that is only how values lie in memory, and layers of a copy may pass on other values.
+    For a traced chain these are only memory layouts of values; layers of a copy may pass on other values.
     """
     if len(chain.layers) == len(measurement.layers):
         return chain.measured(measurement)
@@ -213,15 +216,16 @@ def _measured(chain: Chain, plan: Plan, measurement: Measurement) -> Chain:
 
 
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """Compare the module of `whole` with its chain, if it was traced, before that is trained.
+    """Compare the module of `whole` with its chain, if it was traced, before the training.
 
-    `whole` and `chain` may have fewer blocks than the plan. Where replicas divide microbatches, also compare the loss
-    of one with those of its slices; the module with the chain that is traced for slices; and, if the layers are
-    modules, what stages of different degree exchange. Nothing, or why they were not compared.
+    `whole` and `chain` may have fewer blocks than the plan. If replicas divide microbatches, also compare the
+    loss of a microbatch with those of its local batches; the module with the chain that is traced for local
+    batches; and, if the layers are modules, values that stages of different degree exchange. Return why they
+    were not compared, or an empty text.
 
     Raises:
-        UsageError: the chain computes other numbers than the module, or slices have another loss or other values; says
-            which.
+        UsageError: the chain computes other numbers than the module, or local batches have another loss or
+            other values; says which.
     """
     target = plan.cluster.target
     try:
@@ -249,11 +253,13 @@ def _not_compared(whole: Task, reason: NotComparable) -> str:
 
 
 def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], held: Held) -> str:
-    """Compare training by `plan` with plain training, for as many microbatches as are cheap. Nothing, or why it was
-    not compared. Chains that ranks divide are `held` to whole ones before.
+    """Compare training by `plan` with plain training, for the largest cheap number of microbatches.
+
+    Return why it was not compared, or an empty text. Chains that ranks divide are first compared with whole
+    ones by `held`.
 
     Raises:
-        UsageError: it trains other numbers; says which.
+        UsageError: training by the plan computes other numbers; says which.
     """
     free, each = free_bytes(), host_seconds(plan.measurement) / (_MICROBATCHES * _RUNS)
     counts = range(enough_microbatches(plan), 0, -1)
@@ -278,12 +284,14 @@ def compare_plan_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequen
     )
 
 
-PLANS = "PIPEFIT_COMPARE_PLANS"  # an environment variable: with 0, trainers compare no plan with plain training
+PLANS = "PIPEFIT_COMPARE_PLANS"  # environment variable: with 0, trainers do not compare plans
 
 
 @dataclass(slots=True)
 class Comparisons:
-    """What a trainer compares as it starts, and says of what it left out: `not_compared`, also as a warning."""
+    """Comparisons at the start of a trainer, and the reasons for skipped ones: `not_compared`, also given as
+    warnings.
+    """
 
     plan: Plan
     wanted: bool
@@ -291,12 +299,13 @@ class Comparisons:
     _plan_compared: bool = False
 
     def of_chain(self, whole: Task, chain: Chain, first: Sample, *, rank: int) -> None:
-        """The module with its chain, and the loss of microbatches with that of more samples, by the first of several
-        workers; see `compare_at_start` and `what_microbatches_change`.
+        """Compare the module with its chain, and losses of microbatches with that of their samples together.
+
+        Only the first of several workers compares; see `compare_at_start` and `what_microbatches_change`.
         """
         if not self.wanted:
             return
-        second = sample(whole, self.plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
+        second = sample(whole, self.plan.training.microbatch_size, seed=1)  # on every rank: all draw the same
         if rank != 0:
             return
         if chain.traced or self.plan.is_sliced:
@@ -313,7 +322,7 @@ class Comparisons:
             self._tell(left_out)
 
     def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
-        """What ranks divide with what is whole, once; see `compare_divided`."""
+        """Compare layers that ranks divide with whole ones, once; see `compare_divided`."""
         if self.wanted and not self._plan_compared:
             self._tell(compare_divided(divided, batch))
 
@@ -324,16 +333,16 @@ class Comparisons:
 
 
 def _warn(sentence: str) -> None:
-    """A warning, unless there is nothing to say."""
+    """Warn, unless the sentence is empty."""
     if sentence:
         warnings.warn(sentence, PipefitWarning, stacklevel=5)
 
 
 def compare_divided(divided: ShardedChain, batch: Sample) -> str:
-    """Compare the blocks that ranks divide with whole ones. Nothing, or why they were not all compared.
+    """Compare blocks that ranks divide with whole ones; return why not all were compared, or an empty text.
 
     Raises:
-        UsageError: ranks compute other numbers; says which block does.
+        UsageError: ranks compute other numbers; names the block.
     """
     chain = divided.chain
     given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
@@ -348,12 +357,15 @@ def compare_divided(divided: ShardedChain, batch: Sample) -> str:
 
 
 def _degrees(plan: Plan) -> list[int]:
-    """The numbers of replicas that stages have, but for one."""
+    """Return the distinct numbers of replicas of stages, without 1."""
     return sorted({stage.grid.data for stage in plan.stages} - {1})
 
 
 def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> str:
-    """That the loss of a microbatch is not the mean loss of its slices for `data` replicas, in evaluation; or nothing.
+    """Return a sentence if a microbatch's loss is not the mean of its local batches' losses for `data`
+    replicas.
+
+    Losses are computed in evaluation mode.
 
     Raises:
         NotComparable: the model draws random numbers in evaluation too.
@@ -373,7 +385,7 @@ def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
 
 
 def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int) -> None:
-    """Compare the module with the chain that is traced for slices for `data` replicas, on a slice of each batch.
+    """Compare the module with the chain traced for local batches of `data` replicas, on one of each batch.
 
     Raises:
         UsageError: they compute other numbers.
@@ -385,11 +397,12 @@ def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int
 
 
 def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
-    """Compare what slices for `data` replicas send, where the next stage has others, with the microbatch's own rows.
+    """Compare values that local batches for `data` replicas send to a stage of another degree with the
+    microbatch's rows.
 
     Raises:
         NotComparable: the chain has fewer layers than the plan.
-        UsageError: they differ, as behind a layer that puts samples in another order.
+        UsageError: they differ, as after a layer that reorders samples.
     """
     degrees = [stage.grid.data for stage in plan.stages]
     changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
@@ -413,41 +426,45 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
 
 
 def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
-    """Whether two values are equal but for rounding."""
+    """Return whether two values are equal up to rounding."""
     one, other = one.double(), other.double()
     return torch.allclose(one, other, rtol=0, atol=tolerance(plan) * float(one.abs().max()), equal_nan=True)
 
 
 def _rows(batch: Sample, first: int, end: int) -> Sample:
-    """Some samples of a batch."""
+    """Return samples `first` to `end - 1` of a batch."""
     found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
     return found
 
 
 def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:
-    """Why a comparison is more than a trainer may take for it; nothing where it is not."""
+    """Return why a comparison exceeds the limits at a trainer's start; empty if it does not."""
     taken = _seconds(costs)
     return _lack_of_memory(costs, loss) or (f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else "")
 
 
 def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
-    """That a comparison has not enough memory, or nothing."""
+    """Return that a comparison needs more memory than the host has, or an empty text."""
     needed, free = _bytes(costs, loss), free_bytes()
     return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare" * (needed > free)
 
 
 def host_bytes(measurement: Measurement) -> int:
-    """What a comparison takes of the host: copies of the module and gradients, and two microbatches' activations."""
+    """Return host bytes of a comparison: copies of the module, gradients, and activations of two
+    microbatches.
+    """
     return _bytes(measurement.costs, measurement.loss)
 
 
 def module_bytes(measurement: Measurement) -> int:
-    """Bytes of the module itself; what layers share counts for each of them."""
+    """Return the bytes of the module; shared tensors count for each layer."""
     return sum(cost.static_bytes for cost in measurement.costs)
 
 
 def host_seconds(measurement: Measurement) -> float:
-    """About how long a comparison takes on one core, by operations and bytes, whatever the profile was timed on."""
+    """Estimate the seconds of a comparison on one core by operations and bytes, independent of the profile's
+    timings.
+    """
     return _seconds(measurement.costs)
 
 

@@ -1,9 +1,10 @@
-"""Whether a loss is a mean over samples, so that the size of microbatches does not matter to what is learnt.
+"""Checks whether a loss is a mean over samples, so that training does not depend on the microbatch size.
 
-A step's loss is the mean of those of its microbatches, as in a plain loop that accumulates gradients. That is the loss
-of the whole batch if it is a mean over samples that do not depend on each other. It is another one where samples are
-each other's negatives (CLIP; Radford et al., 2021), where it is a sum, and where it is a mean over something else, such
-as words that count. Two microbatches are asked, in evaluation and without gradients: apart, and as one.
+A step's loss is the mean of the losses of its microbatches, as in a plain loop that accumulates gradients. It
+equals the loss of the whole batch if that is a mean over independent samples. It differs if samples are each
+other's negatives (CLIP; Radford et al., 2021), if the loss is a sum, or a mean over other things, such as
+words that count. The check computes the loss of two microbatches in evaluation mode and without gradients:
+separately, and together.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from pipefit.runtime.engine.batches import Cut
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision
 
-ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # by which part two sums of one loss may differ; models of float64 use float32 too
-LEFT_OUT = -100  # the target that losses leave out unless they are told another one
-SMALLEST = 1e-3  # a smaller loss may be rounding alone
+ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # relative; models of float64 use float32 too
+LEFT_OUT = -100  # the default target that losses ignore
+SMALLEST = 1e-3  # smaller losses may be rounding alone
 
 
 def rounding(precision: Precision) -> float:
-    """By which part of the largest number two results of the same operations may differ."""
+    """Return the relative difference, to the largest number, that rounding allows between two results."""
     return ROUNDED if precision in ("float32", "float64") else ROUNDED_HALF
 
 
 def tolerance(plan: Plan) -> float:
-    """The same for the precision of a plan."""
+    """Return the rounding tolerance for a plan's precision."""
     return rounding(plan.training.precision)
 
 
 def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """A sentence on the loss of two microbatches, `batches`, if it is not that of all their samples together.
+    """Return a sentence if the loss of the two microbatches `batches` is not that of all their samples
+    together.
 
-    Nothing where an update takes one microbatch, and where that cannot be known: the module fails in evaluation, its
-    loss is not finite there, or it draws random numbers.
+    Empty if an update takes one microbatch, and if the comparison is impossible: the module fails in
+    evaluation, its loss is not finite there, or it draws random numbers.
     """
     if plan.training.microbatches == 1 or plan.training.schedule == "pipedream":
         return ""
@@ -67,8 +69,11 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
 
 
 def left_out(tensors: Sequence[Tensor], parts: int) -> list[int]:
-    """How many targets the losses of torch and of Hugging Face's models leave out of each of so many equal parts of a
-    batch, as far as the tensor shows it whose parts differ, if one does.
+    """Count the targets that losses ignore in each of `parts` equal parts of a batch; empty if the counts are
+    equal.
+
+    The first integer tensor with unequal counts decides. Losses of torch and of Hugging Face's models ignore
+    -100.
     """
     for tensor in tensors:
         if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim:
@@ -79,10 +84,11 @@ def left_out(tensors: Sequence[Tensor], parts: int) -> list[int]:
 
 
 def check_left_out(plan: Plan, cut: Cut) -> None:
-    """Check that replicas which nobody asked for have losses of as many targets in every microbatch.
+    """Check that the losses of automatically chosen replicas have equal numbers of targets in every
+    microbatch.
 
     Raises:
-        UsageError: they have not: the mean of their means is not that of the microbatch.
+        UsageError: they differ, so the mean of the replicas' means is not that of the microbatch.
     """
     data = plan.stages[-1].grid.data
     if data == 1 or plan.asks_for_replicas:
@@ -98,7 +104,7 @@ def check_left_out(plan: Plan, cut: Cut) -> None:
 
 
 def _joined(first: Sample, second: Sample) -> Sample:
-    """The samples of both."""
+    """Join the samples of both."""
     joined: Sample = pytree.tree_map(
         lambda one, other: torch.cat([one, other]) if isinstance(one, Tensor) else one, first, second
     )

@@ -1,4 +1,4 @@
-"""The checks that a plan belongs to a task, made before training and dry runs, and to the devices it trains on."""
+"""Checks before training and dry runs that a plan belongs to a task, and to the devices it trains on."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Assumptions, differences
 from pipefit.texts import counted
 
-# ----------------------------------------------------------------------------------------------------
-# A profile that is used elsewhere than it was made: on another processor, torch release or number of threads.
-#
-# What kernels take for themselves differs then, and with another torch also what autograd saves. The figures
-# of a plan stay those of the machine that was profiled, as the printed plan says. Whoever certifies or trains
-# elsewhere is warned, in one sentence.
+# ---- A profile from another processor, torch release or number of threads
+# Kernels then take other temporary memory, and another torch may save other tensors. The figures of a plan
+# stay those of the profiled machine; certifying or training elsewhere raises one warning.
 
 CERTIFIED = "the peaks certified are those of the profile"
 TRAINED = "what this run takes may differ from its plan"
 
 
 def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
-    """One `PipefitWarning` if the profile was not made for this torch and, for the CPU's kernels, this processor and
-    `threads` of them; None where the number of threads is the profile's own. It is shown at the line that called the
-    last of so many `callers` of ours.
+    """Warn once (`PipefitWarning`) if the profile was made for another torch, processor or number of
+    `threads`.
+
+    Processor and threads matter only for kernels of the CPU; None means the profile's number of threads. The
+    warning points to the caller of the last of `callers` internal frames.
     """
     if differences := list(_differences(made, threads)):
         warnings.warn(
@@ -57,15 +56,16 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
         yield f"for {counted(made.threads, 'thread')}, not {here.threads} (call torch.set_num_threads({made.threads}))"
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Plan and task
 
 
 def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None) -> None:
-    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`, by default the plan's microbatches.
+    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`; default: the plan's
+    microbatches.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
-        UsageError: all but the loss is that of the plan, and the loss fails.
+        UsageError: everything but the loss is as in the plan, and the loss fails.
     """
     profile = plan.profile
     measurement = plan.measurement if samples is None else profile.at(samples)
@@ -85,7 +85,8 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
 
 
 def check_casts(plan: Plan, task: Task) -> None:
-    """Check that autocast casts on the plan's devices what it casts in its profile, so that values have those types.
+    """Check that autocast casts the same operators on the plan's devices as in its profile, so that dtypes
+    are equal.
 
     Raises:
         UsageError: it casts others.
@@ -100,12 +101,12 @@ def check_casts(plan: Plan, task: Task) -> None:
 
 
 def frozen_in(layers: Sequence[ChainLayer]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that no gradient is computed for, with their names in the model."""
+    """Return the parameters that do not require gradients, with their names in the model."""
     return [(name, own) for layer in layers for name, own in layer.named_parameters if not own.requires_grad]
 
 
 def check_frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Check that parameters are frozen still, as they were when the plan was made.
+    """Check that parameters are still frozen, as they were when the plan was made.
 
     Raises:
         UsageError: one is not; names it.

@@ -1,12 +1,13 @@
-"""Holds a whole plan to plain training: the net under schedules, sums, shards, updates and all that moves.
+"""Comparison of a whole plan with plain training, which covers schedules, collectives, shards, updates and
+offloading.
 
-Every device of the plan, one after the other in this process, trains two steps on copies of the model, with real
-numbers and the task's own optimizer, clipping and precision. A plain loop trains a copy of the module on the same
-microbatches (`capture.plain_training`). Parameters, buffers and the optimizer's tensors are compared on every replica
-and shard. A second plain loop, from parameters that differ by a rounding error, says how far rounding alone drives
-training apart.
+All devices of the plan train two steps in turn in this process, on copies of the model, with real numbers and
+the task's optimizer, clipping and precision. A plain loop trains a copy of the module on the same
+microbatches (`capture.plain_training`). Parameters, buffers and the optimizer's tensors are compared on every
+replica and shard. A second plain loop, from parameters that differ by a rounding error, shows how far
+rounding alone changes the result.
 
-Costs one training of the plan, on the CPU, and two plain ones, for a few microbatches each.
+Costs one training by the plan and two plain ones, for a few microbatches each, on the CPU.
 """
 
 from __future__ import annotations
@@ -61,18 +62,19 @@ from pipefit.tensor_parallel.stage import ShardedChain
 from pipefit.texts import counted
 
 STEPS = 2
-_EXACT = 1e-4  # of an update: the least that two ways to train may be apart
-_ROUNDINGS = 10  # times what a rounding error makes of plain training
-_NOISE = 0.1  # of a gradient: where rounding makes as much of it, its update tells nothing
+_EXACT = 1e-4  # of an update: the tolerated difference between two ways to train
+_ROUNDINGS = 10  # times the effect of a rounding error on plain training
+_NOISE = 0.1  # of a gradient: with a larger share of rounding, its update is not compared
 _TOLD = 3  # differences that are printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNumbers:
-    """What a comparison of a plan with plain training found; `differences` say what is apart and by how much.
+    """Result of a comparison of a plan with plain training; `differences` describe unequal tensors and by how
+    much.
 
-    `tensors` counts what was compared, `noisy` what rounding alone decides; `drawn` says whether random draws took
-    part.
+    `tensors` counts the compared tensors, and `noisy` those that rounding alone decides; `without_draws` says
+    that means stood for random draws.
     """
 
     name: str
@@ -97,7 +99,7 @@ class PlanNumbers:
         """Check that nothing differs.
 
         Raises:
-            UsageError: something does; says what, and by how much.
+            UsageError: a tensor differs; names it, and by how much.
         """
         if self.differences:
             raise UsageError(self._refusal)
@@ -121,12 +123,14 @@ def _not_held(divided: ShardedChain, batch: Sample) -> None:
 def compare_plan(
     whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int, *, held: Held = _not_held
 ) -> PlanNumbers:
-    """Compare two steps of `plan`, of so many microbatches, with plain training of the module of `whole`, of which
-    `chain` was made; both on copies. The samples are those of `batches`, which are microbatches. Chains that ranks
-    divide are `held` to whole ones before.
+    """Compare two steps of `plan`, with `microbatches` microbatches each, with plain training of the module
+    of `whole`.
+
+    `chain` was made from this module; both train copies. The samples are those of the microbatches `batches`.
+    Chains that ranks divide are first compared with whole ones by `held`.
 
     Raises:
-        NotComparable: plain training cannot say what is right; says why.
+        NotComparable: plain training cannot give the expected numbers; says why.
         UsageError: the plan cannot be executed.
     """
     if is_endless(plan):
@@ -144,7 +148,9 @@ def compare_plan(
 
 
 def host_bytes(plan: Plan, microbatches: int) -> int:
-    """What a comparison takes of the host: all that the plan's devices keep, three plain trainings, and activations."""
+    """Return host bytes of a comparison: the state of the plan's devices, three plain trainings, and
+    activations.
+    """
     measurement, kept = plan.measurement, 0
     for number, stage in enumerate(plan.stages):
         costs = plan.measured(number).costs[stage.start : stage.stop]
@@ -155,12 +161,12 @@ def host_bytes(plan: Plan, microbatches: int) -> int:
 
 
 def passes(microbatches: int) -> int:
-    """How many microbatches a comparison trains: by the plan, which may recompute them, and plainly twice."""
+    """Return the number of trained microbatches: by the plan, which may recompute them, and twice plainly."""
     return STEPS * microbatches * 4
 
 
 def enough_microbatches(plan: Plan) -> int:
-    """The microbatches of a step in which every stage is filled and emptied as in a whole one."""
+    """Return the number of microbatches that fill and drain every stage as in a whole step."""
     return min(plan.training.microbatches, 2 * len(plan.stages), len(plan.stages) + 2)
 
 
@@ -204,11 +210,11 @@ class _Net:
 
     @property
     def _threads(self) -> bool:
-        """Whether devices compute on threads of their own, where draws are not recorded."""
+        """True if devices compute on separate threads, whose draws are not recorded."""
         return any(stage.grid.tensor > 1 for stage in self.plan.stages)
 
     def _probed(self) -> tuple[bool, int]:
-        """Whether a forward draws random numbers; and in how many slices a plain loop has to train microbatches.
+        """Return whether a forward draws random numbers, and the number of local batches for the plain loop.
 
         Raises:
             NotComparable: stages of different degrees compute samples that depend on each other.
@@ -241,17 +247,17 @@ class _Net:
 
     @property
     def _is_rough(self) -> bool:
-        """Whether numbers are in half precision."""
+        """True if numbers are in half precision."""
         return self.whole.precision not in (None, "float32", "float64")
 
     @property
     def module(self) -> nn.Module:
-        """The module of the task, which stays as it is."""
+        """The module of the task, which stays unchanged."""
         assert isinstance(self.whole.module, nn.Module)
         return self.whole.module
 
     def _copies(self, modules: Sequence[nn.Module]) -> tuple[list[nn.Module], Any]:
-        """Copies of modules, and of the loss.
+        """Return copies of modules, and of the loss.
 
         Raises:
             NotComparable: they cannot be copied.
@@ -262,7 +268,7 @@ class _Net:
             raise NotComparable(f"{self.whole.name} cannot be copied ({in_one_line(error)})") from error
 
     def _plainly(self, slices: int, around: Any, *, shaken: bool) -> Trained:
-        """A plain training of a copy of the module, from parameters that a rounding error has `shaken`."""
+        """Train a copy of the module plainly, from parameters that are `shaken` by a rounding error if set."""
         (own,), loss_of = self._copies([self.module])
         if shaken:
             _shake(own, self.whole)
@@ -283,7 +289,7 @@ class _Net:
     def _around(
         self, draws: Draws | None, slices: int, step: int, number: int, place: int, *, means: bool
     ) -> AbstractContextManager[object]:
-        """The context of a plain forward: it draws what the plan has drawn."""
+        """Return the context of a plain forward, which replays the draws of the plan."""
         if means:
             return Means()
         if draws is None:
@@ -294,10 +300,10 @@ class _Net:
         ]
         return Replaying(draws.joined(parts))
 
-    # ---------------------------------------------------------------- by the plan
+    # ---------------------------------------------------------------- training by the plan
 
     def _as_planned(self, draws: Draws | None, *, means: bool) -> tuple[list[DeviceRunner], Trained]:
-        """The devices after all steps, and the tensors before these."""
+        """Return the devices after all steps, and the tensors before them."""
         own, loss_of = self._copies([self.module, *(layer.module for layer in self.chain.layers)])
         start = Trained(
             tensors={name: t.detach().clone() for name, t in own[0].state_dict().items() if isinstance(t, Tensor)}
@@ -336,14 +342,14 @@ class _Net:
 
 
 class _Recorder:
-    """Records what the first forwards of a step draw, by step, microbatch, stage and replica."""
+    """Records the draws of first forwards in a step, by step, microbatch, stage and replica."""
 
     def __init__(self, plan: Plan, program: Program, draws: Draws, step: int) -> None:
         self._plan, self._program, self._draws, self._step = plan, program, draws, step
         self._running: Recording | None = None
 
     def begin(self, device: int, number: int) -> None:
-        """A device begins an action; those before have ended, or wait."""
+        """Note that a device begins an action; earlier actions have ended, or wait."""
         self.end()
         actions = self._program.actions[device]
         if number >= len(actions) or actions[number].kind not in FORWARDS:
@@ -354,7 +360,7 @@ class _Recorder:
         self._running.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._running is not None:
             self._running.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._running = None
@@ -362,7 +368,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """A tensor by the plan, what plain training made of it, what it did after a rounding error, and what it was."""
+    """A tensor by the plan, by plain training, by plain training after a rounding error, and before training."""
 
     what: str
     of_parameter: str
@@ -373,7 +379,7 @@ class _Pair:
 
     @property
     def apart(self) -> str | None:
-        """How far the two are apart, in words; None where rounding explains it."""
+        """Description of the difference; None if rounding explains it."""
         if self.ours.shape != self.plain.shape or self.ours.dtype != self.plain.dtype:
             return f"{self.ours.dtype} {tuple(self.ours.shape)} instead of {self.plain.dtype} {tuple(self.plain.shape)}"
         if not (self.plain.is_floating_point() or self.plain.is_complex()):
@@ -394,7 +400,7 @@ def _length(tensor: Tensor) -> float:
 
 
 def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) -> Iterator[_Pair]:
-    """All that a stage has, and plain training too."""
+    """Yield a pair for every tensor of a stage that plain training has too."""
     state, shards, runs = StageState.of([stage]), stage.shards, (plain, shaken, start)
 
     def pair(what: str, name: str, ours: Tensor, *values: Tensor) -> _Pair:
@@ -416,7 +422,7 @@ def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) 
 
 
 def _noisy(plain: Trained, shaken: Trained) -> set[str]:
-    """The names of parameters whose gradients are rounding errors, as those of biases before a norm."""
+    """Return the names of parameters whose gradients are rounding errors, as those of biases before a norm."""
     found = set[str]()
     for one, other in zip(plain.gradients, shaken.gradients, strict=False):
         for name, gradient in one.items():
@@ -439,7 +445,7 @@ def _shake(module: nn.Module, task: Task) -> None:
 
 
 def _steps(batches: Sequence[Sample], size: int, microbatches: int) -> list[list[Sample]]:
-    """Microbatches for all steps, which take their samples from `batches` in turn, so that none is like another."""
+    """Return distinct microbatches for all steps, with samples from `batches` in turn."""
     return [
         [_shifted(batches, step * microbatches + number, size) for number in range(microbatches)]
         for step in range(STEPS)
@@ -460,7 +466,7 @@ def _shifted(batches: Sequence[Sample], first: int, size: int) -> Sample:
 
 
 def _together(microbatches: Sequence[Sample]) -> tuple[Any, Any]:
-    """The microbatches of a step as one batch."""
+    """Join the microbatches of a step to one batch."""
     flat = [pytree.tree_flatten(batch) for batch in microbatches]
     joined = [
         torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) else leaves[0]

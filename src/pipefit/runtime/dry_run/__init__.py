@@ -1,1 +1,1 @@
-"""The dry run: the runtime over fake tensors, with parts that stand for all that equal them."""
+"""The dry run: the runtime over fake tensors, with representatives of all equal parts."""

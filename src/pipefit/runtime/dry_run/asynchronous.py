@@ -1,11 +1,13 @@
-"""Folding of endless schedules: a dry run executes a few microbatches, whose effects stand for those of all.
+"""Folding of asynchronous schedules: a dry run executes a few microbatches, whose effects stand for those of
+all.
 
-What an action does to a device's memory depends on what has been done with its own microbatch, on whether gradients and
-optimizer state exist, and on the version of weights that it frees; that of a copy of state, on whether an update has
-been before it. All of that is in the program. So every action has a
-label, and actions with one label have one effect. A dry run executes steps of fewer microbatches that have all labels
-of the plan's own steps, or as many of each as are asked for; where there are none, it executes the plan's own. A device
-stops as soon as it has had them.
+The effect of an action on a device's memory depends on previous actions of its microbatch, on whether
+gradients and optimizer state exist, and on the version of weights that it frees; the effect of a copy of
+state, on whether an update has been before it. The program determines all of these. So every action gets a
+label, and actions with equal labels have equal effects. A dry run executes steps of fewer microbatches that
+contain all labels of the plan's steps, in the requested numbers; if there are none, it executes the plan's
+steps. A device stops after its last needed label. `EndlessLives` extends the lives of storages in the same
+way.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from pipefit.schema.trace import MemorySample
 
 
 class Label(NamedTuple):
-    """What the effect of an action follows from: its stage, what has been done with its microbatch up to itself, and
-    what else matters.
+    """Determinants of an action's effect: its stage, the actions of its microbatch up to itself, and the
+    context.
     """
 
     stage: int
@@ -39,12 +41,12 @@ class Label(NamedTuple):
 
     @property
     def own(self) -> object:
-        """The same without what has been done with the microbatch before."""
+        """The label without earlier actions of the microbatch."""
         return self.stage, self.path[-1:], self.context
 
 
 class Labelled(NamedTuple):
-    """An action: its label, and the stage and microbatch whose actions it belongs to, if it does to any."""
+    """An action's label, and its flight: the stage and microbatch it belongs to, if any."""
 
     label: Label
     flight: tuple[int, int] | None
@@ -55,7 +57,7 @@ class Labels:
 
     def __init__(self, plan: Plan, device: int) -> None:
         self._plan, self._device = plan, device
-        self._before = 0  # microbatches of the steps before
+        self._before = 0  # microbatches of previous steps
         self._paths: dict[tuple[int, int | None], tuple[Action, ...]] = {}
         self._versions = {
             number: StageVersions(stage.start, (1,) * (stage.stop - stage.start))
@@ -66,7 +68,7 @@ class Labels:
         self._updated: set[int] = set()  # layers
 
     def step(self, program: UncheckedProgram) -> list[Labelled]:
-        """The labels of the device's actions in the next step."""
+        """Return the labels of the device's actions in the next step."""
         actions = [shifted(action, self._before) for action in program.actions[self._device]]
         self._before += program.microbatches
         return [Labelled(self._label(action, program), _flight(action)) for action in actions]
@@ -79,7 +81,7 @@ class Labels:
         return Label(action.stage, path, self._context(action))
 
     def _context(self, action: Action) -> object:
-        """What the effect of an action depends on besides its own microbatch."""
+        """Return determinants of an action's effect other than its microbatch."""
         kind, stage, microbatch = action.kind, action.stage, action.microbatch or 0
         versions, first = self._versions[stage], begins(action, self._plan)
         if kind in FORWARDS and first:
@@ -100,28 +102,33 @@ class Labels:
 
 
 def _flight(action: Action) -> tuple[int, int] | None:
-    """The stage and microbatch of an action; None for copies of state, which have the name of one at most."""
+    """Return the stage and microbatch of an action; None for copies of state, which only carry a microbatch's
+    name.
+    """
     return None if action.moves_state or action.microbatch is None else (action.stage, action.microbatch)
 
 
 def labels(plan: Plan, programs: Sequence[UncheckedProgram]) -> list[list[list[Labelled]]]:
-    """The labels of every device in every step."""
+    """Return the labels of every device in every step."""
     of_devices = [Labels(plan, device) for device in range(len(plan.cluster.devices))]
     return [[one.step(program) for one in of_devices] for program in programs]
 
 
 def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int]:
-    """Of a device's labels, how many actions with each come in as many microbatches as take all shares in turn."""
+    """Return for each label of a device the number of its actions in one turn of microbatches through all
+    shares.
+    """
     turn, counts = period(plan), Counter(one.label for one in of_steps[-1])
     every = {one.label for step in of_steps for one in step}
     return {one: -(-counts[one] * turn // plan.training.microbatches) or turn for one in every}
 
 
 def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> list[UncheckedProgram]:
-    """Steps with the fewest microbatches that have every label of the steps `programs`, or these themselves.
+    """Return steps with the fewest microbatches that contain every label of the steps `programs`, or these
+    steps.
 
-    If labels are to come `again`, it is in two turns, and twice before these, or as often as in the plan's own steps.
-    Behind the last of them a device stops.
+    With `again`, each label comes twice and then in two turns, or as often as in the plan's steps. A device
+    stops after its last needed label.
     """
     of_devices = list(zip(*labels(plan, programs), strict=True))
     wanted = [_counted(of_steps, turns(plan, of_steps) if again else {}) for of_steps in of_devices]
@@ -139,12 +146,14 @@ def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> li
 
 
 def _streams(of_steps: Sequence[Sequence[Sequence[Labelled]]]) -> list[list[Label]]:
-    """The labels of every device, of all steps together."""
+    """Return the labels of every device, over all steps."""
     return [[one.label for step in steps for one in step] for steps in zip(*of_steps, strict=True)]
 
 
 def _counted(of_steps: Sequence[Sequence[Labelled]], turn: Mapping[Label, int]) -> dict[Label, int]:
-    """How often a device's labels have to come: twice and two turns, if they have any, or as often as they do."""
+    """Return the needed number of each label of a device: 1, or 2 and two turns, at most its number in the
+    steps.
+    """
     counts = Counter(one.label for step in of_steps for one in step)
     return {label: min(count, 2 + 2 * turn[label] if turn else 1) for label, count in counts.items()}
 
@@ -152,7 +161,7 @@ def _counted(of_steps: Sequence[Sequence[Labelled]], turn: Mapping[Label, int]) 
 def _cut(
     plan: Plan, programs: Sequence[Program], wanted: Sequence[Mapping[Label, int]]
 ) -> list[UncheckedProgram] | None:
-    """Steps of which each device has only the beginning in which its labels come so often; None if they do not."""
+    """Cut each device's actions after its last needed label; None if the steps do not contain all of them."""
     left = list[int]()
     for stream, own in zip(_streams(labels(plan, programs)), wanted, strict=True):
         stop = _stop(stream, own)
@@ -167,7 +176,7 @@ def _cut(
 
 
 def _stop(stream: Sequence[Label], wanted: Mapping[Label, int]) -> int | None:
-    """How many actions have every label as often as it is wanted; None if all of them have not."""
+    """Return the number of actions that contain every label in the wanted number; None if they do not."""
     missing, left = dict(wanted), sum(wanted.values())
     for number, label in enumerate(stream):
         if not left:
@@ -179,7 +188,7 @@ def _stop(stream: Sequence[Label], wanted: Mapping[Label, int]) -> int | None:
 
 
 def _with(program: Program, actions: Sequence[tuple[Action, ...]]) -> UncheckedProgram:
-    """The program with these actions, whose messages may be without their other ends."""
+    """Return the program with these actions, whose messages may lack their other ends."""
     return UncheckedProgram(
         placement=program.placement,
         microbatches=program.microbatches,
@@ -198,12 +207,12 @@ class Effects:
         self._known: dict[Label, Change] = {}
 
     def learn(self, of_actions: Sequence[Labelled], measured: Sequence[Change]) -> None:
-        """Take note of what the actions of a step that was executed did."""
+        """Record the effects of the actions of an executed step."""
         for one, change in zip(of_actions, measured, strict=True):
             self._known.setdefault(one.label, change)
 
     def samples(self, step: int, actions: Sequence[Action], of_actions: Sequence[Labelled]) -> Iterator[MemorySample]:
-        """The memory samples of a step, whose times are positions in the program."""
+        """Yield the memory samples of a step, whose times are positions in the program."""
         for position, (action, one) in enumerate(zip(actions, of_actions, strict=True)):
             change = self._known[one.label]
             peak = plus(self._level, change.at_peak)
@@ -211,29 +220,27 @@ class Effects:
             self._level = plus(self._level, change.after)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The lives of storages under an endless schedule, of all microbatches from those of a few.
+# ---- Lives of storages under an asynchronous schedule
+# Actions with equal labels allocate equal storages in the same order, and free storages of others, identified
+# by their birth: in an earlier action of the same microbatch; or in another action, by its label and by the
+# number of such actions since, as for an older version of the weights. This description of an action contains
+# no names, is equal in all microbatches, and can be repeated for those that were not run.
 #
-# Actions with one label (`pipefit.runtime.dry_run.asynchronous`) allocate the same storages in the same order, and
-# free those of others. Which these are is told by where they were born: in an earlier action of the same
-# microbatch; or in another one, by what that was and by how many such have come since, as for an older
-# version of the weights. So what an action does is told without names, is the same in all microbatches, and
-# can be repeated for those that were not run.
-#
-# The first actions with a label may differ from later ones: what was there from the beginning is freed once.
-# And where some of the microbatches are treated in another way, what they leave to others is not the same in
-# each. Of a label that comes more often than it was run, the last turns that were run, of actions as many as
-# come until all shares of the microbatches have been taken, have to agree. Where they do not, or what is
-# repeated cannot be, the lives are not `consistent`. Costs about a microsecond for each birth and death.
+# The first actions with a label may differ from later ones, because storages from the beginning are freed
+# once. If some microbatches are treated differently, effects on others differ too. For a label that comes
+# more often than it was run, the last two turns that were run must agree; a turn lasts until all shares of
+# the microbatches have been used. If they disagree, or a repetition is impossible, the lives are not
+# `consistent`. Costs about a microsecond for each birth and death.
 
 _SETTING_UP = Labelled(Label(-1, (), None), None)
 
 
 class _Where(NamedTuple):
-    """Where a storage was born, as seen from the action in which it dies, and the number of its birth there.
+    """Birth of a storage as seen from the action in which it dies, and the number of the birth in its action.
 
-    An action of another microbatch is told by what it is in itself (`Label.own`), and by which of these it is, counted
-    from 1 for the latest; one of the same microbatch, for which `own` is None, by its number among the actions of that.
+    An action of another microbatch is identified by its own label (`Label.own`) and its number among such
+    actions, counted back from 1 for the latest; an action of the same microbatch, with `own` None, by its
+    number in the microbatch.
     """
 
     own: object
@@ -241,13 +248,13 @@ class _Where(NamedTuple):
     place: int
 
 
-_Deed = tuple[int, _Where | int]  # a birth: its bytes, and the name of a workspace or 0; a death: 0, and of what
+_Deed = tuple[int, _Where | int]  # a birth: bytes, and a workspace's name or 0; a death: 0, and the birth
 _Deeds = tuple[_Deed, ...]
 
 
 class _Birth(NamedTuple):
-    """An action in which a storage was born, its number among such ones and among those of its microbatch, and the
-    number of the birth in it.
+    """A birth of a storage: its action, the action's numbers by own label and flight, and the birth's number
+    in it.
     """
 
     action: Labelled
@@ -257,19 +264,19 @@ class _Birth(NamedTuple):
 
 
 class EndlessLives:
-    """The lives of one device's storages in steps of an endless schedule, from those that were seen in fewer ones."""
+    """Lives of one device's storages in steps of an asynchronous schedule, from those seen in fewer steps."""
 
     def __init__(self) -> None:
         self.consistent = True
         self.events: list[Event] = []
-        self._born: dict[int, _Birth] = {}  # of what lives, by its name
-        self._told = defaultdict[Label, list[_Deeds]](list)  # by label, of the actions that were run one by one
-        self._counts = Counter[object]()  # of actions by what they are in themselves, and of those of every microbatch
+        self._born: dict[int, _Birth] = {}  # of living storages, by name
+        self._told = defaultdict[Label, list[_Deeds]](list)  # of executed actions in order, by label
+        self._counts = Counter[object]()  # of actions by own label and by flight
 
-    # ---------------------------------------------------------------- what was seen
+    # ---------------------------------------------------------------- recording
 
     def learn(self, of_actions: Sequence[Labelled], before: Lives, seen: Sequence[Lives]) -> None:
-        """Take note of the lives in the actions of a step that was executed, and `before` it."""
+        """Record the lives in the actions of an executed step, and `before` it."""
         if not self._told:
             self._learn(_SETTING_UP, before)
         elif before:
@@ -297,11 +304,11 @@ class EndlessLives:
         own = birth.action.label.own
         return _Where(own, self._counts[own] - birth.of_own, birth.place)
 
-    # ---------------------------------------------------------------- what follows
+    # ---------------------------------------------------------------- unfolding
 
     def unfold(self, steps: Iterable[Sequence[Labelled]], turns: Mapping[Label, int]) -> None:
-        """Tell the events of these steps, up to one that cannot be. `turns` are those of their labels."""
-        first = defaultdict[object, list[int]](list)  # the name of every action's first birth, by the same as counts
+        """Append the events of these steps, up to an impossible one. `turns` belong to their labels."""
+        first = defaultdict[object, list[int]](list)  # every action's first birth, by the keys of `_counts`
         seen, living, born = Counter[Label](), set[int](), 0
         for one in chain([_SETTING_UP], *steps):
             deeds = self._deeds(one.label, seen[one.label], turns.get(one.label, 1))
@@ -324,7 +331,9 @@ class EndlessLives:
                 return
 
     def _deeds(self, label: Label, number: int, turn: int) -> _Deeds | None:
-        """What an action of this number among those with its label does; None where nobody knows."""
+        """Return the births and deaths of an action with this number among those with its label; None if
+        unknown.
+        """
         known = self._told[label]
         if number < len(known):
             return known[number]
@@ -333,8 +342,8 @@ class EndlessLives:
 
 
 def _name(what: _Where, first: Sequence[int]) -> int:
-    """The name of a storage that was born in one of some actions, of which each one's `first` birth is named; -1 where
-    they are fewer.
+    """Return the name of a storage from the names of the `first` births of actions; -1 if there are too few
+    actions.
     """
     number = what.action if what.own is None else len(first) - what.action
     return first[number] + what.place if 0 <= number < len(first) else -1

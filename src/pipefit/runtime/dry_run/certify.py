@@ -1,8 +1,7 @@
-"""The dry run: the runtime itself over fake tensors, all devices in one process, no hardware and no data.
+"""The dry run: the runtime over fake tensors, all devices in one process, without hardware and data.
 
-It executes every action of the program as workers would, on tensors that have shapes and storages but no bytes. The
-peaks that it counts are, to the byte, those of real training, for any model that fake tensors support. So a plan can be
-certified before anyone pays for a GPU.
+It executes every action of the program as workers would, on tensors that have shapes and storages but no
+bytes. Its peaks are, to the byte, those of real training, for any model that fake tensors support.
 """
 
 from __future__ import annotations
@@ -43,29 +42,31 @@ def certify(
     allocator: AllocatorSettings | None = None,
     chains: Chains | None = None,
 ) -> Trace:
-    """The peaks of `plan` on every device, over `steps` training steps, to the byte.
+    """Return the peaks of `plan` on every device, over `steps` training steps, exact to the byte.
 
-    Without `steps`, as many are run as differ (`pipefit.lowering.distinct_steps`): two, because optimizer state is born
-    in the first. Times in the trace are positions in the program, not seconds. Budgets are not enforced: compare
-    `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run
-    (`pipefit.runtime.dry_run.microbatches`), of equal layers in a row, four (`pipefit.runtime.dry_run.layers`), of
-    devices that do the same, the first (`pipefit.runtime.dry_run.devices`), and of replicas that divide state, two
-    (`pipefit.runtime.dry_run.devices`), unless `fold` is False: the bytes are the same, and it takes many times longer.
-    Under an endless schedule microbatches are folded (`pipefit.runtime.dry_run.asynchronous`), and layers are not.
+    Default of `steps`: the number of distinct steps (`lowering.distinct_steps`), two under a synchronous
+    schedule, because optimizer state is created in the first. Times in the trace are positions in the
+    program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the cluster's. Unless
+    `fold` is False, representatives stand for the rest: one of equal microbatches
+    (`runtime.dry_run.microbatches`), four of equal layers in a row (`runtime.dry_run.layers`), the first of
+    equal devices, and two of the replicas that shard state (`runtime.dry_run.devices`). The bytes are equal,
+    and the complete run takes many times longer. Under an asynchronous schedule microbatches are folded
+    (`runtime.dry_run.asynchronous`), and layers are not.
 
-    With settings of CUDA's caching `allocator`, which only the target `cuda` has, the trace also says what a GPU
-    allocates and reserves (`DeviceTrace.allocator`). All layers are run then, since what is reserved depends on where
-    each block lies.
+    With settings of CUDA's caching `allocator`, for the target `cuda` only, the trace also has the allocated
+    and reserved bytes of a GPU (`DeviceTrace.allocator`). All layers are run then, because reserved bytes
+    depend on the position of each block.
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
-    For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
-    is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
+    For the target `cpu` the profile gives the memory of kernels, also on another machine; an operation that
+    is not in it is measured here. Warns (`PipefitWarning`) about another machine, and about operations that
+    could not be measured.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
-        OutOfMemory: a host, or a device that only lends memory, has no room for what is moved there.
-        UsageError: something is moved that cannot be, or an allocator is asked for that the target does not have.
+        OutOfMemory: offloaded tensors exceed a host, or a device that only lends memory.
+        UsageError: offloading is impossible for a tensor, or `allocator` is given for a target without one.
     """
     return _traces(task, plan, () if allocator is None else (allocator,), steps, target, fold, chains)[0]
 
@@ -73,8 +74,9 @@ def certify(
 def certify_each(
     task: Task, plan: Plan, allocators: Sequence[AllocatorSettings], *, steps: int | None = None
 ) -> list[Trace]:
-    """What `certify` answers for the target `cuda` with each of these `allocators`. One dry run tells it for all: in
-    which order tensors are born and die does not depend on where their blocks lie.
+    """Return the traces of `certify` for the target `cuda` with each of these `allocators`, from one dry run.
+
+    The order of births and deaths of tensors does not depend on the positions of their blocks.
     """
     return _traces(task, plan, tuple(allocators), steps, "cuda", True, None)
 
@@ -88,7 +90,7 @@ def _traces(
     fold: bool,
     chains: Chains | None,
 ) -> list[Trace]:
-    """The answers of a dry run, one for each allocator; one without what an allocator holds, if there are none."""
+    """Return the traces of a dry run, one for each allocator, or one without allocator."""
     instance("task", task, Task, "a plan is the second argument")
     instance("plan", plan, Plan, "pipefit.load reads one")
     steps = distinct_steps(plan) if steps is None else steps

@@ -1,9 +1,9 @@
-"""The devices that a dry run executes, and what they tell of all.
+"""Devices that a dry run executes, and the accounts of all devices that follow from them.
 
-Devices that do the same have one account, measured on the first of them. Of more than two kin that own different
-layers, two are run, as if one of them owned every layer and the other none, and the accounts of all are put together
-from theirs (`pipefit.runtime.dry_run.devices`); each is run where layers stand for others there, or state moves, of
-which slots are counted for what is owned.
+Equal devices have one account, measured on the first of them. Of more than two kin that own different layers,
+two are run: one as if it owned every layer, and one as if it owned none. The accounts of all kin are composed
+from these two. Each device is run if layers stand for others on it, or if it offloads state, whose slots are
+counted for owned layers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import CATEGORIES, Category, MemorySample
 
-# ----------------------------------------------------------------------------------------------------
-# The dry runs of all replicas that divide a stage's state, put together from two of them.
+# ---- Dry runs of all replicas that shard a stage's state, composed from two
+# Memory on a replica depends on the layers that it owns, and on each of them separately: parameters,
+# gradients and optimizer state exist or not. So one run that owns every layer and one that owns none contain
+# all events. They have the same events except those about layers' state; of these, a replica has those of the
+# first run for its own layers, and those of the second for the others. So an action has equal effects on all
+# replicas that own the same of the layers whose state it touches.
 #
-# What happens on a replica depends on the layers that it owns, and of each of them by itself: its parameters,
-# gradients and optimizer state are there or not. So one run that owns every layer and one that owns none have
-# seen all of it. They tell the same story but for the events about layers' state that only one of them has,
-# or both in other ways; of these, a replica has those of the first run for its own layers, and those of the
-# second for the others. So an action does the same on all replicas that own the same of the layers whose
-# state it touches.
-#
-# Where the stories differ in what is no layer's state, or tell it in another order, they are not `alike`, and
-# replicas are run one by one. Costs two runs, and microseconds for each action and replica.
+# If the runs differ in events that are not about a layer's state, or in the order of events, replicas are run
+# one by one. Costs two runs, and microseconds for each action and replica.
 
 _WORKSPACE = CATEGORIES.index(Category.WORKSPACE)
 
 
 class _Choice(NamedTuple):
-    """An event of a layer's owner, or of all others; of everyone where `layer` is None."""
+    """An event of a layer's owner, or of all other replicas; of every replica if `layer` is None."""
 
     layer: int | None
     owned: bool
@@ -51,14 +48,14 @@ class _Choice(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What an action does on some replicas."""
+    """The effect of an action on some replicas."""
 
     change: Change
     lives: Lives
 
 
 class _Merged:
-    """An action on any replica: all its events, and whose they are. `names` are those of lives, as numbers."""
+    """An action on any replica: all its events, with their replicas. `names` maps names of lives to numbers."""
 
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
         self._choices, self._names = choices, names
@@ -66,7 +63,7 @@ class _Merged:
         self._known: dict[frozenset[int], Effect] = {}
 
     def on(self, owned: frozenset[int]) -> Effect:
-        """What it does on a replica that owns these layers."""
+        """Return the action's effect on a replica that owns these layers."""
         key = owned & self._touched
         if key not in self._known:
             chosen = [one.event for one in self._choices if one.layer is None or (one.layer in key) == one.owned]
@@ -77,12 +74,12 @@ class _Merged:
         return tuple((self._number(name), nbytes) for event in events for name, nbytes in event.lives)
 
     def _number(self, name: Hashable) -> int:
-        """A workspace has a number; storages are numbered as they come."""
+        """Return the number of a storage, in order of appearance; workspaces have fixed numbers."""
         return name if isinstance(name, int) else self._names.setdefault(name, len(self._names))
 
 
 class Ownership:
-    """What two runs of a stage have told, step after step, of which the first owns all layers and the second none."""
+    """Two runs of a stage, step after step: the first owns all layers and the second none."""
 
     def __init__(self, all_owned: OwningMeter, none_owned: OwningMeter) -> None:
         self.alike = True
@@ -92,11 +89,11 @@ class Ownership:
         self._rest = all_owned.settled(), none_owned.settled()
 
     def rest(self, owned: frozenset[int]) -> Bytes:
-        """The bytes of every category before the first step, on a replica that owns these layers."""
+        """Return the bytes of every category before the first step, on a replica that owns these layers."""
         return self._merged(*self._rest).on(owned).change.after
 
     def learn(self) -> None:
-        """Take what both tell of the step that they have ended."""
+        """Read the events of both runs in the step that they have ended."""
         for run in self._runs:
             run.changes()
         told = [run.events() for run in self._runs]
@@ -106,15 +103,15 @@ class Ownership:
         self._step = [self._merged(*both) for both in zip(*told, strict=True)]
 
     def effects(self, owned: frozenset[int]) -> list[Effect]:
-        """What was before the step's first action, and what every action of it did, on such a replica."""
+        """Return the effects before the step's first action, and of every action of it, on such a replica."""
         return [action.on(owned) for action in self._step]
 
     def _merged(self, ones: Sequence[Event], others: Sequence[Event]) -> _Merged:
-        """An action in both runs."""
+        """Merge an action of both runs."""
         return _Merged(self._choices(ones, others), self._names)
 
     def _choices(self, ones: Sequence[Event], others: Sequence[Event]) -> list[_Choice]:
-        """The events of an action in both runs, in their common order."""
+        """Return the events of an action in both runs, in their common order."""
         of_one, of_other = ({event.name for event in events} for events in (ones, others))
         found, left, right = list[_Choice](), list(reversed(ones)), list(reversed(others))
         while left or right:
@@ -122,7 +119,7 @@ class Ownership:
                 found.append(self._of_some(left.pop(), owned=True))
             elif right and right[-1].name not in of_one:
                 found.append(self._of_some(right.pop(), owned=False))
-            elif left[-1].name != right[-1].name:  # it comes at another time where a layer is owned
+            elif left[-1].name != right[-1].name:  # its time depends on the owner of a layer
                 name = next((e.name for e in (left[-1], right[-1]) if self._layer(e) is not None), None)
                 if name is None:
                     self.alike = False
@@ -139,20 +136,20 @@ class Ownership:
         return found
 
     def _of_some(self, event: Event, *, owned: bool) -> _Choice:
-        """An event that some replicas alone have; it has to be about the state of one layer."""
+        """Return an event of some replicas only; it must be about the state of one layer."""
         layer = self._layer(event)
         self.alike &= layer is not None
         return _Choice(layer, owned, event)
 
     def _layer(self, event: Event) -> int | None:
-        """The layer that an event is about, as far as one of the runs knows."""
+        """Return the layer that an event is about, if one of the runs knows it."""
         _, about, _ = event.name
         found = {event.layer, *(run.layer_of.get(about) for run in self._runs)} - {None}
         return found.pop() if len(found) == 1 else None
 
 
 def _change(events: Iterable[Event]) -> Change:
-    """What these events do to the bytes of every category, at their peak and in the end."""
+    """Return the change of these events to the bytes of every category, at their peak and at the end."""
     level = [0] * len(CATEGORIES)
     peak, highest, total = tuple(level), 0, 0
     for event in events:
@@ -166,20 +163,17 @@ def _change(events: Iterable[Event]) -> Change:
     return Change(peak, tuple(level))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Representatives: a dry run executes some of all devices, whose memory stands for the others.
-#
-# A device's memory follows from its own program, not from who is at the other end of a message or a sum: what
-# it needs for these it allocates and frees itself. So devices do the same if their stages and actions are
-# equal but for the names of members, and their rows but for the first one; if they lend as much, and report
-# to an agreement or not. Such devices are kin. Kin that divide the state of a stage differ in the layers that
-# they own as well.
+# ---- Representative devices
+# A device's memory follows from its own program, not from its peers in messages and collectives: it allocates
+# and frees its own buffers. So devices are equal if their stages and actions are equal up to names of members
+# and the first row of their parts, if they lend equal bytes, and if both or neither report to an agreement.
+# Such devices are kin. Kin that shard the state of a stage may differ in the layers that they own.
 
 Kin = tuple[int, ...]  # devices
 
 
 def kin(plan: Plan, programs: Sequence[Program], arenas: Sequence[Arena]) -> list[Kin]:
-    """All devices of a plan, together with those that do the same but for the layers that they own."""
+    """Group the devices of a plan that are equal up to the layers that they own."""
     found = dict[Hashable, list[int]]()
     for device in plan.workers:
         lent = lent_bytes(arenas, Member.device(device))
@@ -189,7 +183,7 @@ def kin(plan: Plan, programs: Sequence[Program], arenas: Sequence[Arena]) -> lis
 
 
 def owned_layers(plan: Plan) -> dict[int, frozenset[int]]:
-    """For every device the layers that it owns of stages whose state replicas divide."""
+    """Map every device to the layers that it owns, in stages whose state replicas shard."""
     found = dict.fromkeys(plan.workers, frozenset[int]())
     for number, stage in enumerate(plan.stages):
         if stage.grid.shard != "none":
@@ -201,7 +195,7 @@ def owned_layers(plan: Plan) -> dict[int, frozenset[int]]:
 
 
 def kept_layers(plan: Plan) -> dict[int, frozenset[int]]:
-    """For every device the layers of its stages of which it keeps the parameters between steps."""
+    """Map every device to the layers of its stages whose parameters it keeps between steps."""
     owned = owned_layers(plan)
     found = dict.fromkeys(plan.workers, frozenset[int]())
     for stage in plan.stages:
@@ -212,20 +206,20 @@ def kept_layers(plan: Plan) -> dict[int, frozenset[int]]:
 
 
 def _place(plan: Plan, device: int) -> Hashable:
-    """What the stages of a device are to it."""
+    """Return the roles of a device in its stages."""
     stages = plan.stages_of(device)
     agrees = plan.training.agrees
     return tuple((n, plan.stages[n].grid.shard_of(device), agrees and tells_norms(plan, n, device)) for n in stages)
 
 
 def _actions(plan: Plan, programs: Sequence[Program], device: int) -> Hashable:
-    """The actions of a device, without the names of members, and with its rows counted from its own first one."""
+    """Return the actions of a device without names of members, with rows relative to its own first one."""
     plain = _plain(plan, device)
     return tuple(tuple(map(plain, program.actions[device])) for program in programs)
 
 
 def _plain(plan: Plan, device: int) -> Callable[[Action], Hashable]:
-    """A function that makes of each of a device's actions what it is of any device."""
+    """Return a function that normalises a device's actions, so that equal devices have equal ones."""
     names, host = dict[Member, int](), plan.cluster.devices[device].host
     grids = {n: plan.stages[n].grid for n in plan.stages_of(device)}
     size = plan.training.microbatch_size
@@ -244,16 +238,16 @@ def _plain(plan: Plan, device: int) -> Callable[[Action], Hashable]:
     return plain
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Accounts
 
 Owned = frozenset[int]  # layers
 
 
 class Account(Protocol):
-    """The memory of devices that do the same. `rest` are the bytes of every category before the first step.
+    """The memory of equal devices. `rest` are the bytes of every category before the first step.
 
-    `changes` are what the actions of the last step did. Where lives are told, `before` are those in front of these
-    actions, and `lives` those in each.
+    `changes` are the effects of the last step's actions. With lives, `before` are those before these actions,
+    and `lives` those in each.
     """
 
     rest: Bytes
@@ -262,7 +256,7 @@ class Account(Protocol):
     lives: list[Lives]
 
     def learn(self) -> None:
-        """A step has ended."""
+        """Read the results of a finished step."""
 
 
 class Measured:
@@ -273,21 +267,21 @@ class Measured:
         self.changes, self.before, self.lives = list[Change](), Lives(), list[Lives]()
 
     def learn(self) -> None:
-        """A step has ended."""
+        """Read the results of a finished step."""
         self.changes = self._meter.changes()
         if isinstance(self._meter, LivesMeter):
             self.before, self.lives = self._meter.take()
 
 
 class PutTogether:
-    """The account of a device that owns these layers, from that of all layers and that of none, which learn before."""
+    """The account of a device that owns these layers, composed from two runs, which learn first."""
 
     def __init__(self, ownership: Ownership, owned: Owned) -> None:
         self._ownership, self._owned, self.rest = ownership, owned, ownership.rest(owned)
         self.changes, self.before, self.lives = list[Change](), Lives(), list[Lives]()
 
     def learn(self) -> None:
-        """A step has ended."""
+        """Read the results of a finished step."""
         before, *actions = self._ownership.effects(self._owned)
         self.changes, self.before = [one.change for one in actions], before.lives
         self.lives = [one.lives for one in actions]
@@ -295,18 +289,20 @@ class PutTogether:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Devices by the layers that they own, and those that are run for them: one, or one that owns all and one none."""
+    """Devices by the layers that they own, and their representatives: one, or two that own all layers and
+    none.
+    """
 
     run: tuple[int, ...]
     devices: Mapping[Owned, tuple[int, ...]]
 
     @property
     def is_put_together(self) -> bool:
-        """Whether accounts are put together from two."""
+        """True if accounts are composed from two runs."""
         return len(self.run) == 2
 
     def shares(self, short: Shortened) -> Iterator[tuple[tuple[int, int], Share]]:
-        """By stage and device, the shares of devices that are run as if they owned other layers."""
+        """Yield by stage and device the shares of representatives that own other layers than by the plan."""
         for device, all_layers in zip(self.run, (True, False), strict=False) if self.is_put_together else ():
             for stage in short.plan.stages_of(device):
                 share = share_of(short.plan, stage, device)
@@ -315,7 +311,7 @@ class Cast:
 
 
 def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
-    """Which devices are run for those that are kin."""
+    """Yield the representatives of each group of kin."""
     owned = owned_layers(short.plan)
     for devices in together:
         kinds = dict.fromkeys(owned[device] for device in devices)
@@ -327,7 +323,7 @@ def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
 
 
 def _may_own_others(short: Shortened, device: int) -> bool:
-    """Whether a device can be run as if it owned other layers than it does."""
+    """Return whether a device can be run as if it owned other layers than by the plan."""
     stages = [short.plan.stages[stage] for stage in short.plan.stages_of(device)]
     stand_ins = any(copy is not None for stage in stages for copy in short.copies[stage.start : stage.stop])
     actions = short.program.actions[device]
@@ -353,7 +349,7 @@ class Company:
                 self.devices_of[Measured(meters[cast.run[0]])] = devices
 
     def learn(self) -> None:
-        """A step has ended."""
+        """Read the results of a finished step."""
         for ownership in self._ownerships:
             ownership.learn()
         for account in self.devices_of:
@@ -361,10 +357,10 @@ class Company:
 
     @property
     def no_samples(self) -> dict[int, list[MemorySample]]:
-        """For every device the samples of its memory, none as yet."""
+        """An empty list of memory samples for every device."""
         return {device: [] for devices in self.devices_of.values() for device in devices}
 
     @property
     def alike(self) -> bool:
-        """Whether whatever stood for others was like them so far."""
+        """True if all representatives were equal to the represented layers and devices so far."""
         return all(meter.alike for meter in self._meters) and all(one.alike for one in self._ownerships)

@@ -1,14 +1,13 @@
-"""Repeated layers: a dry run executes four of many equal layers in a row, and they stand for all of them.
+"""Repeated layers: a dry run executes four of equal layers in a row, and they stand for all of them.
 
-Layers of equal settings do the same to memory, one after the other, as long as their neighbours are equal too. So the
-first and the last of the row are kept, whose neighbours are others, and two between them, which have to agree
-(`pipefit.runtime.dry_run.layers`). The plan, its program and the chain are shortened to these layers, and the stages
-know nothing of it. What is repeated may be up to 40 layers together, such as those of a block.
+Layers with equal settings have equal effects on memory, as long as their neighbors are equal too. So the
+first and the last of the row are kept, which have other neighbors, and two between them, which must agree.
+The plan, its program and the chain are shortened to these layers, and stages run them without changes. A
+repeat may consist of up to 40 layers, such as those of a block.
 
-A repeat lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook, a setting
-that cannot be compared, a saved tensor that is moved away, or replicas that divide the stage's state make a layer equal
-to no other. Finding repeats takes
-milliseconds for 400 layers.
+A repeat lies within one stage and, with recomputation, within one piece. A shared parameter, a hook, a
+setting that cannot be compared, an offloaded saved tensor, or replicas that shard the stage's state make a
+layer unequal to all others. Finding repeats takes milliseconds for 400 layers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LONGEST = 40  # layers that are repeated together
 
 
 class Copy(NamedTuple):
-    """One execution of repeated layers: number 0 to 3 of a repeat. Number 2 stands for as many as `times` says."""
+    """One execution of repeated layers: number 0 to 3 of a repeat. Number 2 stands for `times` executions."""
 
     repeat: int
     number: int
@@ -64,18 +63,18 @@ class Repeat:
 
     @property
     def omitted(self) -> range:
-        """The layers that are not executed."""
+        """Layers that are not executed."""
         first = self.start + (KEPT - 1) * self.period
         return range(first, first + (self.count - KEPT) * self.period)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """A plan without the layers that others stand for, with its program and chain.
+    """A plan without the represented layers, with its program and chain.
 
-    `copies` has for every layer of this plan the execution that it belongs to, None outside of repeats. `swept` has for
-    the text of an action the repeats that it passes through. `absent` are the trained parameters left out, and `kept`
-    the layers that are not.
+    `copies` has for every layer of this plan its execution, None outside of repeats. `swept` maps the text of
+    an action to the repeats that it passes through. `absent` is the number of trained parameters left out,
+    and `kept` are the layers that are not left out.
     """
 
     plan: Plan
@@ -87,12 +86,12 @@ class Shortened:
     kept: tuple[int, ...]
 
     def shortened(self, chain: Chain) -> Chain:
-        """Another chain of the same model without those layers."""
+        """Return another chain of the same model without the omitted layers."""
         return replace(chain, layers=tuple(chain.layers[layer] for layer in self.kept))
 
     @staticmethod
     def of(task: Task, plan: Plan, program: Program, chain: Chain) -> Shortened:
-        """`plan` without the layers that others stand for."""
+        """Shorten `plan` by all layers that others stand for."""
         keys = _keys(task, plan, chain, _movers(plan, program) | _divided(plan))
         repeats = [repeat for start, stop in _ranges(plan, program) for repeat in _repeats(keys, start, stop)]
         omitted = {layer for repeat in repeats for layer in repeat.omitted}
@@ -116,7 +115,7 @@ class Shortened:
 
     @staticmethod
     def none(plan: Plan, program: Program, chain: Chain) -> Shortened:
-        """`plan` with all of its layers."""
+        """Return `plan` with all of its layers."""
         copies, kept = (None,) * len(chain.layers), tuple(range(len(chain.layers)))
         return Shortened(plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0, kept=kept)
 
@@ -125,7 +124,9 @@ class Shortened:
 
 
 def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[object]:
-    """For every layer a key that is equal where layers do the same to memory, given equal neighbours."""
+    """Return for every layer a key that is equal for layers with equal effects on memory, given equal
+    neighbors.
+    """
     sharing = {user for shared in chain.shared for user in shared.users}
     held = [list(map(id, (*layer.module.buffers(), *constants(layer.module)))) for layer in chain.layers]
     users = Counter(tensor for own in held for tensor in set(own))
@@ -144,7 +145,7 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
 
 
 def _movers(plan: Plan, program: Program) -> frozenset[int]:
-    """The layers that save or return something which is moved away."""
+    """Return the layers that save or return offloaded tensors, or whose state is offloaded."""
     copies = [action for actions in program.actions for action in actions if action.kind in COPIES]
     found = {subject.layer for action in copies if action.moves_state for subject in program.moved(action)}
     for stage, subjects in {(a.stage, program.moved(a)) for a in copies if not a.moves_state}:
@@ -159,19 +160,19 @@ def _movers(plan: Plan, program: Program) -> frozenset[int]:
 
 
 def _divided(plan: Plan) -> frozenset[int]:
-    """The layers of stages whose state replicas divide, layer by layer."""
+    """Return the layers of stages whose state replicas shard, layer by layer."""
     stages = (stage for stage in plan.stages if stage.grid.shard != "none")
     return frozenset(layer for stage in stages for layer in range(stage.start, stage.stop))
 
 
 def _groups(task: Task, layer: ChainLayer) -> object:
-    """A layer's parameter groups, as far as they matter to memory."""
+    """Return the properties of a layer's parameter groups that matter to memory."""
     groups = [group for groups in parameter_groups([layer], task.groups) for group in groups]
     return [(len(group["params"]), options({k: v for k, v in group.items() if k != "params"})) for group in groups]
 
 
 def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
-    """The ranges of layers between which no action begins or ends."""
+    """Yield the ranges of layers within which no action begins or ends."""
     edges = {edge for stage in plan.stages for edge in (stage.start, stage.stop)}
     edges |= {edge for actions in program.actions for action in actions for edge in action.layers or ()}
     ordered = sorted(edges)
@@ -179,7 +180,7 @@ def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
 
 
 def _repeats(keys: Sequence[object], start: int, stop: int) -> Iterator[Repeat]:
-    """The repeats within layers `start` to `stop - 1` of which some layers need not be executed."""
+    """Yield the repeats within layers `start` to `stop - 1` that omit some layers."""
     while start < stop:
         found = [Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
         best = max(found, key=lambda repeat: len(repeat.omitted))
@@ -189,7 +190,7 @@ def _repeats(keys: Sequence[object], start: int, stop: int) -> Iterator[Repeat]:
 
 
 def _count(keys: Sequence[object], start: int, stop: int, period: int) -> int:
-    """How often the `period` layers from `start` on come one after the other."""
+    """Return the number of consecutive repetitions of the `period` layers from `start` on."""
     end = start + period
     while end < stop and keys[end] == keys[end - period]:
         end += 1
@@ -197,7 +198,7 @@ def _count(keys: Sequence[object], start: int, stop: int, period: int) -> int:
 
 
 def _copies(number: int, repeat: Repeat) -> Iterator[tuple[int, Copy]]:
-    """The layers of a repeat that are executed, and which execution they belong to."""
+    """Yield the executed layers of a repeat, with their executions."""
     every = range(repeat.start, repeat.start + repeat.period * repeat.count)
     for place, layer in enumerate(layer for layer in every if layer not in repeat.omitted):
         copy = place // repeat.period
@@ -208,7 +209,7 @@ def _copies(number: int, repeat: Repeat) -> Iterator[tuple[int, Copy]]:
 
 
 def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
-    """The plan for a model of the layers `kept`, which is for execution alone: its decisions are in the program."""
+    """Return the plan for a model of the layers `kept`, for execution only: its decisions are in the program."""
     measurements = tuple(_measurement(measurement, kept) for measurement in plan.profile.measurements)
     names = tuple(plan.profile.layers[layer] for layer in kept)
     stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
@@ -221,7 +222,7 @@ def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
 
 
 def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
-    """The measurement of the layers `kept` alone."""
+    """Return the measurement of the layers `kept`."""
 
     def renumbered(shared: SharedParameter) -> SharedParameter:
         users, copying, cast_only = (
@@ -235,7 +236,7 @@ def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
 
 
 def _program(program: Program, kept: Sequence[int]) -> Program:
-    """The program with its layers counted among those `kept`."""
+    """Return the program with layers renumbered among those `kept`."""
 
     def counted(action: Action) -> Action:
         if action.layers is not None:
@@ -258,7 +259,9 @@ def _program(program: Program, kept: Sequence[int]) -> Program:
 def _swept(
     plan: Plan, program: Program, copies: Sequence[Copy | None], layers: Sequence[ChainLayer]
 ) -> dict[str, frozenset[int]]:
-    """For the text of every computing action the repeats that it passes through; an update, those that are trained."""
+    """Map the text of every computing action to the repeats that it passes through; of an update, the trained
+    ones.
+    """
     found: dict[str, frozenset[int]] = {}
     for action in (action for actions in program.actions for action in actions if action.kind in COMPUTE):
         stage = plan.stages[action.stage]
@@ -272,28 +275,24 @@ def _swept(
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
-# The memory of a device on which some layers stand for others that are equal to them
-# (`pipefit.runtime.dry_run.layers`).
+# ---- The memory of a device with represented layers
+# A storage belongs to the layers that were active at its allocation. Layers are active from the first
+# operation on one of their parameters or buffers to the first on those of other layers. The passages of
+# active layers, in a forward, a backward or an update, are equal for all layers of a repeat but its ends. The
+# two executions between the ends must agree on every passage and on all storages they hold. If they do not,
+# or if an operation works on the whole repeat at once, the dry run is repeated with all layers. Otherwise a
+# passage that stands for several is multiplied: level and peak follow by arithmetic.
 #
-# A storage belongs to the layers that were at work when it was made. Layers are at work from the first
-# operation on one of their parameters or buffers to the first on those of other layers. What passes in
-# between, in a forward, a backward or an update, is the same for all layers of a repeat but its ends. The two
-# that are executed between the ends have to agree on every passage and on all they hold. If they do not, or
-# if an operation works on the whole repeat at once, the layers are not `alike`, and the dry run is made again
-# with all of them. A passage that stands for several is repeated as many times: where that leads, and how
-# high it goes, is arithmetic.
-#
-# Costs a few microseconds an operation more than `Meter`, and nothing where no layers are repeated.
+# Costs a few microseconds per operation more than `Meter`, and nothing without repeated layers.
 
-NEXT_STEP = "the next step"  # what begins, by its name, behind the last action of a step
+NEXT_STEP = "the next step"  # name of the phase that begins after a step's last action
 _ACTIVATIONS = CATEGORIES.index(Category.ACTIVATIONS)
-_TWIN, _STAND_IN = 1, 2  # the numbers of the executions between the ends of a repeat
+_TWIN, _STAND_IN = 1, 2  # numbers of the executions between the ends of a repeat
 _SWEEPS = ([0, 1, 2, 3], [3, 2, 1, 0])
 
 
 class Passage(NamedTuple):
-    """What happened while the layers of `copy` were at work: at its peak, and until the next ones were."""
+    """Effects while the layers of `copy` were active: at the peak, and at the end."""
 
     copy: Copy | None
     at_peak: Bytes
@@ -301,13 +300,13 @@ class Passage(NamedTuple):
 
 
 class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
-    """A meter of the whole device, though not all of its layers are executed.
+    """A meter of the whole device, although not all of its layers are executed.
 
-    `alike` turns False where layers turn out to differ: then nothing that the meter tells is valid.
+    `alike` turns False if layers turn out to differ: then the meter's results are invalid.
 
     Args:
-        swept: for the text of an action, the repeats that it must pass through.
-        place: where the device's tensors are.
+        swept: maps the text of an action to the repeats that it must pass through.
+        place: torch device of the device's tensors.
     """
 
     def __init__(
@@ -322,8 +321,8 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         self.alike = True
         self._swept = swept
         self._own: dict[int, Copy | None] = {}  # by storage: parameters, buffers and master weights
-        self._maker: dict[int, Copy | None] = {}  # by storage: which layers were at work
-        self._numbers = Counter[Copy | None]()  # that autograd keeps, by the layers that were at work
+        self._maker: dict[int, Copy | None] = {}  # by storage: the layers that were active
+        self._numbers = Counter[Copy | None]()  # of scalars that autograd keeps, by active layers
         self._stand_ins: set[Copy] = set()
         self._at_work: Copy | None = None
         self._passages: list[Passage] = []
@@ -332,7 +331,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         self._peaks: list[Bytes] = []
 
     def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
-        """Take note of what the layers of a stage, each of one of `copies`, hold from the start."""
+        """Register tensors that the layers of a stage, each of one of `copies`, hold from the start."""
         masters, state = copies_of(stage.optimizer), stage.optimizer.state if stage.optimizer is not None else {}
         born: dict[int, Copy | None] = {}
         for number, (layer, copy) in enumerate(zip(stage.layers, copies, strict=True), start=stage.start):
@@ -348,7 +347,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def level(self) -> Bytes:
-        """The bytes of every category now, in the whole device."""
+        """Present bytes of every category on the whole device."""
         held: defaultdict[Copy, list[int]] = defaultdict(lambda: [0] * len(CATEGORIES))
         for key, tracked in self._live.items() if self._stand_ins else ():
             copy = self._maker.get(key)
@@ -364,7 +363,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         return found
 
     def changes(self) -> list[Change]:
-        """What every action since the last call did to the whole device."""
+        """Return the effects of every action since the last call on the whole device."""
         self.begin(NEXT_STEP)
         began, peaks = self._began, self._peaks
         self._began, self._peaks = [], []
@@ -373,7 +372,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
             for peak, (before, after) in zip(peaks, pairwise(began), strict=True)
         ]
 
-    # ---------------------------------------------------------------- what a meter does
+    # ---------------------------------------------------------------- meter interface
 
     def begin(self, action: str) -> None:
         super().begin(action)
@@ -417,7 +416,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------- passages
 
     def _pass_on(self, copy: Copy | None) -> None:
-        """The layers of `copy` are at work from now on."""
+        """Make the layers of `copy` active."""
         now = tuple(self.bytes)
         at_peak, after = _plus(tuple(self._peak_bytes), self._from, -1), _plus(now, self._from, -1)
         self._passages.append(Passage(self._at_work, at_peak, after))
@@ -425,7 +424,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def _whole_sweeps(self) -> bool:
-        """Whether the action passed through every repeat that it should from one end to the other, evenly."""
+        """Return whether the action passed evenly through every expected repeat, from one end to the other."""
         numbers: defaultdict[int, list[int]] = defaultdict(list)
         for copy, _, _ in self._passages:
             if copy is not None:
@@ -436,7 +435,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         return whole and self._swept.get(self.action, frozenset()) <= set(numbers) and self._even()
 
     def _even(self) -> bool:
-        """Whether every passage that stands for several is equal to the one next to it, on the side of its twin."""
+        """Return whether every passage that stands for several equals the adjacent passage of its twin."""
         for before, here, behind in zip(self._passages, self._passages[1:], self._passages[2:], strict=False):
             if here.copy is not None and here.copy.number == _STAND_IN:
                 twin = Passage(Copy(here.copy.repeat, _TWIN, 1), here.at_peak, here.after)
@@ -445,8 +444,9 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         return True
 
     def _highest(self, level: Bytes) -> Bytes:
-        """The peak in the whole device of an action that began at `level`. Where a passage is repeated, the last or the
-        first is highest.
+        """Return the peak of an action on the whole device, from its initial `level`.
+
+        Of a multiplied passage, the last or the first has the highest peak.
         """
         highest = level
         for copy, at_peak, after in self._passages:
@@ -458,13 +458,15 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
 
 def _take(copy: Copy, tensors: Sequence[Any], owners: dict[int, Copy | None]) -> None:
-    """Enter `copy` as the owner of these tensors' storages. A buffer that all layers share belongs to none."""
+    """Enter `copy` as the owner of these tensors' storages. A buffer that several layers share gets None."""
     for key in storages_in(tensors):
         owners[key] = copy if owners.get(key, copy) == copy else None
 
 
 def storages_in(item: Any) -> set[int]:
-    """The storages of all tensors in the arguments of an operation, lists and dictionaries of them."""
+    """Return the storages of all tensors in an operation's arguments, including nested lists and
+    dictionaries.
+    """
     if isinstance(item, Tensor):
         return {storage_key(item)}
     if isinstance(item, dict):

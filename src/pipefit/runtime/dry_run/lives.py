@@ -1,11 +1,12 @@
-"""Lives of storages: in which order a device allocates and frees its memory, which decides what a GPU reserves.
+"""Lives of storages: the order in which a device allocates and frees memory, which decides a GPU's reserved
+bytes.
 
-A `LivesMeter` takes note of every storage that is born or dies, action by action. cuBLAS's workspaces are births too:
-torch takes one from the caching allocator for each thread that multiplies matrices, at its first product, and keeps it
-(`getCurrentCUDABlasHandle` in aten/src/ATen/cuda/CublasHandlePool.cpp). One thread runs forwards and updates, and
-autograd has another one for backwards.
+A `LivesMeter` records every birth and death of a storage, action by action. cuBLAS workspaces are births too:
+torch allocates one from the caching allocator for each thread that multiplies matrices, at its first product,
+and keeps it (`getCurrentCUDABlasHandle` in aten/src/ATen/cuda/CublasHandlePool.cpp). One thread runs forwards
+and updates, and autograd has another one for backwards. Costs about a microsecond for each birth and death.
 
-Costs about a microsecond for each birth and death.
+An `OwningMeter` also records the layer whose state each event is about.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action
 from pipefit.schema.trace import CATEGORIES, Category
 
-Life = tuple[int, int]  # a storage and its bytes as it is born, and 0 as it dies
+Life = tuple[int, int]  # a storage, and its bytes at birth or 0 at death
 Lives = tuple[Life, ...]
 
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE = -1, -2  # storages that are never freed
@@ -40,11 +41,11 @@ _PRODUCTS = frozenset(
 
 
 class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
-    """A meter that also tells the lives of storages.
+    """A meter that also records the lives of storages.
 
     Args:
-        place: where the device's tensors are.
-        workspace_bytes: of one workspace of cuBLAS.
+        place: torch device of the device's tensors.
+        workspace_bytes: size of one cuBLAS workspace.
     """
 
     def __init__(
@@ -59,17 +60,19 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         super().__init__(device, kernels=kernels, swept=swept, place=place)
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[int] = set()
-        self._names: dict[int, int] = {}  # of living storages, by their keys, which others have after them
+        self._names: dict[int, int] = {}  # of living storages, by their keys, which later storages reuse
         self._named = 0
-        self._lives: list[list[Life]] = [[]]  # of every action since they were taken last, and before the first of them
+        self._lives: list[list[Life]] = [[]]  # before the first action, and in every action
 
     def take(self) -> tuple[Lives, list[Lives]]:
-        """The lives before the next action, and those of every action since the last call. Call it after `changes`."""
+        """Return the lives before the next action, and in every action since the last call. Call it after
+        `changes`.
+        """
         before, *actions, between = map(tuple, self._lives)
         self._lives = [list(between)]
         return before, actions
 
-    # ---------------------------------------------------------------- what a meter does
+    # ---------------------------------------------------------------- meter interface
 
     def begin(self, action: str) -> None:
         super().begin(action)
@@ -99,7 +102,7 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         return tracked
 
     def _resize(self, tracked: Tracked, nbytes: int) -> None:
-        """A resized storage has new memory before its old one is freed."""
+        """Record new memory of a resized storage before the death of its old memory."""
         super()._resize(tracked, nbytes)
         old = self._names.pop(tracked.key, None)
         self._birth(tracked.key, nbytes)
@@ -120,31 +123,28 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
             self._lives[-1].append((name, 0))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What happens to a device's account, event by event, and whose layer's state each event is about.
-#
-# Two runs of a stage that differ in the layers that they own do the same to all that is no state of these
-# layers. An `OwningMeter` names every storage by the action in which it was made, so that the same event has
-# one name in both. Which layer's state a storage is, follows from the tensors of the operation that made it,
-# and from where parameters, their gradients and the optimizer have it when the action is over.
-#
-# Costs about a microsecond an event more than `LivesMeter`.
+# ---- Events of a device's account, with the layers whose state they are about
+# Two runs of a stage that own different layers have equal events except those about the state of these
+# layers. An `OwningMeter` names every storage by the action that made it, so that the same event has the same
+# name in both. The layer of a state storage follows from the tensors of the operation that made it, and from
+# parameters, their gradients and the optimizer at the end of the action. Costs about a microsecond per event
+# more than `LivesMeter`.
 
 _ACTIVATIONS, _LENT = CATEGORIES.index(Category.ACTIVATIONS), CATEGORIES.index(Category.LENT)
 _PASSES = FORWARDS | SPLIT_BACKWARD | MESSAGES | {Kind.LOAD, Kind.RECOMPUTE, Kind.BACKWARD}
 
-_COPYING = frozenset({torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default})  # as autograd does
+_COPYING = frozenset({torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default})  # used by autograd
 
-Arguments = tuple[Hashable, ...]  # the names of storages
-NamedLife = tuple[Hashable, int]  # a storage and its bytes as it is born, and 0 as it dies
+Arguments = tuple[Hashable, ...]  # names of storages
+NamedLife = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
 
 
 class Event(NamedTuple):
-    """Something that happened to the account of a device.
+    """An event in the account of a device.
 
-    `name` says what happened to whom, and how often before in its action; it is the same in other runs. `layer` is the
-    one whose state it is about: None where it is about none, or nobody knows. `deltas` are positions of categories with
-    bytes, and `taken` is what a kernel took as long as it ran.
+    `name` has the kind of event, its storage, and the count of such events in the action; it is equal in
+    other runs. `layer` is the layer whose state it is about: None if it is about none, or if the layer is
+    unknown. `deltas` are positions of categories with bytes, and `taken` is the temporary memory of a kernel.
     """
 
     name: tuple[str, Hashable, int]
@@ -155,7 +155,7 @@ class Event(NamedTuple):
 
 
 class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
-    """A meter that also tells all events of a device on which no layer stands for others.
+    """A meter that also records all events of a device without represented layers.
 
     `layer_of` has the layer of every storage that has been state of one, by the storage's name.
     """
@@ -165,15 +165,15 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         self.layer_of: dict[Hashable, int] = {}
         self._stages: list[StageRunner] = []
         self._called: dict[Tracked, Hashable] = {}
-        self._living: dict[Tracked, Hashable] = {}  # what lives now in a storage that has memory
+        self._living: dict[Tracked, Hashable] = {}  # names of lives in storages that have memory now
         self._story: list[tuple[Event, Arguments]] = []  # of the present action
         self._told: list[list[Event]] = []  # of every action, and before the first one
         self._counts = Counter[Hashable]()
-        self._number = 0  # of the present action, 0 until the device is settled
+        self._number = 0  # of the present action; 0 until `settled`
         self._present: Action | None = None
-        self._worked_on: int | None = None  # the layer on whose state alone the present operation works
+        self._worked_on: int | None = None  # the only layer whose state the present operation uses
         self._arguments: Arguments = ()
-        self._users: defaultdict[Hashable, set[int]] = defaultdict(set)  # by storage of no layer, those it served
+        self._users: defaultdict[Hashable, set[int]] = defaultdict(set)  # by stateless storage: its layers
         self._operation = ""
 
     def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
@@ -181,7 +181,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         self._stages.append(stage)
 
     def settled(self) -> list[Event]:
-        """Begin to tell, when all layers have been told of: what there is now, as if it were born."""
+        """Begin to record events, after all layers are registered; return present storages as births."""
         self._number = 1
         for layer, stage in self._layers():
             own = stage.updates.parameters((layer, layer + 1))
@@ -203,11 +203,13 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         return found
 
     def events(self) -> list[list[Event]]:
-        """The events before the next action, and those of every action since the last call. Call it after `changes`."""
+        """Return the events before the next action, and in every action since the last call. Call it after
+        `changes`.
+        """
         told, self._told = self._told, []
         return told
 
-    # ---------------------------------------------------------------- what a meter does
+    # ---------------------------------------------------------------- meter interface
 
     def begin(self, action: str) -> None:
         super().begin(action)
@@ -228,7 +230,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     @property
     def _is_pass(self) -> bool:
-        """Whether the present action sends, receives or runs microbatches, and works on no layer's state alone."""
+        """True if the present action sends, receives or runs microbatches, and does not work on the state of
+        one layer.
+        """
         return self._present is not None and self._present.kind in _PASSES
 
     def _look_at(self, arguments: Any) -> None:
@@ -247,7 +251,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor) -> Tracked:
         known = storage_key(tensor) in self._live
         tracked = super()._track(tensor)
-        if not known and self._number:  # copies do not count among the others: where there is a gradient none is made
+        if not known and self._number:  # copies are counted separately
             where = self._number, self._worked_on, *(self._arguments if self._is_pass else ())
             self._counts[where] += 1
             name: Hashable = (*where, self._counts[where])
@@ -290,7 +294,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         super()._grow_workspace(name)
         self._tell("workspace", name, [], [(name, self._workspace_bytes)])
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- recording
 
     def _tell(
         self,
@@ -300,13 +304,13 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         lives: Sequence[NamedLife] = (),
         taken: int = 0,
     ) -> None:
-        """Add an event that concerns what has this name."""
+        """Record an event about the storage with this name."""
         self._counts[what, name] += 1
         event = Event((what, name, self._counts[what, name]), self._worked_on, tuple(deltas), taken, tuple(lives))
         self._story.append((event, self._arguments))
 
     def _life(self, tracked: Tracked, nbytes: int) -> list[NamedLife]:
-        """The birth of what lives in a storage of so many bytes from now on."""
+        """Begin a new life in a storage of `nbytes`; return its birth."""
         if not nbytes:
             return []
         name = self._called[tracked]
@@ -315,26 +319,28 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         return [(life, nbytes)]
 
     def _death_of(self, tracked: Tracked) -> list[NamedLife]:
-        """The death of what has lived in a storage, if it had memory."""
+        """End the life in a storage; return its death, if it had memory."""
         life = self._living.pop(tracked, None)
         return [] if life is None else [(life, 0)]
 
     def _close(self) -> None:
-        """An action has ended: its events have the layers that are known by now."""
+        """End an action: give its events the layers that are known by now."""
         if self._present is None or self._present.kind in (Kind.BACKWARD, Kind.STEP):
             self._find_state()
-        for event, arguments in self._story:  # a gradient may be a copy of what has been computed
+        for event, arguments in self._story:  # a gradient may be a copy of a computed tensor
             if event.name[0] == "born" and (layer := self.layer_of.get(event.name[1])) is not None:
                 for name in arguments:
                     self._users[name].add(layer)
         dead = {event.name[1] for event, _ in self._story if event.name[0] == "died"}
         for name, layers in self._users.items():
-            if len(layers) == 1 and name in dead:  # it has served this layer alone
+            if len(layers) == 1 and name in dead:  # only this layer used it
                 self.layer_of.setdefault(name, *layers)
         self._told.append([self._resolved(*told) for told in self._story])
 
     def _resolved(self, event: Event, arguments: Arguments) -> Event:
-        """An event with its layer, if that is known by now from its storage, or from those it was made of."""
+        """Return an event with its layer, if its storage or the storages it was made of determine the layer
+        by now.
+        """
         if event.layer is not None:
             return event
         what, about, _ = event.name
@@ -347,7 +353,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         return event._replace(layer=layer)
 
     def _find_state(self) -> None:
-        """Find out whose state the gradients and the optimizer's tensors are that there are now."""
+        """Register the layers of present gradients and optimizer tensors."""
         layers = None if self._present is None else self._present.layers
         for layer, stage in self._layers():
             if layers is None or layers[0] <= layer < layers[1]:

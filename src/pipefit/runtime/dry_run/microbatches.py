@@ -1,9 +1,11 @@
-"""Folding: a dry run executes one of several equal microbatches, and the measured effects stand for the others.
+"""Folding: a dry run executes one of several equal microbatches, and its measured effects stand for the
+others.
 
-What an action does to a device's memory depends on what has been done with its own microbatch before, not on other
-microbatches. So of all microbatches with the same actions in the same order on a stage, one need be run. The program is
-shortened to these few microbatches, and the memory of the whole program is computed from what they did (unfolding). The
-first backward of a step allocates gradients and later ones do not, so the microbatch of the first is always run.
+The effect of an action on a device's memory depends on earlier actions of its microbatch, not on other
+microbatches. So of all microbatches with the same actions in the same order on a stage, one is run. The
+program is shortened to these microbatches, and the memory of the whole program is computed from their effects
+(unfolding). The first backward of a step allocates gradients and later ones do not, so its microbatch is
+always run.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ T = TypeVar("T")
 class Folding:
     """The microbatches that are run in the first step and in later ones.
 
-    `like` has for each stage and microbatch an equal one, which is run in the first step.
+    `like` has for each stage and microbatch an equal microbatch that is run in the first step.
     """
 
     first: frozenset[int]
@@ -35,7 +37,7 @@ class Folding:
 
     @staticmethod
     def of(program: Program) -> Folding:
-        """The fewest microbatches that stand for all."""
+        """Return the fewest microbatches that stand for all."""
         paths, bearers = _paths(program)
         like: dict[tuple[int, int], int] = {}
         met: dict[tuple[int, Path], int] = {}
@@ -45,14 +47,16 @@ class Folding:
 
     @staticmethod
     def none(programs: Sequence[Program]) -> Folding:
-        """Every microbatch is run."""
+        """Return a folding that runs every microbatch."""
         of_devices = (actions for program in programs for actions in program.actions)
         everyone = frozenset(a.microbatch for actions in of_devices for a in actions if a.microbatch is not None)
         return Folding(everyone, everyone, {})
 
 
 def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int]]:
-    """The actions of every microbatch on every stage, and the microbatches with the first backward of some layers."""
+    """Return the actions of every microbatch on every stage, and the microbatches with a first backward of
+    some layers.
+    """
     paths: dict[tuple[int, int], list[object]] = {}
     born: set[object] = set()
     bearers = set()
@@ -70,7 +74,7 @@ def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int
 
 
 def shortened(program: Program, microbatches: frozenset[int]) -> Program:
-    """The program with the actions of these microbatches alone."""
+    """Return the program with only the actions of these microbatches."""
     kept = tuple(
         tuple(action for action in actions if action.microbatch is None or action.microbatch in microbatches)
         for actions in program.actions
@@ -80,29 +84,32 @@ def shortened(program: Program, microbatches: frozenset[int]) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an action did to the bytes of every category: at its peak, and until the next one began."""
+    """Effect of an action on the bytes of every category: at its peak, and until the next action begins."""
 
     at_peak: Bytes
     after: Bytes
 
 
 class Seat(NamedTuple):
-    """An action in a step: its place, None without a microbatch, and the microbatch that was run instead, if any."""
+    """An action in a step: its place, None without a microbatch, and the microbatch that was run instead, if
+    any.
+    """
 
     place: Place | None
     like: int | None
 
 
 class Repetition(Generic[T]):
-    """What all actions of a step did, from what was seen of those that were run."""
+    """The effects of all actions of a step, from those of the executed actions."""
 
     def __init__(self, folding: Folding) -> None:
         self._folding = folding
         self._known: dict[Place, T] = {}
 
     def step(self, number: int, actions: Sequence[Action], seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
-        """Every action of step `number` in order: where it is, and what it did, as seen of itself or of an equal one,
-        which may come later in the program.
+        """Yield every action of step `number` in order, with its effect or that of an equal action.
+
+        The equal action may come later in the program.
         """
         ran = self._folding.later if number else self._folding.first
         places, left = list(_places(actions)), iter(seen)
@@ -120,14 +127,15 @@ class Repetition(Generic[T]):
 
 
 class Unfolding:
-    """Computes the memory of one device in the whole program, step by step, from that in the shortened one."""
+    """Memory of one device in the whole program, step by step, from that in the shortened program."""
 
     def __init__(self, folding: Folding, rest: Bytes) -> None:
         self._repetition = Repetition[Change](folding)
         self._level = rest
 
     def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
-        """The memory samples of one step of all `actions`, from the changes that were measured for those that were run.
+        """Yield the memory samples of one step of all `actions`, from the measured changes of the executed
+        ones.
 
         The time of a sample is its position in the program.
         """
@@ -139,7 +147,7 @@ class Unfolding:
 
 
 def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
-    """Stage, microbatch and number in the microbatch's path of every action; None for those without a microbatch."""
+    """Yield stage, microbatch and number in the microbatch's path of every action; None without a microbatch."""
     lengths: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.microbatch is None:
@@ -151,5 +159,5 @@ def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
 
 
 def plus(one: Bytes, other: Bytes) -> Bytes:
-    """The sums of two amounts, category by category."""
+    """Add two amounts, category by category."""
     return tuple(a + b for a, b in zip(one, other, strict=True))

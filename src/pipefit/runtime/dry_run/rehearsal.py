@@ -1,7 +1,7 @@
-"""What a dry run executes: which layers, microbatches and devices stand for others, and the run itself.
+"""Execution of a dry run: the choice of representative layers, microbatches and devices, and the run.
 
-Devices that stand for others are run as if their peers were there (`pipefit.runtime.dry_run.devices`), so that they are
-divided between the processes that `pipefit.processes` may have.
+Representative devices run without their peers (`runtime.dry_run.devices`), so they are divided among the
+processes that `pipefit.processes` allows.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from pipefit.tensor_parallel.stage import ShardedChain, shard_chain
 
 
 class Rehearsed(NamedTuple):
-    """What a dry run found of some devices: their memory samples, and what each of the allocators holds there.
+    """Results of a dry run for some devices: their memory samples, and the peaks of each of the allocators.
 
-    `assumed` are operations of which something had to be assumed. `alike` is False where layers or microbatches that
-    stood for others turned out to differ from them.
+    `assumed` are operations with assumptions about their memory. The last field is False if representative
+    layers or microbatches turned out to differ from the represented ones.
     """
 
     samples: dict[int, list[MemorySample]]
@@ -58,7 +58,7 @@ class Rehearsed(NamedTuple):
 
     @staticmethod
     def together(parts: Sequence[Rehearsed]) -> Rehearsed:
-        """What was found of all devices, each of which is in one of the parts."""
+        """Join the results of all devices, which are distributed over the parts."""
         samples = {device: found for part in parts for device, found in part.samples.items()}
         peaks = {device: found for part in parts for device, found in part.peaks.items()}
         assumed = dict.fromkeys(kernel for part in parts for kernel in part.assumed)
@@ -67,7 +67,7 @@ class Rehearsed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A dry run of some steps of a plan, and of what these `allocators` reserve, if there are any."""
+    """A dry run of some steps of a plan, optionally with bytes that these `allocators` reserve."""
 
     task: Task
     plan: Plan
@@ -78,10 +78,10 @@ class Rehearsal:
     kernels: Kernels | None
     allocators: tuple[AllocatorSettings, ...]
     chains: Chains
-    traced: dict[int, Chain] = field(default_factory=dict)  # by samples; no layer of these is run
+    traced: dict[int, Chain] = field(default_factory=dict)  # by samples; their layers are only copied
 
     def run(self, fake: FakeTarget, *, fold: bool) -> Rehearsed:
-        """All steps, with those layers and microbatches that stand for all if `fold`."""
+        """Run all steps; with `fold`, only representative layers and microbatches."""
         if not fold:
             return self._whole(fake)
         if not self.allocators and not is_endless(self.plan):
@@ -91,7 +91,7 @@ class Rehearsal:
         return ran if ran.alike else self._whole(fake)
 
     def trace(self, ran: Rehearsed, number: int) -> Trace:
-        """What all devices held, and what the allocator of that number makes of it, if there is one."""
+        """Return the trace of all devices, with the peaks of the allocator of this number if there is one."""
         devices = list[DeviceTrace]()
         for device in range(len(self.plan.cluster.devices)):
             found = lending_trace(self.plan, device, self.lending.arenas)
@@ -102,15 +102,17 @@ class Rehearsal:
         return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
 
     def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
-        """What `run` finds of all devices, in as many other processes as there are cores for: devices that stand for
-        others exchange nothing. Those that have the most layers are dealt out first. Where kernels are measured, this
-        process runs all: a fork has none of their threads.
+        """Apply `run` to all kin in parallel processes, one per free core; representatives do not exchange
+        tensors.
+
+        Kin with the most layers are assigned first. If kernels are measured, this process runs all of them: a
+        fork lacks the threads of the kernels.
         """
         every, processes = self._kin, forks_left() if self.kernels is None else 0
         if processes < 2:
             return run(every)
         for samples in {self.plan.measured(stage).microbatch_size for stage in range(len(self.plan.stages))}:
-            self._chain(fake, samples)  # no other process traces a model again
+            self._chain(fake, samples)  # so that no other process traces the model
         parts: list[list[Kin]] = [[] for _ in range(min(processes, len(every)))]
         layers = dict.fromkeys(range(len(parts)), 0)
         for devices in sorted(every, key=self._layers_of, reverse=True):
@@ -121,7 +123,7 @@ class Rehearsal:
         return Rehearsed.together([found() for (found,) in begun])
 
     def _layers_of(self, devices: Kin) -> int:
-        """The layers of one of some devices that are kin."""
+        """Return the number of layers on each of these kin."""
         stages = [self.plan.stages[number] for number in self.plan.stages_of(devices[0])]
         return sum(stage.stop - stage.start for stage in stages)
 
@@ -129,14 +131,14 @@ class Rehearsal:
         return self._run(fake, self._everything(fake), Folding.none(self.programs), None)
 
     def _all_layers(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
-        """All layers of some devices that are kin, and those microbatches that stand for all."""
+        """Run all layers of the representatives of these kin, with representative microbatches."""
         return self._run(fake, short, Folding.of(self.programs[0]), together)
 
     def _everything(self, fake: FakeTarget) -> Shortened:
         return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
 
     def _endless(self, fake: FakeTarget, short: Shortened, together: Sequence[Kin]) -> Rehearsed:
-        """Some devices that are kin, under an endless schedule, with those microbatches that stand for all."""
+        """Run representatives of these kin under an asynchronous schedule, with representative microbatches."""
         last = len(self.programs) - 1
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted, again=bool(self.allocators))
@@ -164,12 +166,13 @@ class Rehearsal:
         return self._told(fake, samples, company, lives)
 
     def _folded(self, fake: FakeTarget) -> Rehearsed:
-        """Those layers, microbatches and devices that stand for all."""
+        """Run representative layers, microbatches and devices."""
         (program,) = self.programs
         folding = Folding.of(program)
         short = Shortened.of(self.task, self.plan, program, self._chain(fake))
         ran = self._run(fake, short, folding, self._kin)
-        # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
+        # Layers that seemed equal may differ: then run all layers, whose chain is made again because these
+        # were trained.
         return ran if ran.alike else self._run(fake, self._everything(fake), folding, [(n,) for n in self.plan.workers])
 
     @property
@@ -177,8 +180,10 @@ class Rehearsal:
         return kin(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
-        """A chain of the model for so many samples, by default those of the first stage, with tensors of its own. No
-        model is traced twice.
+        """Return a chain of the model for `samples`, default: those of the first stage, with separate
+        tensors.
+
+        A model is traced only once for each number of samples.
         """
         samples = self._samples if samples is None else samples
         if samples not in self.traced:
@@ -191,12 +196,14 @@ class Rehearsal:
 
     @property
     def _samples(self) -> int:
-        """The samples that the first stage computes of a microbatch."""
+        """Samples of a microbatch that the first stage computes."""
         return self.plan.measured(0).microbatch_size
 
     def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> Rehearsed:
-        """Every step of a shortened plan, in the microbatches of a folding, by some of those devices that are kin; by
-        all devices, which exchange tensors, without any.
+        """Run every step of a shortened plan with the microbatches of a folding, on representatives of these
+        kin.
+
+        Without kin, run all devices, which exchange tensors.
         """
         runners, company = self._company(fake, short, together)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
@@ -206,7 +213,7 @@ class Rehearsal:
         for step in range(self.steps):
             few = folding.later if step else folding.first
             program = self.programs[min(step, len(self.programs) - 1)]
-            executed = program if program.endless else short.program  # the steps of an endless schedule are whole
+            executed = program if program.endless else short.program  # asynchronous steps are whole
             run_in_turn(runners, data, wanted, program=shortened(executed, few))
             company.learn()
             for account, (first, *others) in company.devices_of.items():
@@ -225,7 +232,7 @@ class Rehearsal:
         company: Company,
         lives: Mapping[Account, LivesOf | EndlessLives],
     ) -> Rehearsed:
-        """What was found of the devices of a company: their samples, and what allocators make of their lives."""
+        """Return the results of a company's devices: their samples, and allocator peaks from their lives."""
         alike = company.alike and all(own.consistent for own in lives.values())
         held = Allocators(self.plan, self.programs[-1], self.lending.arenas, self.allocators)
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
@@ -236,7 +243,7 @@ class Rehearsal:
         return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
 
     def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
-        """Inputs and targets of so many microbatches, without bytes."""
+        """Return fake inputs and targets of this number of microbatches."""
         inputs, targets = self.like
         given = [fake.fake(tensor) for tensor in short.chain.flatten(inputs)]
         wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
@@ -245,9 +252,9 @@ class Rehearsal:
     def _company(
         self, fake: FakeTarget, short: Shortened, together: Sequence[Kin] | None
     ) -> tuple[list[DeviceRunner], Company]:
-        """The runners of some of those devices that are kin, or of all devices without any, and what they tell of all.
+        """Return the runners of representatives of these kin, or of all devices, and the accounts of all.
 
-        All devices exchange tensors; some are run as if the others were there.
+        All devices exchange tensors; representatives run without their peers.
         """
         every = list(casts(short, [(device,) for device in self.plan.workers] if together is None else together))
         site = Site(
@@ -273,7 +280,7 @@ class Rehearsal:
         return runners, Company(every, meters)
 
     def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
-        """The chains of the stages; the peers of a rank of a tensor group are not there.
+        """Return the chains of the stages; peers of tensor-parallel ranks are absent.
 
         A model is traced once for each number of samples, and every replica has a copy.
         """
@@ -305,7 +312,7 @@ class Rehearsal:
 
 
 def _named(samples: Sequence[MemorySample], actions: Sequence[Action]) -> list[MemorySample]:
-    """The samples of a device that does the same, with the texts of its own actions."""
+    """Return the samples of an equal device with the texts of its own actions."""
     named = zip(samples, actions, strict=True)
     return [
         MemorySample(step=one.step, action=str(action), seconds=one.seconds, bytes=one.bytes) for one, action in named

@@ -1,10 +1,10 @@
-"""What a device's caching allocator reserves, from the lives of storages that a dry run saw.
+"""Reserved bytes of a device's caching allocator, from the lives of storages in a dry run.
 
-Layers are not folded in such a dry run, because where a block lies depends on all that came before it. Microbatches
-are: an action does the same to its own microbatch's storages as the one that was run instead, so its lives are repeated
-with other names. A storage of a microbatch that outlives it, until an update, dies with that of the microbatch that was
-run. Where a repetition frees what is not there, or leaves something behind, `LivesOf.consistent` turns False, and the
-dry run is made again with all microbatches.
+Such a dry run does not fold layers, because a block's position depends on all allocations before it. It folds
+microbatches: an action has the same effect on its microbatch's storages as the executed one, so its lives are
+repeated with other names. A storage that outlives its microbatch, until an update, dies with that of the
+executed microbatch. If a repetition frees a missing storage, or leaves one, `LivesOf.consistent` turns False,
+and the dry run is repeated with all microbatches.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks
 
-Event = tuple[Hashable, int]  # a storage and its bytes as it is born, and 0 as it dies
+Event = tuple[Hashable, int]  # a storage, and its bytes at birth or 0 at death
 
 _WORKSPACES = (FORWARD_WORKSPACE, BACKWARD_WORKSPACE)
 _NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
 
 
 class LivesOf:
-    """The lives of one device's storages in the whole program, step by step, from those that were seen."""
+    """Lives of one device's storages in the whole program, step by step, from those of the executed actions."""
 
     def __init__(self, folding: Folding) -> None:
         self.consistent = True
         self.events: list[Event] = []
         self._repetition = Repetition[Lives](folding)
-        self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage and microbatch that was run
-        self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living ones, by the storage that was seen
+        self._own: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by stage, microbatch
+        self._copies: defaultdict[int, list[Hashable]] = defaultdict(list)  # living, by executed storage
         self._living: set[Hashable] = set()
 
     def step(self, number: int, actions: Sequence[Action], seen: tuple[Lives, list[Lives]]) -> None:
-        """Add the events of one step of all `actions`, from the lives in those that were run."""
+        """Add the events of one step of all `actions`, from the lives in the executed ones."""
         before, of_actions = seen
         whole = list(self._repetition.step(number, actions, of_actions))
         for seat, lives in whole:
@@ -65,7 +65,7 @@ class LivesOf:
             self._add(name, nbytes)
 
     def _ended(self, lives: Lives) -> None:
-        """Add the lives in an action of no microbatch: what dies there does so in all microbatches."""
+        """Add the lives in an action without a microbatch: storages that die there die in all microbatches."""
         for name, nbytes in lives:
             self._add(name, nbytes)
             for copy in () if nbytes else self._copies.pop(name, ()):
@@ -88,7 +88,7 @@ class LivesOf:
                 self._copies[name].remove(copy)
 
     def _add(self, name: Hashable, nbytes: int) -> None:
-        """Add a birth or a death. A workspace is born once, however often the action with its birth is repeated."""
+        """Add a birth or a death. A workspace is born once, however often its action is repeated."""
         if nbytes and name in self._living and name in _WORKSPACES:
             return
         self.consistent &= (name in self._living) != bool(nbytes)
@@ -97,17 +97,19 @@ class LivesOf:
 
 
 def overheads(plan: Plan, device: int) -> Overheads:
-    """What a process takes of a device of the plan besides tensors: nothing, if it is no GPU."""
+    """Return non-tensor memory of a process on a device of the plan: zero for a device other than a GPU."""
     return plan.cluster.devices[device].kind.overheads if plan.cluster.backend == "cuda" else _NOTHING
 
 
 def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
-    """The births of what a device lends: a tensor for each arena, there before all others, and freed after them."""
+    """Return the births of lent arenas: a tensor for each, allocated before all others, and freed after them."""
     return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
 
 
 def form(events: Sequence[Event]) -> bytes:
-    """What an allocator goes by, as a digest: the bytes of every birth, and whose death each is, whatever the names."""
+    """Return a digest of events that is independent of names: the bytes of every birth, and the birth of
+    every death.
+    """
     born, found = dict[Hashable, int](), array("q")
     for number, (name, nbytes) in enumerate(events):
         if nbytes:
@@ -119,8 +121,8 @@ def form(events: Sequence[Event]) -> bytes:
 
 
 class Allocators:
-    """What the caching allocators of a plan's devices hold at most, with each of some `settings`; simulated once for
-    devices that do the same.
+    """Peaks of the caching allocators of a plan's devices under each of some `settings`, simulated once for
+    equal devices.
     """
 
     def __init__(
@@ -128,10 +130,12 @@ class Allocators:
     ) -> None:
         self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
         self._known: dict[Hashable, list[AllocatorPeaks]] = {}
-        self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and what the device lends
+        self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and lent arenas
 
     def peaks(self, device: int, events: list[Event], requested: int) -> list[AllocatorPeaks]:
-        """Those of a device with these events, besides what it lends, whose meter has counted `requested` bytes."""
+        """Return the peaks of a device with these events and its lent arenas; its meter has counted
+        `requested` bytes.
+        """
         plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
         every = [*lent, *events]
         if (id(events), *lent) not in self._forms:
@@ -146,10 +150,10 @@ class Allocators:
 def allocator_peaks(
     plan: Plan, program: Program, device: int, events: Sequence[Event], settings: AllocatorSettings, requested: int
 ) -> AllocatorPeaks:
-    """What the allocator of a device of the plan holds at most; `requested` bytes are those that its meter has counted.
+    """Return the peaks of a device's allocator; its meter has counted `requested` bytes.
 
-    The device has the memory that the cluster says, less its context and communicators. Where that does not suffice,
-    the figures are those of one with as much more as it takes, to a segment.
+    The device has the cluster's memory, minus its context and communicators. If that does not suffice, the
+    figures are those of a device with just enough memory, to a segment.
     """
     own, count = overheads(plan, device), communicators(plan, program, device)
     memory = plan.cluster.devices[device].memory_bytes
@@ -175,10 +179,11 @@ def allocator_peaks(
 def _with_enough(
     events: Sequence[Event], settings: AllocatorSettings, memory: int, taken: int
 ) -> CachingAllocator | None:
-    """The allocator of a device that has just enough memory where `memory` does not suffice; None if no device has.
+    """Return the allocator of a device with just enough memory, more than `memory`; None if no memory
+    suffices.
 
-    An allocator that runs out of memory gives back segments without a tensor, and goes on: one that has all the memory
-    there is reserves more than it needs.
+    An allocator that runs out of memory releases its unused segments and retries: with unlimited memory it
+    would reserve more than it needs.
     """
     whole = replace(settings, memory_fraction=1.0)
     found = CachingAllocator(whole, taken=taken)
@@ -196,7 +201,7 @@ def _with_enough(
 
 
 def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:
-    """Carry out all events; whether the allocator has room for them."""
+    """Execute all events; return whether the allocator has room for them."""
     blocks: dict[Hashable, Block] = {}
     try:
         for name, nbytes in events:
