@@ -1,8 +1,9 @@
-"""Checkpoints: safetensors shards beside one JSON manifest, written whole or not at all. Nothing is ever unpickled.
+"""Checkpoints: safetensors shards and one JSON manifest, written whole or not at all. Nothing is ever
+unpickled.
 
-Good for going on after a break, under the same plan or another one, and for plain PyTorch: tensors have the names of
-the original module. A checkpoint costs its tensors' bytes on the disk; reading one costs a pass over each shard that is
-needed, for its hash.
+A checkpoint serves to resume a training, under the same plan or another one, and to load its weights into
+plain PyTorch: tensors have the names of the original module. It costs its tensors' bytes on the disk; reading
+costs one pass over each needed shard, for its hash.
 """
 
 from pipefit.checkpoints.folders import Candidates, Checkpoint, find, whole

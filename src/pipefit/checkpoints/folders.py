@@ -1,8 +1,10 @@
-"""Folders of checkpoints: `step-00000800` is a whole checkpoint, `step-00000800.partial` one that is being written.
+"""Folders of checkpoints: `step-00000800` is a whole checkpoint, `step-00000800.partial` one that is being
+written.
 
-A checkpoint becomes whole by one rename, after all of its files are on the disk, so that nothing that ends a process or
-a machine leaves half of one behind. Only folders with our names are touched, only files with our names in them are
-removed, and links are not followed. A folder holds the checkpoints of one training (`pipefit.checkpoints.hold`).
+A checkpoint becomes whole by one rename, after all of its files are on the disk, so that the end of a process
+or a machine never leaves half of one. Only folders with these names are touched, only files with a
+checkpoint's names in them are removed, and links are not followed. A folder holds the checkpoints of one
+training (`checkpoints.hold`).
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ _BEFORE = "; the checkpoint before it is "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint: its folder, and what its manifest says."""
+    """A whole checkpoint: its folder and its manifest."""
 
     folder: Path
     manifest: Manifest
 
     def read(self, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
-        """The tensors `wanted` by their keys; only the shards that hold them are read, and each is verified.
+        """Read the tensors `wanted` by their keys; only the shards that hold them are read, and each is
+        verified.
 
         Raises:
-            DamagedCheckpoint: a shard is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: a shard is missing or damaged; names the previous checkpoint, if there is one.
         """
         found: dict[str, Tensor] = {}
         for number, shard in enumerate(self.manifest.shards):
@@ -59,17 +62,17 @@ class Checkpoint:
         """Check that all shards are as they were saved.
 
         Raises:
-            DamagedCheckpoint: one is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: one is missing or damaged; names the previous checkpoint, if there is one.
         """
         for shard in self.manifest.shards:
             with _damage(self.folder):
                 check_shard(self.folder, shard)
 
     def check_headers(self) -> None:
-        """Check that all shards have their sizes and tensors, in no more time than it takes to read their headers.
+        """Check that all shards have their sizes and tensors; only headers are read.
 
         Raises:
-            DamagedCheckpoint: one is missing or damaged; names the checkpoint before, if there is one.
+            DamagedCheckpoint: one is missing or damaged; names the previous checkpoint, if there is one.
         """
         for number, shard in enumerate(self.manifest.shards):
             with _damage(self.folder):
@@ -77,30 +80,30 @@ class Checkpoint:
 
 
 class Candidates:
-    """The checkpoints that `path` may mean: the one that it names, or those of a training in the folder that it names.
+    """The checkpoints that `path` may mean: the one at this path, or those of a training in this folder.
 
-    `take` gives the newest that can be read. One that turns out to be damaged is passed over, and the one before it is
-    taken instead, unless it was named itself.
+    `take` returns the newest readable one. A checkpoint that turns out to be damaged is skipped for the
+    previous one, unless `path` names it directly.
 
     Args:
         run: only checkpoints that this run has saved.
-        above: only those after more steps.
+        above: only checkpoints after more steps.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run: str | None = None, above: int = -1) -> None:
         self.path = path_of(path)
-        self.passed = list[tuple[Path, str]]()  # folders, and why they are not taken
-        self.damaged = list[Path]()  # those of them that nobody can take
+        self.passed = list[tuple[Path, str]]()  # folders, and why they are skipped
+        self.damaged = list[Path]()  # the damaged ones of them
         self.named = _is_checkpoint(self.path)  # whether the path is that of one checkpoint
         self._told, self._run, self._training = 0, run, ""
         self._current: Checkpoint | None = None
         self._left = [] if self.named else [entry for entry in survey(self.path) if entry.step > above]
 
     def take(self) -> Checkpoint:
-        """The newest checkpoint that has not been passed over; those that have are told in a warning each, once.
+        """Return the newest checkpoint that was not skipped; warn once about each skipped one.
 
         Raises:
-            FileError: there is none; or the one that is named cannot be read.
+            FileError: there is none; or the named one cannot be read.
         """
         if self._current is None:
             self._current = _opened(self.path) if self.named else self._next()
@@ -108,16 +111,16 @@ class Candidates:
         return self._current
 
     def tell(self, instead: str) -> None:
-        """Tell those that have been passed over since the last call, in a warning each, and what is done `instead`."""
+        """Warn about each checkpoint skipped since the last call, with the action taken `instead`."""
         for folder, reason in self.passed[self._told :]:
             warnings.warn(f"{_named(folder)} is passed over: {reason}; {instead}", PipefitWarning, stacklevel=4)
         self._told = len(self.passed)
 
     def pass_over(self, error: FileError) -> None:
-        """Take another checkpoint than the one that was taken, which is damaged.
+        """Skip the checkpoint that was taken, because it is damaged.
 
         Raises:
-            FileError: it was named, so that nothing stands for it.
+            FileError: the path names it directly, without alternatives.
         """
         assert self._current is not None
         if self.named:
@@ -147,7 +150,9 @@ class Candidates:
         raise FileError(f"there is no whole checkpoint in {_named(self.path)}: {why}")
 
     def _is_of_another(self, owner: Owner) -> bool:
-        """Whether it is of another training than the newest that can be read, or of another run than is wanted."""
+        """Return whether the owner is another training than the newest readable one's, or another run than
+        requested.
+        """
         if self._run is not None:
             return owner.run != self._run
         self._training = self._training or owner.training
@@ -159,9 +164,9 @@ class Candidates:
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in `path`: the folder of one, or the newest whole one of a folder of them.
+    """Return the checkpoint in `path`: the folder of one, or the newest whole one of a folder of them.
 
-    Newer ones that cannot be read are told in a warning each.
+    Warns about each newer one that cannot be read.
 
     Raises:
         FileError: there is none, or its manifest cannot be used.
@@ -171,7 +176,7 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What has the name of a checkpoint in a folder; `obstacle` says why it cannot be one, if it cannot."""
+    """An entry of a folder with the name of a checkpoint; `obstacle` says why it is not one, or is empty."""
 
     step: int
     folder: Path
@@ -179,7 +184,8 @@ class Entry:
 
 
 def survey(directory: Path) -> list[Entry]:
-    """All that has the name of a whole checkpoint in `directory`, the newest last; none if it does not exist.
+    """Return all entries of `directory` with the name of a whole checkpoint, the newest last; none if it does
+    not exist.
 
     Raises:
         FileError: the folder cannot be read.
@@ -197,7 +203,8 @@ def survey(directory: Path) -> list[Entry]:
 
 
 def whole(directory: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the whole checkpoints in `directory`, the newest last; none if it does not exist.
+    """Return steps and folders of the whole checkpoints in `directory`, the newest last; none if it does not
+    exist.
 
     Raises:
         FileError: the folder cannot be read.
@@ -206,10 +213,11 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _obstacle(folder: Path) -> str:
-    """Why what has the name of a checkpoint is none, as far as shows without reading it.
+    """Return why an entry with the name of a checkpoint is not one, without reading its content; empty if it
+    may be one.
 
     Raises:
-        UnreadableCheckpoint: nobody may look.
+        UnreadableCheckpoint: access is denied.
     """
     try:
         mode = os.lstat(folder).st_mode
@@ -225,10 +233,10 @@ def _obstacle(folder: Path) -> str:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a path names a checkpoint itself, by its name or by what it holds.
+    """Return whether a path is that of one checkpoint, by its name or by its content.
 
     Raises:
-        FileError: nobody may look.
+        FileError: access is denied.
     """
     try:
         if _WHOLE.fullmatch(folder.name) and folder.is_symlink():
@@ -242,7 +250,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _opened(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, whose manifest is read.
+    """Return the checkpoint in a folder, with its manifest read.
 
     Raises:
         DamagedCheckpoint: it cannot be used.
@@ -263,7 +271,7 @@ def _opened(folder: Path) -> Checkpoint:
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Inside, a checkpoint is read; where that cannot be done the sentence says what to load instead."""
+    """Convert errors of reading a checkpoint inside to damage, and name the previous checkpoint."""
     try:
         yield
     except UnreadableCheckpoint:
@@ -276,15 +284,15 @@ def _damage(folder: Path) -> Iterator[None]:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` batches."""
+    """Return the folder of the checkpoint after `step` batches."""
     return directory / f"step-{step:08d}"
 
 
 def check_writable(directory: Path) -> None:
-    """Check that checkpoints can be saved to a folder, or that it can be made, as far as that shows beforehand.
+    """Check that checkpoints can probably be saved to a folder, or that it can be made.
 
     Raises:
-        FileError: it is no folder, or nothing can be written there.
+        FileError: it is not a folder, or not writable.
     """
     there = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
     if not os.path.isdir(there):
@@ -297,14 +305,15 @@ def check_writable(directory: Path) -> None:
 
 
 def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Collection[Path] = ()) -> Path:
-    """Make the folder into which the checkpoint after `step` batches is written; what earlier ones left is removed.
+    """Make the folder into which the checkpoint after `step` batches is written; remove leftovers of earlier
+    ones.
 
-    The caller has the `Hold` of `directory`, until the checkpoint is whole or cleared away. The run of `owner` began
-    after `first` steps; folders `aside`, which it passed over then, are set aside.
+    The caller has the `Hold` of `directory`, until the checkpoint is whole or cleared. The run of `owner`
+    began after `first` steps; the damaged folders `aside`, which it skipped then, are renamed.
 
     Raises:
-        FileError: the checkpoint, or one of a later step or of another training, is there already, or the folder cannot
-            be made.
+        FileError: the checkpoint, or one of a later step or of another training, exists already, or the
+            folder cannot be made.
     """
     set_aside(directory, aside)
     target = folder_of(directory, step)
@@ -329,8 +338,9 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
 
 
 def check_owner(directory: Path, owner: Owner, first: int) -> None:
-    """Check that the newest checkpoint in `directory`, of those that can be read, is of this run, which began after
-    `first` steps, or from before it and of the same training.
+    """Check that the newest readable checkpoint in `directory` belongs to this training.
+
+    It is of this run, or of an earlier run of the training and not after `first` steps, when this run began.
 
     Raises:
         FileError: it is of another; names it.
@@ -346,9 +356,9 @@ def check_owner(directory: Path, owner: Owner, first: int) -> None:
 
 
 def set_aside(directory: Path, folders: Collection[Path]) -> None:
-    """Give checkpoints that were passed over another name, which ends with `.damaged`, as far as the system lets us.
+    """Rename damaged checkpoints to names with `.damaged`, as far as the system allows.
 
-    Those in `directory` alone; nothing of them is lost, and training may save there again.
+    Only those in `directory` are renamed; their content stays, and training may save there again.
     """
     for folder in folders:
         with suppress(OSError):
@@ -359,10 +369,10 @@ def set_aside(directory: Path, folders: Collection[Path]) -> None:
 
 
 def write_part(partial: Path, rank: int, part: Part) -> None:
-    """Leave what worker `rank` contributes, for the first worker to find; it appears as a whole.
+    """Write the part of worker `rank` for the first worker; it appears atomically.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: the system refuses.
     """
     hidden = partial / f".worker-{rank:05d}.json"
     hidden.write_text(dumps(part), encoding="utf-8")
@@ -370,12 +380,12 @@ def write_part(partial: Path, rank: int, part: Part) -> None:
 
 
 def has_part(partial: Path, rank: int) -> bool:
-    """Whether worker `rank` has written all that it contributes."""
+    """Return whether worker `rank` has written its part."""
     return _part_file(partial, rank).exists()
 
 
 def read_part(partial: Path, rank: int) -> Part:
-    """What worker `rank` contributes.
+    """Return the part of worker `rank`.
 
     Raises:
         FileError: it cannot be used.
@@ -385,10 +395,10 @@ def read_part(partial: Path, rank: int) -> Part:
 
 
 def complete(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest, and make the checkpoint a whole one; its folder.
+    """Write the manifest, and make the checkpoint whole; return its folder.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: the system refuses.
     """
     with (partial / MANIFEST).open("x", encoding="utf-8") as file:
         file.write(dumps(manifest))
@@ -404,23 +414,23 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def clear(partial: Path) -> None:
-    """Remove what is left of a checkpoint that could not be written, as far as the system lets us."""
+    """Remove the remains of a checkpoint that could not be written, as far as the system allows."""
     with suppress(OSError):
         _remove(partial)
 
 
 def remove_old(directory: Path, keep: int, training: str) -> None:
-    """Remove all but the newest `keep` whole checkpoints, if of this training, as far as the system lets us."""
+    """Remove all but the newest `keep` whole checkpoints, if of this training, as far as the system allows."""
     for _, folder in whole(directory)[:-keep]:
         partial = folder.with_name(f"{folder.name}.partial")
         with suppress(OSError, FileError):
             if _opened(folder).manifest.owner.training == training:
-                folder.rename(partial)  # no longer whole, whatever happens to us now
+                folder.rename(partial)  # no longer whole, even if the removal fails
                 _remove(partial)
 
 
 def _remove(partial: Path) -> None:
-    """Remove a folder with our files. Others stay, and the folder with them."""
+    """Remove a folder's checkpoint files. Other files stay, and the folder with them."""
     if partial.is_symlink():
         return
     for name in os.listdir(partial):
@@ -444,7 +454,7 @@ def _flush(folder: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file of reasonable size."""
+    """Return the bytes of a regular file of at most `_LARGEST_MANIFEST` bytes."""
     with regular_file(path) as (file, nbytes):
         if nbytes > _LARGEST_MANIFEST:
             raise FileError(

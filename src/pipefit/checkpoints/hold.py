@@ -1,10 +1,10 @@
-"""The right to save to a folder, which one training has at a time, for as long as it lives.
+"""Ownership of a folder: one training at a time may save there, for as long as it runs.
 
-The holder has a lock on the file `training.lock` in the folder, which names it. The system takes the lock back however
-the holder ends, and then the file means nothing. Locks reach across machines where the shared file system passes them
-on, as NFS does unless it is mounted with `nolock` or `local_lock`. Where there are no locks at all, the file itself
-counts. Where locks stay on one machine, the later training writes its own name into the file, which the earlier one
-finds at its next save; and every save looks whose the newest checkpoint is (`folders.begin`).
+The holder has a lock on the file `training.lock` in the folder, which names it. The system releases the lock
+when the holder ends, and then the file means nothing. Locks reach across machines if the shared file system
+supports that, as NFS does unless mounted with `nolock` or `local_lock`. Without any locks, the file alone
+counts. If locks stay on one machine, the later training writes its name into the file, which the earlier one
+finds at its next save; and every save checks the owner of the newest checkpoint (`folders.begin`).
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from pipefit.errors import FileError, UsageError
 from pipefit.schema.file_access import NO_LINK
 from pipefit.texts import printable, shortened
 
-# ----------------------------------------------------------------------------------------------------
-# Whose training a checkpoint is, and whose a folder of checkpoints is.
-#
-# A training gets an identity as it starts. Its checkpoints carry it, and so does whatever goes on from one of
-# them. Every start by a user is a run of its own; workers that are started again within it, by `pipefit train
-# --restarts` or by torchrun, belong to the same run.
+# ---- Owners of checkpoints and folders
+# A training gets an identity when it starts, which its checkpoints carry, and trainings that continue from
+# one of them too. Every start by a user is a separate run; workers that are restarted within it, by `pipefit
+# train --restarts` or by torchrun, belong to the same run.
 
 _LONGEST_ID = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A training, and the run of it that is under way or has saved.
+    """A training, and one of its runs.
 
     Args:
-        training: made at the training's start, and kept by all that go on from its checkpoints.
-        run: made at each start by a user, and kept by restarts.
+        training: identity made at the training's start, and kept by all runs that continue from its
+            checkpoints.
+        run: identity made at each start by a user, and kept by restarts.
         host: the name of the machine on which the run started.
         pid: its process there: that of `pipefit train`, of the script, or of torchrun's first worker.
-        started_seconds: when that was, since 1970.
-        plan: of what, in how many stages, on what.
+        started_seconds: time of the start, since 1970.
+        plan: headline of the plan: model, stages and devices.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -67,7 +66,7 @@ class Owner:
             raise UsageError(f"a run has started at a time, not at {self.started_seconds}")
 
     def __str__(self) -> str:
-        """The training by its names, for a sentence."""
+        """Return the training's names for a sentence."""
         return (
             f"{printable(self.training[:8])} ({printable(shortened(self.plan))}), process {self.pid} on "
             f"{printable(shortened(self.host))}, started {utc(self.started_seconds)}"
@@ -75,9 +74,9 @@ class Owner:
 
 
 def new_owner(plan: str, *, training: str | None = None) -> Owner:
-    """The owner that this process is: of a new training, or of a new run of `training`.
+    """Return this process as an owner: of a new training, or of a new run of `training`.
 
-    Worker processes that torchrun starts again have the run of their first start.
+    Workers that torchrun restarts have the run of their first start.
     """
     agent = _agent()
     run = secrets.token_hex(16) if agent is None else sha256(agent.name.encode()).hexdigest()[:32]
@@ -92,19 +91,23 @@ def new_owner(plan: str, *, training: str | None = None) -> Owner:
 
 
 def restarted_since() -> float | None:
-    """When the first start of this worker's run was, in seconds since 1970, if torchrun has started it again."""
+    """Return the time of the first start of this worker's run, in seconds since 1970, if torchrun has
+    restarted it.
+    """
     agent = _agent()
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return agent.started_seconds if agent is not None and again else None
 
 
 def utc(seconds: float) -> str:
-    """A moment in words, such as 2026-11-27 20:22:38 UTC."""
+    """Return a time as text, such as 2026-11-27 20:22:38 UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def process_start(pid: int) -> float | None:
-    """When a process of this machine started, in seconds since 1970; None where there is none, or nobody can say."""
+    """Return the start of a process of this machine, in seconds since 1970; None if there is none, or it is
+    unknown.
+    """
     try:
         ticks = int(
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
@@ -119,17 +122,17 @@ def process_start(pid: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """torchrun's process on this machine, which starts workers again and outlives them."""
+    """torchrun's process on this machine, which restarts workers and outlives them."""
 
     name: str
     started_seconds: float
 
 
 def _agent() -> _Agent | None:
-    """The agent that started this process; None where it was not torchrun.
+    """Return the torchrun agent that started this process; None without torchrun.
 
-    On one machine it is the process itself. On several, the first worker may be started again on another machine, so
-    that the job's name is the better one, if it has one.
+    On one machine its name is the agent's process. On several, the first worker may be restarted on another
+    machine, so the job's name is used, if there is one.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     if job is None:
@@ -143,23 +146,24 @@ def _agent() -> _Agent | None:
     return _Agent(f"{socket.gethostname()} {os.getppid()} {started}", started)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Holds
 
 LOCK = "training.lock"
 _LARGEST = 1 << 16  # bytes that the file may have
 _TRIES = 100
-_NAMING_SECONDS = 1.0  # from its lock to its name a holder takes a moment
+_NAMING_SECONDS = 1.0  # between a holder's lock and its name
 _WAY_OUT = "wait until it has ended, or save to another folder"
 
 
 class Hold:
-    """Hold `directory`, which is made if it is not there, for `owner`; until `release`, or the end of the process.
+    """A hold on `directory`, made if missing, for `owner`, until `release` or the end of the process.
 
-    A hold of this process on the same folder is taken over, unless it is `busy`: an object that has trained and is not
-    used any more keeps nobody from going on.
+    Another hold of this process on the same folder is taken over, unless it is `busy`: an unused object that
+    has trained must not block the folder.
 
     Raises:
-        FileError: another training holds it, which is named; or the folder cannot be made; or this is Windows.
+        FileError: another training holds it, which is named; or the folder cannot be made; or this is
+            Windows.
     """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
@@ -179,16 +183,16 @@ class Hold:
         self._write_name()
 
     def release(self) -> None:
-        """Let others save there."""
+        """Release the folder for others."""
         self._give_up()
 
     @property
     def released(self) -> bool:
-        """Whether others may save there."""
+        """True if others may save to the folder."""
         return not self._give_up.alive
 
     def check(self) -> None:
-        """Check that the folder is still this training's, as far as its file can show.
+        """Check that the folder still belongs to this training, as far as its file shows.
 
         Raises:
             FileError: another training has taken it, which is named; or the file is gone.
@@ -196,7 +200,7 @@ class Hold:
         check_holder(self.directory, self.owner)
 
     def _locked(self) -> int:
-        """The file, open and locked."""
+        """Open and lock the file."""
         for _ in range(_TRIES):
             file = _opened(self._path)
             try:
@@ -222,7 +226,7 @@ class Hold:
         raise FileError(f"{_named(self._path)} changes all the time: save to another folder")
 
     def _check_no_holder(self, file: int) -> None:
-        """Check, where there are no locks, that the file names nobody who may be alive."""
+        """Check, on a file system without locks, that the file does not name a process that may run."""
         holder = _read(file)
         if holder is None or (holder.host == socket.gethostname() and not _lives(holder)):
             return
@@ -232,13 +236,13 @@ class Hold:
         )
 
     def _write_name(self) -> None:
-        with suppress(OSError):  # a full disk keeps nobody from holding a folder, without a name
+        with suppress(OSError):  # a full disk does not prevent a hold without a name
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, json.dumps(asdict(self.owner), indent=1).encode(), 0)
 
 
 def check_holder(directory: Path, owner: Owner) -> None:
-    """Check that the lock file in `directory` names this run, or nobody.
+    """Check that the lock file in `directory` names this run, or is empty.
 
     Raises:
         FileError: it names another, or is gone.
@@ -282,10 +286,10 @@ def _opened(path: Path) -> int:
 
 
 def _lock(file: int) -> bool:
-    """Lock it; False where there are no locks.
+    """Lock the file; return False on a file system without locks.
 
     Raises:
-        BlockingIOError: another one has the lock.
+        BlockingIOError: another process has the lock.
     """
     import fcntl  # not on Windows, where checkpoints are read and none is saved
 
@@ -299,7 +303,7 @@ def _lock(file: int) -> bool:
 
 
 def _is(file: int, path: Path) -> bool:
-    """Whether an open file is the one at `path`."""
+    """Return whether an open file is the one at `path`."""
     try:
         there = os.lstat(path)
     except OSError:
@@ -309,7 +313,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _holder_of(file: int) -> Owner | None:
-    """Who holds the file; it may be about to write its name."""
+    """Return the holder of the file, after waiting a moment for its name."""
     until = time.monotonic() + _NAMING_SECONDS
     while (holder := _read(file)) is None and time.monotonic() < until:
         time.sleep(0.02)
@@ -317,7 +321,7 @@ def _holder_of(file: int) -> Owner | None:
 
 
 def _read(file: int) -> Owner | None:
-    """The owner that a lock file names; None where it names none."""
+    """Return the owner that a lock file names; None if it names none."""
     try:
         found: Any = json.loads(os.pread(file, _LARGEST, 0))
         return Owner(**found) if _is_owner(found) else None
@@ -338,7 +342,7 @@ def _is_owner(found: Any) -> bool:
 
 
 def _lives(owner: Owner) -> bool:
-    """Whether the process of a run on this machine may still be there."""
+    """Return whether the process of a run on this machine may still run."""
     started = process_start(owner.pid)
     return started is not None and started < owner.started_seconds + 1
 
@@ -347,12 +351,12 @@ _HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
 def _ours() -> list[Hold]:
-    gc.collect()  # of trainers that nobody has any more
+    gc.collect()  # holds of unused trainers
     return list(_HOLDS)
 
 
 def _released(path: Path, file: int, process: int) -> None:
-    """Unlock explicitly, as other processes may have the file open too; and leave nothing behind."""
+    """Unlock explicitly, because other processes may have the file open too, and remove the file."""
     import fcntl
 
     if os.getpid() == process:
@@ -365,7 +369,7 @@ def _released(path: Path, file: int, process: int) -> None:
 
 
 def _let_go_in_forks() -> None:
-    """A fork has no part in what its parent holds: if it lives longer, the folder must be free."""
+    """Drop the parent's holds in a fork: if it lives longer, the folder must be free."""
     for hold in list(_HOLDS):
         if hold._give_up.detach():
             with suppress(OSError):

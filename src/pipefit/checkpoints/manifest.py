@@ -1,13 +1,13 @@
-"""The manifest of a checkpoint: what was trained how far, and which tensor lies in which shard.
+"""Manifest of a checkpoint: the progress of the training, and the shard of each tensor.
 
 A checkpoint is a folder of safetensors shards, one for each worker, and `manifest.json`:
 
     {"pipefit": "checkpoint", "version": 2, "sha256": "...", "step": 800, "owner": {...}, "shards": [...], ...}
 
-The digest is that of all bytes behind it, so that a manifest that a disk has damaged is refused.
-Each worker writes a `Part`: its own shard and what only its stages know. The first worker joins the parts into a
-`Manifest`. Tensors, parameter groups and the scheduler's state go by the names of the original module, so that a
-manifest does not depend on stages. It is data: it names no code, and no file outside its folder.
+The digest covers all bytes after it, so that a manifest damaged on the disk is rejected. Each worker writes a
+`Part`: its shard and the settings of its stages. The first worker joins the parts into a `Manifest`. Tensors,
+parameter groups and the scheduler's state have names of the original module, so a manifest does not depend on
+stages. It is data: it names no code, and no file outside its folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ VERSION = 2
 SHARD = re.compile(r"worker-\d{5}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HEADER = frozenset({"pipefit", "version", "sha256"})
-_END = '"\n}'  # of the header, behind the digest
-_LARGEST = 1 << 60  # bytes; no tensor and no file has as many
-_MOST_DIMENSIONS = 64  # as torch has it
+_END = '"\n}'  # end of the header, after the digest
+_LARGEST = 1 << 60  # bytes; above all sizes of tensors and files
+_MOST_DIMENSIONS = 64  # torch's limit
 
 Scalar = bool | int | float | str | None
 Setting = Scalar | tuple[Scalar, ...]
@@ -44,10 +44,10 @@ Kind = Literal["model", "held", "master", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor: of which parameter or buffer it is what, and where it lies.
+    """One tensor: its name and kind, and its shard.
 
-    `kind` says what it is: a parameter or buffer of the `model`; one `held` by a layer, which no state dict has; a
-    `master` copy of a parameter; or the `optimizer`'s, by its name there, `state`.
+    `kind` is `model` for a parameter or buffer; `held` for a tensor of a layer that is in no state dict;
+    `master` for a float32 copy of a parameter; or `optimizer` for an optimizer tensor, called `state` there.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -61,7 +61,7 @@ class StoredTensor:
 
     @property
     def key(self) -> str:
-        """The tensor's name in its shard."""
+        """Name of the tensor in its shard."""
         return tensor_key(self.kind, self.name, self.state)
 
     @property
@@ -92,7 +92,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStage:
-    """A stage that was trained: its layers, its device, and how many batches it has taken, by which its draws go."""
+    """A trained stage: its layers, its device, and the number of batches trained, on which its draws depend."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -104,7 +104,7 @@ class TrainedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleState:
-    """The loss scale, and for how many steps nothing has overflowed."""
+    """The loss scale, and the number of steps since the last overflow or change."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -114,7 +114,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """The options of the parameter group that these parameters are in, and what the scheduler keeps for the group."""
+    """Options of the parameter group with these parameters, and the scheduler's settings for the group."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -125,7 +125,7 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNumbers:
-    """What the optimizer keeps for a parameter besides tensors."""
+    """Non-tensor optimizer state of a parameter."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -135,9 +135,9 @@ class ParameterNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one worker contributes: its shard, and the settings of its stages.
+    """One worker's part of a checkpoint: its shard, and the settings of its stages.
 
-    `scheduler` is what a scheduler keeps for all groups together; None where no stage has one.
+    `scheduler` has the scheduler's settings common to all groups; None without a scheduler.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -152,14 +152,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds. `step` is the number of batches taken so far: the place in the data. `owner` is the run
-    that saved it, at `saved_seconds` since 1970.
+    """Content of a checkpoint. `step` is the number of batches trained: the position in the data.
 
-    `aliases` are pairs of names of one tied tensor: another name, and the one under which it is stored. `plan` is a
-    digest of the plan that was trained.
+    `owner` is the run that saved it, at `saved_seconds` since 1970. `aliases` are pairs of names of a tied
+    tensor: another name, and the stored one. `plan` is a digest of the trained plan.
 
     Raises:
-        UsageError: a tensor is there twice, in no shard, or of an impossible shape or dtype.
+        UsageError: a tensor appears twice, is in no shard, or has an impossible shape or dtype.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -194,22 +193,24 @@ class Manifest:
             _check_tensor(tensor, len(self.shards))
 
     def bytes_of(self, kind: Kind) -> int:
-        """Bytes of all tensors of a kind."""
+        """Return the bytes of all tensors of a kind."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.kind == kind)
 
 
 def tensor_key(kind: Kind, name: str, state: str = "") -> str:
-    """The name of a tensor in a shard: a parameter's or buffer's own, or one such as `optimizer/fc.weight/exp_avg`."""
+    """Return a tensor's name in a shard: of a parameter or buffer its own, of others one such as
+    `optimizer/fc.weight/exp_avg`.
+    """
     if kind == "model":
         return name
     return f"{kind}/{name}/{state}" if kind == "optimizer" else f"{kind}/{name}"
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name, such as `float32`.
+    """Return the dtype of this name, such as `float32`.
 
     Raises:
-        UsageError: there is none, or none that a checkpoint holds.
+        UsageError: there is none, or checkpoints cannot hold it.
     """
     if name not in DTYPES:
         raise UsageError(f"{name!r} is not a dtype that a checkpoint can hold: {', '.join(DTYPES)}")
@@ -217,7 +218,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-DTYPES = {  # by torch's name, safetensors' own
+DTYPES = {  # torch's name: safetensors' name
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -226,7 +227,7 @@ DTYPES = {  # by torch's name, safetensors' own
 
 
 def dumps(document: Manifest | Part) -> str:
-    """The JSON text of a manifest or a part.
+    """Return the JSON text of a manifest or a part.
 
     Raises:
         FileError: a number in it is not finite, or a text in it cannot be written.
@@ -242,14 +243,14 @@ def dumps(document: Manifest | Part) -> str:
 
 
 def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Manifest | Part:
-    """The manifest or part that `content` holds.
+    """Return the manifest or part in `content`.
 
     Raises:
-        UnreadableCheckpoint: it holds one of another version.
-        FileError: it holds none, or a damaged one: what, and where.
+        UnreadableCheckpoint: it is of another version.
+        FileError: `content` is something else, or damaged: the message has the reason and the place.
     """
     try:
-        content.decode()  # and thrown away: the pieces that are read are bytes
+        content.decode()  # only a check: the parser reads bytes
         text = JsonText(content)
         header = text.header(*_HEADER)
     except UnicodeDecodeError as error:
@@ -274,10 +275,10 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
 
 
 def joined_settings(known: Sequence[dict[str, Setting]]) -> dict[str, Setting] | None:
-    """What the schedulers of several stages keep for all groups together, which is the same; None without any.
+    """Return the settings common to the schedulers of several stages, which must be equal; None without any.
 
     Raises:
-        UsageError: it differs between stages; names what.
+        UsageError: they differ between stages; names one.
     """
     for other in known[1:]:
         unlike = [name for name in dict.fromkeys(chain(known[0], other)) if known[0].get(name) != other.get(name)]

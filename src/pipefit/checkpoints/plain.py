@@ -1,9 +1,9 @@
-"""Checkpoints and plain PyTorch: a state dict of a checkpoint, and weights from safetensors files of others.
+"""Checkpoints for plain PyTorch: a checkpoint's state dict, and weights from other safetensors files.
 
     module.load_state_dict(pipefit.checkpoints.load_state_dict("runs/step-00000800"))
 
 Weights come from one safetensors file, or from a sharded model in Hugging Face's layout: a folder with
-`model.safetensors.index.json`, or the file itself. Only the tensors that are asked for are read.
+`model.safetensors.index.json`, or this index file. Only the requested tensors are read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from pipefit.errors import DamagedCheckpoint, FileError, UsageError
 from pipefit.schema.file_access import content, path_of, temporary_of
 from pipefit.texts import printable, shortened
 
-# ----------------------------------------------------------------------------------------------------
-# Weights as Hugging Face lays them out: a folder of safetensors files, with an index that says what is in
-# which.
-#
-# Good for `from_pretrained`, beside the model's own `config.json`. A model that fits one file is that file
-# alone.
+# ---- Models in Hugging Face's layout
+# A folder of safetensors files with an index of their tensors, for `from_pretrained` together with the
+# model's `config.json`. A model that fits one file is written without an index.
 
 INDEX = "model.safetensors.index.json"
 LARGEST_SHARD_BYTES = 5 << 30  # of a file, unless one tensor is larger
@@ -39,7 +36,7 @@ def write_model(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -
     """Write `tensors` to a new folder, flushed to the disk.
 
     Raises:
-        OSError: the system does not let us, as on a full disk.
+        OSError: the system refuses, as on a full disk.
     """
     folder.mkdir()
     parts = list(_parts(tensors, shard_bytes))
@@ -59,7 +56,7 @@ def write_model(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -
 
 
 def remove_model(path: Path) -> None:
-    """Remove a file, or a folder that `write_model` has begun, as far as the system lets us."""
+    """Remove a file, or a folder that `write_model` has begun, as far as the system allows."""
     with suppress(OSError):
         if path.is_dir():
             for name in os.listdir(path):
@@ -70,7 +67,7 @@ def remove_model(path: Path) -> None:
 
 
 def _parts(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, in parts of at most so many bytes; a larger one is a part of its own."""
+    """Yield the tensors in order, in parts of at most `shard_bytes`; a larger tensor is a separate part."""
     part, nbytes = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
         if part and nbytes + tensor.nbytes > shard_bytes:
@@ -81,16 +78,17 @@ def _parts(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[dict[str
     yield part
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Reading and writing
 
 _LARGEST_INDEX = 64 << 20
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Parameters and buffers of the checkpoint in `path`, or of the newest in a folder of them, by original names.
+    """Return parameters and buffers of the checkpoint in `path`, or of the newest in a folder, by original
+    names.
 
-    Tied parameters have all of their names, as in a module's own state dict. What is read is verified; in a folder of
-    checkpoints, damaged ones are passed over with a warning.
+    Tied parameters have all of their names, as in a module's state dict. All read shards are verified; in a
+    folder of checkpoints, damaged ones are skipped with a warning.
 
     Raises:
         FileError: there is no whole checkpoint, or it is damaged.
@@ -109,12 +107,11 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def export(
     path: str | os.PathLike[str], output: str | os.PathLike[str], *, shard_bytes: int = LARGEST_SHARD_BYTES
 ) -> int:
-    """Write the parameters and buffers of a checkpoint for others; their bytes.
+    """Write the parameters and buffers of a checkpoint to files for other programs; return their bytes.
 
-    `output` is a `.safetensors` file, a `.pt` file, or a new folder, which gets Hugging Face's layout, in files of at
-    most `shard_bytes`.
-
-    A tied parameter is written to safetensors files once, under its first name.
+    `output` is a `.safetensors` file, a `.pt` file, or a new folder, which gets Hugging Face's layout, in
+    files of at most `shard_bytes`. A tied parameter is written to safetensors files once, under its first
+    name.
 
     Raises:
         FileError: the checkpoint cannot be read, or the output cannot be written.
@@ -146,10 +143,10 @@ def export(
 
 
 def _write_pickle(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a new file as `torch.save` does, flushed to the disk.
+    """Write a new file with `torch.save`, flushed to the disk.
 
     Raises:
-        OSError: the system does not let us, as on a full disk, of which torch tells a position in the file.
+        OSError: the system refuses, as on a full disk; torch's error would only name a position in the file.
     """
     with path.open("xb") as file:
         try:
@@ -163,10 +160,10 @@ def _write_pickle(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, Tensor]:
-    """Of the tensors `names` those that the safetensors file or sharded model in `path` holds.
+    """Return those of the tensors `names` that the safetensors file or sharded model in `path` holds.
 
     Raises:
-        FileError: there is no such file, or it is damaged.
+        FileError: the file does not exist, or it is damaged.
     """
     wanted, found = set(names), dict[str, Tensor]()
     for file in _files(path_of(path), wanted):
@@ -175,7 +172,7 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str
 
 
 def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
-    """The files that hold some of the tensors `wanted`."""
+    """Return the files that hold some of the tensors `wanted`."""
     if os.path.isdir(path):
         single = path / "model.safetensors"
         path = single if os.path.isfile(single) else path / INDEX
@@ -185,7 +182,7 @@ def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
 
 
 def _index(path: Path) -> Mapping[str, str]:
-    """Which tensor is in which file, by an index as Hugging Face writes it."""
+    """Return the file of each tensor from an index in Hugging Face's format."""
     source = printable(str(path))
     try:
         found = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]

@@ -1,9 +1,10 @@
-"""Shards: safetensors files of a checkpoint, written by us and read by the library.
+"""Shards: safetensors files of a checkpoint, written here and read by the `safetensors` package.
 
-The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes. Our own writer makes the
-SHA-256 in the same pass, says how far it is, flushes the file to the disk, and fails with the system's own words. The
-reader is the `safetensors` package, whose parser is made for files from strangers; it maps the file into memory, so
-that a stage reads only its own tensors. Before that the same open file is read once as a whole, for its hash.
+The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes. The writer
+computes the SHA-256 in the same pass, reports progress, flushes the file to the disk, and passes on the
+system's errors. The reader is the `safetensors` package, whose parser is safe for untrusted files; it maps
+the file into memory, so that a stage reads only its own tensors. Before that the same open file is read once
+as a whole, for its hash.
 """
 
 from __future__ import annotations
@@ -31,22 +32,21 @@ from pipefit.schema.file_access import NO_LINK
 from pipefit.texts import dtype_name, printable, shortened
 from pipefit.units import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Files of a checkpoint as they are opened for reading: only regular ones, and no link is followed.
-#
-# So a folder from a stranger cannot make the reader wait on a pipe, or read a file from elsewhere. What was
-# checked is what is read: a library that opens files by path gets the path of the open file (`open_path`).
+# ---- Files of a checkpoint opened for reading
+# Only regular files are opened, and links are not followed, so an untrusted folder cannot make the reader
+# wait on a pipe, or read a file from elsewhere. The checked file is the one that is read: a library that
+# opens files by path gets the path of the open file (`open_path`).
 
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 
 
 @contextmanager
 def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
-    """The file in `path`, open and unbuffered, and its size in bytes.
+    """Open the file in `path` unbuffered; yield it and its size in bytes.
 
     Raises:
-        UnreadableCheckpoint: it may not be read, or there is no room to read it just now.
-        FileError: it is missing, no regular file, or cannot be read.
+        UnreadableCheckpoint: access is denied, or resources to read it are lacking just now.
+        FileError: it is missing, not a regular file, or cannot be read.
     """
     source = printable(os.fspath(path))
     try:
@@ -64,19 +64,19 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
 
 
 def open_path(file: FileIO, path: Path) -> str:
-    """A path by which the open `file` can be opened again, whatever `path` names by now; `path` where there is none."""
+    """Return a path to the open `file`, even if `path` has changed; `path` if the system has none."""
     known = (f"{folder}/{file.fileno()}" for folder in ("/proc/self/fd", "/dev/fd"))
     return next((name for name in known if os.path.exists(name)), os.fspath(path))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Shards
 
 _BLOCK = 8 << 20  # bytes written and hashed at a time
 _NAMES = {code: name for name, code in DTYPES.items()}
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None) -> Shard:
-    """Write `tensors` to a new shard; its name, size and hash. See `write_tensors`."""
+    """Write `tensors` to a new shard; return its name, size and hash. See `write_tensors`."""
     nbytes, digest = write_tensors(path, tensors, progress)
     return Shard(file=path.name, nbytes=nbytes, sha256=digest)
 
@@ -84,12 +84,12 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[i
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None
 ) -> tuple[int, str]:
-    """Write `tensors` to a new safetensors file, flushed to the disk; its bytes and its SHA-256.
+    """Write `tensors` to a new safetensors file, flushed to the disk; return its bytes and its SHA-256.
 
-    `progress` is called with the bytes of each block that is written.
+    `progress` is called with the bytes of each written block.
 
     Raises:
-        OSError: the system does not let us, as on a full disk.
+        OSError: the system refuses, as on a full disk.
     """
     digest, nbytes = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
@@ -105,7 +105,7 @@ def write_tensors(
 
 
 def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
-    """The tensors `wanted` of a shard, by their keys. They are views of the file, valid as long as they live.
+    """Return the tensors `wanted` of a shard, by their keys, as views of the mapped file.
 
     Raises:
         FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
@@ -120,7 +120,7 @@ def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> di
 
 
 def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> None:
-    """Check that a shard has its size, and says that it holds the tensors `wanted`, whose bytes are not read.
+    """Check that a shard has its size, and lists the tensors `wanted`, without reading their bytes.
 
     Raises:
         FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
@@ -145,8 +145,8 @@ def check_shard(folder: Path, shard: Shard) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The length of the header, and the header, padded so that the tensors are aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses a file
+    """Return the length of the header, and the header, padded so that the tensors are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()
@@ -159,9 +159,10 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in the order of its indices.
+    """Return the bytes of a tensor in the order of its indices.
 
-    Not by `Tensor.numpy`, behind which its storage could not lose its memory any more, as it does where state moves.
+    `Tensor.numpy` is not used: afterwards the storage could not lose its memory any more, as offloaded state
+    must.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
@@ -192,7 +193,7 @@ def _check_size(nbytes: int, shard: Shard, source: str) -> None:
 
 @contextmanager
 def _parsed(file: FileIO, path: Path, source: str) -> Iterator[safe_open]:
-    """The open file as the library reads it."""
+    """Open the file with the library."""
     try:
         with safe_open(open_path(file, path), framework="pt") as content:
             yield content
@@ -201,7 +202,7 @@ def _parsed(file: FileIO, path: Path, source: str) -> Iterator[safe_open]:
 
 
 def _check_tensors(file: safe_open, wanted: Sequence[StoredTensor], source: str) -> None:
-    """Check that the header has these tensors, of their dtypes and shapes."""
+    """Check that the header has these tensors, with their dtypes and shapes."""
     known = set(file.keys())  # type: ignore[no-untyped-call]
     for tensor in wanted:
         if tensor.key not in known:
