@@ -197,7 +197,7 @@ class ChainLayer:
     - `orders` are the orders of dimensions in which its inputs arrive, `leaves` those in which its outputs
       leave; None if the outputs leave as the module made them, as after the last layer.
     - `unseen` names the tensors that the forward changes without autograd's knowledge.
-    - `unread` names the tensors that the layer holds for the state dict alone.
+    - `unread` names the tensors that the layer holds only for the state dict.
     - `parameter_names` maps a parameter's name in the layer to its name in the model's `named_parameters`.
     """
 

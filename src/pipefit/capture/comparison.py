@@ -429,7 +429,7 @@ def values_before(
 
 
 class NotComparable(UsageError):
-    """The module itself cannot be trained on the CPU, as if its kernels are for GPUs alone."""
+    """The module itself cannot be trained on the CPU, for example because its kernels need a GPU."""
 
 
 # -------------------------------------------------------------------- two runs
@@ -525,8 +525,8 @@ def _losses(
 ) -> list[Tensor]:
     """Return the loss of each microbatch after its backward.
 
-    Each backward precedes the next forward, unless all microbatches are `in_flight`. Random draws depend on
-    the number of the microbatch alone.
+    Each backward precedes the next forward, unless all microbatches are `in_flight`. Random draws depend only
+    on the number of the microbatch.
     """
     losses, waiting = [], deque[tuple[Tensor, Tensor]]()
     for number, batch in enumerate(batches):

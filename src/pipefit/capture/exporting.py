@@ -400,7 +400,7 @@ def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager
 def _update_replaced_buffers(module: nn.Module) -> None:
     """Let a forward of `module` end with in-place updates of the buffers that it replaced by other tensors.
 
-    torch.export sees the assignment of a buffer in the root module alone.
+    torch.export sees the assignment of a buffer only in the root module.
     """
     before: list[tuple[nn.Module, str, Tensor | None]] = []
 

@@ -101,7 +101,7 @@ def check_samples(batch: Sample, size: int, name: str) -> None:
 
 
 def pair(batch: Any, who: str) -> Sample:
-    """Return `batch` as (inputs, targets), trees that torch knows; a dictionary alone is inputs.
+    """Return `batch` as trees (inputs, targets); a dictionary alone is inputs without targets.
 
     Raises:
         UsageError: `batch` is something else. The message begins with `who`.

@@ -506,7 +506,10 @@ def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
-    """End the graph in tensors alone: the loss if the model computes it, else all outputs."""
+    """End the graph in tensors only, and return their structure.
+
+    The tensors are the loss if the model computes it, otherwise all outputs.
+    """
     end, spec = graph.output_node(), program.call_spec.out_spec
     assert spec is not None
     leaves = list(end.args[0])  # type: ignore[arg-type]

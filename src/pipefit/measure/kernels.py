@@ -435,7 +435,7 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
 
 
 def _memory_only() -> ProfilerConfig:
-    """Return a profiler configuration for memory alone, without shapes, stacks, FLOPs or modules."""
+    """Return a profiler configuration for memory only, without shapes, stacks, FLOPs or modules."""
     return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
 
 

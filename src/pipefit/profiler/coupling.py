@@ -111,7 +111,7 @@ def _through_the_module(task: Task) -> Iterator[tuple[Task, Sample]]:
 
 
 def _through_the_loss(task: Task, measurement: Measurement) -> Iterator[tuple[Task, Sample]]:
-    """Yield a task of the loss alone, and random tensors like the module's outputs."""
+    """Yield a task that consists of the loss, and random tensors like the module's outputs."""
     samples, (last, *others) = measurement.microbatch_size, measurement.costs[-1].outputs
     nbytes = last.nbytes * _SAMPLES // samples
     if task.loss is None or others or last.shape[:1] != (samples,) or nbytes > MOST_LOGITS_BYTES:

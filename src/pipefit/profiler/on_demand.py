@@ -1,7 +1,7 @@
 """Profiles on demand of a planner, for each microbatch size and number of tensor-parallel ranks.
 
 Of the sizes that the planner chooses from, the smallest and the largest are traced, and chains for sizes in
-between are derived from these two if possible (`pipefit.fake_cuda.chain`). `checked` compares the sizes of a
+between are derived from these two if possible (`fake_cuda.chain`). `checked` compares the sizes of a
 plan with traces. Sizes that will be needed are profiled in parallel with the first one (`pipefit.processes`).
 """
 

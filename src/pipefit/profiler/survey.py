@@ -80,7 +80,7 @@ class ValueMemory:
         self._before: list[int] | None = None  # None before the first layer
 
     def check(self, changed: Iterable[int], what: str) -> None:
-        """Check that a layer that changes the inputs `changed` in place changes these alone.
+        """Check that a layer that changes the inputs `changed` in place changes only these.
 
         Raises:
             UsageError: such an input shares its memory with another input, or with a parameter or buffer.
