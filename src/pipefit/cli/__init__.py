@@ -1,6 +1,8 @@
-"""The command line. Each command is one thin file: it reads its arguments, calls the function of that name, and prints.
+"""The command line. Each command is one file that parses its arguments, calls the function of the same name,
+and prints.
 
-What a command needs is imported when it runs, so that help costs no more than the parser. Failures arrive here, once.
+Commands import their modules when they run, so that help costs no more than the parser. Errors are handled
+here.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning,
 from pipefit.processes import forking, met, no_room_for
 from pipefit.texts import printable, unknown, without_long_words
 
-_CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # of the parser's words
+_CHOICE = re.compile(r"Value error, '([^']*)' is not one of (.*)")  # matches the parser's message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALLOCATIONS = 500_000, 20, 100  # between two searches for garbage: what commands import and make stays, and is much
+_ALLOCATIONS = 500_000, 20, 100  # less frequent garbage collection, because commands create many lasting objects
 _EPILOG = (
     "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
     "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
@@ -78,22 +80,22 @@ def pipefit(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code. `arguments` are those of the process unless given.
+    """Run the command line and return the exit code. `arguments` default to those of the process.
 
-    Only where they are those of the process may a signal end it, is garbage looked for less often, if at all, and not
-    at its end, and are others forked to work beside it.
+    With the process's own arguments, signals may end the process, garbage collection is rarer or disabled,
+    and not run at exit, and forks may work in parallel.
     """
     is_open = fill_streams()
     if arguments is not None:
         return _run(list(arguments), own=False, is_open=is_open)
     gc.set_threshold(*_ALLOCATIONS)
     if sys.argv[1:2] == ["plan"]:
-        gc.disable()  # its answer is there before what it leaves would matter
+        gc.disable()  # the result is printed before its garbage would matter
     try:
         return _run(sys.argv[1:], own=True, is_open=is_open)
     finally:
-        if "triton" not in sys.modules:  # which takes for a leak whatever is still there, and says so in thirty lines
-            gc.freeze()  # the interpreter's end looks for garbage in all there is, which the process frees anyway
+        if "triton" not in sys.modules:  # triton would report all remaining objects as leaks, in thirty lines
+            gc.freeze()  # skips the collection at exit, since the process frees everything anyway
 
 
 def _run(words: list[str], *, own: bool, is_open: bool) -> int:
@@ -104,7 +106,7 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
         with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr(), forking() if own else nullcontext():
             code = _call(words)
         sys.stdout.flush()
-        if code == STOPPED:  # typer has made an exit code of the interrupt
+        if code == STOPPED:  # typer has converted the interrupt to an exit code
             return failure.told("stopped", STOPPED)
         return code if isinstance(code, int) else 0
     except (PipefitError, Stopped) as error:
@@ -126,8 +128,8 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
 
 
 def _check_surroundings(is_open: bool) -> None:
-    """Check that a result can be printed, and that the working directory is there: without one, torch's libraries abort
-    as they are loaded.
+    """Check that a result can be printed, and that the working directory exists, because torch's libraries
+    abort without it when loaded.
 
     Raises:
         FileError: stdout is closed.
@@ -142,27 +144,27 @@ def _check_surroundings(is_open: bool) -> None:
 
 
 def _call(words: list[str]) -> object:
-    """Do what the words say; the exit code if there is one."""
+    """Run the command in `words`; return its exit code, if any."""
     if words[:1] == ["--version"]:
         return _print_version()
     return get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
 
 
 def _take(words: list[str], flag: str) -> bool:
-    """Removes a flag that may stand anywhere before a `--`; whether it was there."""
+    """Remove a flag, which may stand anywhere before a `--`; return whether it was there."""
     before = _options(words)
     words[: len(before)] = [word for word in before if word != flag]
     return flag in before
 
 
 def _options(words: list[str]) -> list[str]:
-    """The words among which options are: those before a `--`."""
+    """Return the words that may be options: those before a `--`."""
     return words[: words.index("--")] if "--" in words else words[:]
 
 
 @contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Inside, our own warnings are sentences on stderr, as failures are."""
+    """Print pipefit's warnings as sentences on stderr in the block, like errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", PipefitWarning)
         usual = warnings.showwarning
@@ -178,8 +180,10 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _without_reader(error: BaseException, failure: _Failure) -> int:
-    """The code where the reader of a pipe left, as head does, which typer tells by ending the program. Where anything
-    else ends it, such as a model's own code, a word too.
+    """Return the exit code after the reader of a pipe has left, as head does, for which typer ends the
+    program.
+
+    If anything else ended it, such as a model's own code, report that.
     """
     if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
         return failure.unexpected(error)
@@ -188,22 +192,22 @@ def _without_reader(error: BaseException, failure: _Failure) -> int:
 
 
 def _close_stdout() -> None:
-    """Whatever is still to be written to stdout goes nowhere, so that the interpreter's end does not complain."""
+    """Discard the remaining output to stdout, so that the interpreter's exit does not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Failure:
-    """How a command tells what went wrong: a sentence on stderr, with --json an object on stdout too."""
+    """Reporting of errors: a sentence on stderr, with --json also an object on stdout."""
 
     def __init__(self, *, debug: bool, as_json: bool) -> None:
         self._debug, self._as_json = debug, as_json
 
     def told(self, sentence: str, code: int, found: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Says what went wrong, and passes the exit code on; `found` is what is known all the same."""
+        """Report an error and return the exit code; `found` has partial results."""
         if self._debug:
             traceback.print_exc()
         sentence = without_long_words(sentence)
-        text = " ".join(printable(line) for line in f"pipefit: {sentence}".splitlines())  # names may have lines too
+        text = " ".join(printable(line) for line in f"pipefit: {sentence}".splitlines())  # names may have lines
         if sys.stderr.isatty():
             from pipefit.tables import wrapped
 
@@ -213,19 +217,19 @@ class _Failure:
             if self._as_json:
                 print(json.dumps({"error": sentence, "exit_code": code, **found}))
             sys.stdout.flush()
-        except OSError:  # nobody reads it, or the disk is full
+        except OSError:  # no reader, or the disk is full
             _close_stdout()
         return code
 
     def known(self, error: PipefitError | Stopped) -> int:
-        """What was raised on purpose; that memory ran out in a model's own code is no mistake of that code."""
+        """Report a deliberate error; a model's own code that ran out of memory is reported as such."""
         behind = error.__cause__ if isinstance(error, UsageError) else None
         if behind is not None and no_memory(behind):
             return self.unexpected(behind)
         return self.told(str(error), error.exit_code, getattr(error, "found", {}))
 
     def unexpected(self, error: BaseException) -> int:
-        """A sentence instead of a traceback, for what nobody foresaw; a limit of the system is named."""
+        """Report an unforeseen error in a sentence instead of a traceback; names a limit of the system."""
         if limit := met(error):
             sentence = f"{limit}, and this takes more ({no_room_for(error) or in_one_line(error)})"
             return self.told(sentence, OutOfMemory.exit_code if no_memory(error) or no_room_for(error) else 1)
@@ -234,7 +238,7 @@ class _Failure:
 
 
 def _usage_sentence(error: typer.TyperException) -> str:
-    """The parser's complaint, and where help is."""
+    """Return the parser's message, with a pointer to the help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "pipefit"
     complaint = " ".join(error.format_message().split()).partition(", unable to parse")[0]

@@ -79,8 +79,8 @@ def command(
 
 
 def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
-    """A dry run enforces no budget; a certificate has to. Where a device's tensors, or a GPU's process, would pass its
-    memory: where, and by how much.
+    """Return an error if a device's tensors or a GPU's process exceed its memory, because a dry run does not
+    enforce budgets.
     """
     from pipefit.errors import OutOfMemory
     from pipefit.schema.post_mortem import of_dry_run

@@ -1,4 +1,4 @@
-"""`pipefit checkpoint`: what a checkpoint holds, whether it is whole, and its weights as one plain file."""
+"""`pipefit checkpoint`: the contents and integrity of a checkpoint, and its weights as one plain file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def command(
 
 
 def _figures(found: Checkpoint) -> dict[str, object]:
-    """What a checkpoint holds, as JSON."""
+    """Return the contents of a checkpoint as JSON."""
     manifest = found.manifest
     return {
         "folder": str(found.folder),

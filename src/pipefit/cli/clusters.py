@@ -1,4 +1,4 @@
-"""`pipefit clusters`: the clusters that have a name, and how others are written."""
+"""`pipefit clusters`: named clusters, and the syntax of others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(as_json: Json = False) -> None:
 
 
 def _figures(cluster: Cluster) -> dict[str, object]:
-    """A cluster as JSON: sizes in bytes, for each device."""
+    """Return a cluster as JSON: sizes in bytes, for each device."""
     return {
         "devices": [device.kind.name for device in cluster.devices],
         "memory_bytes": [device.memory_bytes for device in cluster.devices],
@@ -49,7 +49,7 @@ def _figures(cluster: Cluster) -> dict[str, object]:
 
 
 def _card_table(cards: list[Cluster]) -> Table:
-    """A row for each card, of which a cluster has one."""
+    """Return a row for each card, from clusters of one card."""
     from pipefit.tables import Table
     from pipefit.units import format_bytes
 
@@ -68,7 +68,7 @@ def _card_table(cards: list[Cluster]) -> Table:
 
 
 def _table(clusters: list[Cluster]) -> Table:
-    """A row for each cluster; its devices are equal."""
+    """Return a row for each cluster; its devices are equal."""
     from pipefit.tables import Table
     from pipefit.texts import counted
     from pipefit.units import format_bytes

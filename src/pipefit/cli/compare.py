@@ -1,4 +1,4 @@
-"""`pipefit compare`: predicted beside measured."""
+"""`pipefit compare`: predicted and measured figures side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`pipefit demo`: the whole thread on real text. No split fits; a plan that moves and recomputes does, and trains."""
+"""`pipefit demo`: a complete example on real text. No split fits; a plan that offloads and recomputes does,
+and trains.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,10 @@ def command(
 
 
 def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
-    """Train a split that does not fit for a step; the message of its failure.
+    """Train a split that does not fit for a step; return the error message.
 
     Raises:
-        PipefitError: it failed otherwise, or did not fail.
+        PipefitError: another error, or none.
     """
     from pipefit.errors import OutOfMemory, PipefitError
     from pipefit.runtime import train
@@ -95,7 +97,7 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
 
 
 def _needs(plan: Plan) -> str:
-    """What the fullest device of a split needs, in words."""
+    """Describe the memory of a split's fullest device."""
     from pipefit.units import format_bytes
 
     assert plan.prediction is not None
@@ -111,7 +113,7 @@ def _introduction(layers: tuple[str, ...], cluster: str) -> str:
 
 
 def _losses(losses: list[float]) -> str:
-    """The loss now and then, and at the end the mean of the last ten steps."""
+    """Format the loss every ten steps, and the mean of the last ten."""
     marks = sorted({0, *range(9, len(losses), 10)})
     course = "  ".join(f"{mark + 1}: {losses[mark]:.2f}" for mark in marks)
     last = losses[-10:]
@@ -151,4 +153,4 @@ def _print(blocks: list[Block | Plan]) -> None:
 
 
 def _silent(blocks: list[Block | Plan]) -> None:
-    """For --json: stdout holds the result alone."""
+    """Print nothing: with --json, stdout has only the result."""

@@ -1,4 +1,4 @@
-"""`pipefit diff`: what is different between two plans or two traces."""
+"""`pipefit diff`: the differences between two plans or two traces."""
 
 from __future__ import annotations
 

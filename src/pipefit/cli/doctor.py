@@ -1,4 +1,4 @@
-"""`pipefit doctor`: what this machine has, and what pipefit can do on it."""
+"""`pipefit doctor`: the resources of this machine, and what pipefit can do on it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(as_json: Json = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything the command tells, as plain data; sizes in bytes."""
+    """Return everything that the command prints, as plain data; sizes in bytes."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
 
 
 def _abilities(facts: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """What can be done with what was found."""
+    """Yield the abilities that the facts allow."""
     has_torch = facts["torch"] is not None
     gpus = len(facts["gpus"])
     yield "plan, simulate, show and compare", True
@@ -87,7 +87,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _gpus(cuda: Any) -> list[dict[str, Any]]:
-    """The GPUs that torch can use: none where their driver is too old or broken, which is said."""
+    """Return the GPUs that torch can use; none, with a message, if their driver is too old or broken."""
     try:
         found = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
@@ -97,14 +97,14 @@ def _gpus(cuda: Any) -> list[dict[str, Any]]:
 
 
 def _memory_bytes() -> int | None:
-    """The machine's memory, or what its container may use of it."""
+    """Return the machine's memory, or its container's limit."""
     machine = _or_none(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    container = _or_none(lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" is no number: no limit
+    container = _or_none(lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" means no limit
     return min((nbytes for nbytes in (machine, container) if nbytes is not None), default=None)
 
 
 def _limit(name: str) -> int | None:
-    """The soft limit of that name; None where there is none."""
+    """Return the soft limit of this name; None if there is none."""
 
     def ask() -> int | None:
         import resource
@@ -116,7 +116,7 @@ def _limit(name: str) -> int | None:
 
 
 def _or_none(ask: Callable[[], int | None]) -> int | None:
-    """An answer that some systems do not give."""
+    """Return the result of a query, or None on systems that do not support it."""
     try:
         return ask()
     except (ImportError, AttributeError, OSError, ValueError):

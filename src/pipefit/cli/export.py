@@ -65,7 +65,7 @@ def command(
 
 
 def _written(file: Path, document: Document, to: Format) -> str | bytes:
-    """The text, or the bytes, of the other format."""
+    """Return the text, or the bytes, of the other format."""
     match to:
         case "perfetto":
             from pipefit.export.traces import perfetto
@@ -106,7 +106,7 @@ def _written(file: Path, document: Document, to: Format) -> str | bytes:
 
 
 def _trace(file: Path, document: Document) -> Trace:
-    """A trace; a plan is simulated first."""
+    """Return a trace; a plan is simulated first."""
     from pipefit.cli.output import used
     from pipefit.errors import UsageError
     from pipefit.schema.plan import Plan

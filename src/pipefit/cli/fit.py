@@ -1,4 +1,4 @@
-"""`pipefit fit`: the largest that fits, and what it would take."""
+"""`pipefit fit`: whether a model fits, and the largest that does."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.fit import Fit
 
-_NO_SETTINGS = ("batch", "devices", "memory")  # what grows besides
-_LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
+_NO_SETTINGS = ("batch", "devices", "memory")  # what can grow in addition to settings
+_LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # defaults of --to
 EXAMPLE = "pipefit fit hf:gpt2 --cluster 4x-titan-rtx"
 
 
@@ -176,7 +176,7 @@ def command(
 
 
 def _only_with_grow(given: Mapping[str, object]) -> None:
-    """Refuse options that would have no effect."""
+    """Refuse options that would have no effect without --grow."""
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} goes with --grow, which says what is looked for, such as --grow layers")
@@ -192,7 +192,7 @@ def _overview(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Does it fit: printed on one screen, whatever the answer.
+    """Print the overview on one screen, with any result.
 
     Raises:
         InfeasibleError: not one sample fits on the cluster in any way.
@@ -224,7 +224,7 @@ def _overview(
 def _growth(
     model: str, settings: list[str], precision: Precision | None, grow: str, demand: Demand, values: range
 ) -> Growth:
-    """What `--grow` names."""
+    """Return the growth that `--grow` names."""
     from pipefit.cli.model import parse_settings, resolve
     from pipefit.largest import growth
 
@@ -243,7 +243,7 @@ def _growth(
 
 
 def _values(grow: str, start: str | None, end: str | None, step: str | None) -> range:
-    """The values to try: `--from`, and every `--step` further up to `--to`."""
+    """Return the values to try: `--from`, and every `--step` up to `--to`."""
     every = _size(grow, "--step", step, (1 << 20) if grow == "memory" else 1)
     first = _size(grow, "--from", start, every)
     last = _size(grow, "--to", end, max(first, _MOST_MEMORY if grow == "memory" else _LARGEST))

@@ -1,7 +1,9 @@
-"""MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory` of the folder or the environment.
+"""MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory` from the current folder or
+environment.
 
-`megatron:FILE` and `torchtitan:NAME` are one of the first two, with the shape that another tool's configuration has.
-A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all our rights: name your own.
+`megatron:FILE` and `torchtitan:NAME` are one of the first two, with the shape of another tool's
+configuration. A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all
+rights of the user.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 
 
 def resolve(model: str, settings: Sequence[str], precision: Precision | None = None) -> Task:
-    """The task that MODEL and its `--set` arguments mean, cast to `precision` if one is given.
+    """Return the task of MODEL and its `--set` arguments, cast to `precision` if given.
 
-    What the user's code prints goes to stderr: stdout is for results.
+    Output of the user's code is redirected to stderr, because stdout is for results.
 
     Raises:
         UsageError: no such model, module or factory; it raised; or it returned something else.
@@ -50,7 +52,9 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
 
 
 def precision_of(plan: Plan) -> Precision | None:
-    """What the MODEL of `plan` is cast to; None where parameters have several dtypes, which no cast would leave."""
+    """Return the precision to which the MODEL of `plan` is cast; None if parameters have several dtypes, so
+    no cast was made.
+    """
     kinds = (kind for measurement in plan.profile.measurements for kind in measurement.kinds)
     dtypes = {parameter.dtype for kind in kinds for parameter in kind.parameters if "float" in parameter.dtype}
     is_as_it_is = len(dtypes) > 1 and plan.training.precision in DTYPES
@@ -58,12 +62,12 @@ def precision_of(plan: Plan) -> Precision | None:
 
 
 class _Raised(UsageError):
-    """The model's own code raised something, which is the cause of this error."""
+    """An error in the model's own code, which is the cause of this error."""
 
 
 def build(model: str, settings: Sequence[str], precision: Precision | None) -> Task:
-    """The task of `resolve`, in a worker: what the model's own code raises here is a failure of the worker, since the
-    same words have made a task before.
+    """Return the task of `resolve` in a worker, in which errors of the model's own code are failures of the
+    worker, since the same arguments made a task before.
     """
     try:
         return resolve(model, settings, precision)
@@ -72,10 +76,10 @@ def build(model: str, settings: Sequence[str], precision: Precision | None) -> T
 
 
 def check_order(plan: Path, model: str) -> None:
-    """Check that a plan's file and a model are not given the other way round.
+    """Check that a plan's file and a model are given in the right order.
 
     Raises:
-        UsageError: they are.
+        UsageError: they are swapped.
     """
     if ":" in str(plan) and not os.path.exists(plan) and os.path.exists(model):
         raise UsageError(f"{plan} is a model and {model} a file: the plan comes first, {model} {plan}")
@@ -96,7 +100,7 @@ def _task(model: str, settings: Sequence[str]) -> Task:
 
 
 def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
-    """Where a model is from, its name there, and settings that its configuration has."""
+    """Return the source of a model, its name there, and the settings of its configuration."""
     source, _, name = model.partition(":")
     if not source or not name:
         from pipefit.models import MODELS
@@ -112,7 +116,7 @@ def _parts(model: str) -> tuple[str, str, dict[str, Any]]:
 
 
 def settings_of(model: str) -> tuple[Setting, ...]:
-    """What `--set` takes for MODEL: names, defaults, and what each must be where that is known.
+    """Return the settings that `--set` takes for MODEL: names, defaults, and rules if known.
 
     Raises:
         UsageError: no such model, module or factory.
@@ -132,20 +136,20 @@ def settings_of(model: str) -> tuple[Setting, ...]:
         factory = _factory(source, name)
     try:
         return settings.settings_of(factory)
-    except (TypeError, ValueError):  # written in C: it does not tell
+    except (TypeError, ValueError):  # written in C, without a signature
         return ()
 
 
 def _with(settings: tuple[Setting, ...], shape: dict[str, Any]) -> tuple[Setting, ...]:
-    """Settings with the defaults that a configuration has."""
+    """Replace defaults of settings by those of a configuration."""
     return tuple(item._replace(default=shape.get(item.name, item.default)) for item in settings)
 
 
 def check_factory(model: str) -> None:
-    """Check that MODEL may be called with settings by name, as far as its signature shows; it is not called.
+    """Check by its signature that MODEL can be called with named settings; it is not called.
 
     Raises:
-        UsageError: it takes arguments of which none has a default, or does not tell what it takes.
+        UsageError: its arguments have no defaults, or its signature is unknown.
     """
     source, name, _ = _parts(model)
     if source in ("hf", "zoo"):
@@ -164,9 +168,10 @@ def check_factory(model: str) -> None:
 
 
 def built_with(model: str, settings: Sequence[str]) -> str:
-    """All settings of a model, given or not, in a sentence: nobody plans for a default without knowing it.
+    """Describe all settings of a model, including defaults.
 
-    Of Hugging Face's configurations those that give a model its shape. Empty where a factory does not tell its own.
+    For Hugging Face's configurations only those that determine the shape. Empty if a factory's settings are
+    unknown.
     """
     given = parse_settings(settings)
     known = {item.name: item.default for item in settings_of(model)}
@@ -177,10 +182,11 @@ def built_with(model: str, settings: Sequence[str]) -> str:
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`["layers=4", "optimizer=adamw"]` as `{"layers": 4, "optimizer": "adamw"}`: a Python literal, or else text.
+    """Parse `["layers=4", "optimizer=adamw"]` to `{"layers": 4, "optimizer": "adamw"}`: Python literals, or
+    else text.
 
     Raises:
-        UsageError: not of that form, or a name given twice.
+        UsageError: not of this form, or a name given twice.
     """
     found: dict[str, Any] = {}
     for setting in settings:
@@ -196,7 +202,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on text that is nearly a number
+            warnings.simplefilter("ignore")  # about text that resembles a number
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
@@ -236,8 +242,8 @@ def _factory(source: str, name: str) -> Callable[..., object]:
 
 
 def _as_module(file: str) -> str:
-    """What to write in place of a file: its module, named from the current folder if all folders on the way can be
-    names of packages, else from the file's own folder; or that the file cannot be a module.
+    """Return advice about a file given instead of a module: its module, relative to the current folder if all
+    folders between can be packages, else to the file's folder; or that the file cannot be a module.
     """
     folder, name = os.path.split(os.path.abspath(file))
     if not name[:-3].isidentifier():
@@ -250,7 +256,7 @@ def _as_module(file: str) -> str:
 
 
 def _module(source: str) -> Any:
-    """The module of that name; the current folder comes first, as with `python -m`."""
+    """Import the module of this name; the current folder comes first, as with `python -m`."""
     if source.endswith(".py"):
         raise UsageError(f"{source!r} is a file: {_as_module(source)}")
     if not all(part.isidentifier() for part in source.split(".")):

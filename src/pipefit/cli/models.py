@@ -1,4 +1,4 @@
-"""`pipefit models`: the models that have a name, with their settings and defaults."""
+"""`pipefit models`: named models, with their settings and defaults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def command(
 
 
 def _found(model: str | None) -> dict[str, dict[str, object]]:
-    """What is printed, as plain data: settings by model, or names by kind of architecture."""
+    """Return the result as plain data: settings by model, or names by kind of architecture."""
     from pipefit.cli.model import check_factory, settings_of
 
     if model is not None and model != "hf:":
@@ -85,7 +85,7 @@ def _cells(item: object) -> tuple[str, str]:
 
 
 def _paragraph(name: str, settings: dict[str, object]) -> str:
-    """A model of the zoo: what it is, and its settings as `--set` takes them."""
+    """Describe a model of the zoo: its summary, and its settings in the form of `--set`."""
     from pipefit.models import MODELS
 
     about = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n")[0]

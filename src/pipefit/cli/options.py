@@ -1,4 +1,4 @@
-"""The options that several commands share, so that they read the same everywhere."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ PredictedSteps = Annotated[
 ]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The settings of CUDA's caching allocator, from the command line or the environment.
+# ---- Settings of CUDA's caching allocator, from the command line or the environment
 
 
 def allocator(written: str | None, target: Target) -> AllocatorSettings | None:
-    """The settings of the caching allocator, which only the target `cuda` has: those written, or the environment's.
+    """Return the settings of the caching allocator from `written`, or else from the environment; None unless
+    target is `cuda`.
 
     Raises:
-        UsageError: they are not simulated; or settings are written for a target without the allocator.
+        UsageError: the settings are not simulated, or given for a target without the allocator.
     """
     from pipefit.memory.cuda_allocator import ENVIRONMENT, AllocatorSettings
 

@@ -1,4 +1,4 @@
-"""What a command leaves behind: a file on success, and either JSON or readable text on stdout."""
+"""Output of commands: saved files, and either JSON or readable text on stdout."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
     from pipefit.schema.plan import Plan
     from pipefit.tables import Block
 
-# ----------------------------------------------------------------------------------------------------
-# The documents that a command line names: what cannot be done with one, whatever is asked, is a fault of its
-# file.
+# ---- Documents on the command line, and errors that are the fault of a file
 
 
 @contextmanager
 def used(file: Path) -> Iterator[None]:
-    """Inside, only this file says what is done: what is wrong with the question is wrong with the file.
+    """Convert usage errors in the block to errors of this file, which alone determines the work.
 
     Raises:
-        FileError: naming it, instead of a UsageError.
+        FileError: instead of a UsageError; names the file.
     """
     try:
         yield
@@ -42,12 +40,11 @@ def used(file: Path) -> Iterator[None]:
 
 @contextmanager
 def used_together(alone: Callable[[Any], object], documents: Mapping[Path, Any]) -> Iterator[None]:
-    """Inside, something is done with several documents, by their files. If it fails, `alone` is done with each: where
-    that fails too, its file is at fault, and where none does, the question is, which names files that do not go
-    together.
+    """Convert usage errors of work on several documents: if `alone` fails for one document too, its file is
+    at fault; if for none, the documents do not fit together.
 
     Raises:
-        FileError: naming the file at fault, instead of a UsageError.
+        FileError: instead of a UsageError; names the file at fault.
     """
     try:
         yield
@@ -59,10 +56,10 @@ def used_together(alone: Callable[[Any], object], documents: Mapping[Path, Any])
 
 
 def load_runnable(file: Path) -> Plan:
-    """The plan in a file, when its stages, its decisions and its schedule can be carried out together.
+    """Load a plan whose stages, decisions and schedule can be carried out together.
 
     Raises:
-        FileError: it is no plan, or cannot be carried out; says why.
+        FileError: it is not a plan, or cannot be carried out; says why.
     """
     from pipefit.lowering import step_programs
     from pipefit.schema.json_io import load
@@ -74,35 +71,34 @@ def load_runnable(file: Path) -> Plan:
     return plan
 
 
-# ----------------------------------------------------------------------------------------------------
-# The standard streams of a command, so that none of them loses a result in silence, or costs one.
+# ---- Standard streams that lose no result silently, and do not cost one
 #
-# Stdin and stderr that our parent closed lead nowhere, here and in workers, and no other file takes their
-# place; a closed stdout refuses every word, as it does with the system's own programs. Stdout has a buffer
-# under PYTHONUNBUFFERED too, which ends with a line: without it Python takes a write of which a full disk has
-# taken a part for a whole one. What stderr cannot take is lost, as on a full disk: days of training do not
-# end for want of a log.
+# A stdin or stderr that the parent closed is replaced by the null device, here and in workers, so that no
+# other file takes its place; a closed stdout refuses all output, as with the system's own programs. Stdout is
+# line-buffered also under PYTHONUNBUFFERED, because Python's unbuffered writes treat a partial write on a
+# full disk as complete. Text that stderr cannot take is lost, so that a full disk does not end a training for
+# lack of a log.
 
 
 class Told(io.TextIOWrapper):
-    """A stream of words for people, which raises nothing where the system does not take them."""
+    """A stream for messages, which ignores errors of the system."""
 
     def write(self, text: str) -> int:
-        """Write the text, or lose it; its length."""
+        """Write the text, or lose it; return its length."""
         with suppress(OSError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits, or lose it."""
+        """Write buffered text, or lose it."""
         with suppress(OSError):
             super().flush()
 
 
 def fill_streams() -> bool:
-    """Make the process's own streams such; others that a caller has put in their place stay.
+    """Set up the process's standard streams; streams that a caller has replaced stay.
 
-    Returns whether stdout can be written to: it is neither closed nor open for reading only.
+    Return whether stdout can be written to: it is neither closed nor read-only.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -118,7 +114,7 @@ def fill_streams() -> bool:
 
 
 def _takes_words(stream: TextIO) -> bool:
-    """Whether the system lets this process write to a stream; one that is no file takes what it likes."""
+    """Return whether the process may write to a stream; True for a stream without a file."""
     try:
         os.write(stream.fileno(), b"")
     except OSError as error:
@@ -129,23 +125,24 @@ def _takes_words(stream: TextIO) -> bool:
 
 
 def _again(stream: TextIO, kind: type[io.TextIOWrapper]) -> io.TextIOWrapper:
-    """A stream of another kind to the same file, with a buffer that ends with a line."""
+    """Return a line-buffered stream of another kind to the same file."""
     buffer = os.fdopen(stream.fileno(), "wb", closefd=False)
     return kind(buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Results
 
-_CHECKPOINT = re.compile(r"step-[0-9]{8,18}")  # the name of the folder of one
+_CHECKPOINT = re.compile(r"step-[0-9]{8,18}")  # name of a checkpoint's folder
 
 
 def check_output(path: Path | None, *others: str | Path | None) -> None:
-    """Before any work: can the result be saved? `others` are files that the command reads, or writes besides, and
-    folders of such.
+    """Check, before any work, that the result can be saved. `others` are other files and folders that the
+    command uses.
 
     Raises:
         FileError: it cannot; says why.
-        UsageError: it is one of the others, or there already in one, or would be among the files of a checkpoint.
+        UsageError: it is one of the others, or an existing file in one, or would be among the files of a
+            checkpoint.
     """
     from pipefit.schema.json_io import check_target
 
@@ -163,16 +160,17 @@ def check_output(path: Path | None, *others: str | Path | None) -> None:
 
 
 def on_stderr(sentence: str) -> None:
-    """Print a sentence beside the result; its words may be those of a document."""
+    """Print a sentence next to the result; it may contain words of a document."""
     print(printable(sentence), file=sys.stderr)
 
 
 def deliver(
     document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
 ) -> None:
-    """Prints `document` as JSON, or as `describe` has it (by default as `show` would), and saves it if asked to.
+    """Print `document` as JSON, or as `describe` formats it (default: as `show`), and save it if `output` is
+    given.
 
-    A plan, which people read most of all, has lines of at most 80 columns in a pipe too.
+    A plan has lines of at most 80 columns in a pipe too.
     """
     found = partial(plain_data, document) if as_json else None
     print_and_save(partial(_print, document, as_json, describe), _saved(document, output), found=found)
@@ -181,23 +179,24 @@ def deliver(
 
 
 def plain_data(document: Document) -> dict[str, Any]:
-    """A document as JSON has it, beside an error."""
+    """Return a document as JSON data, for an error's `found`."""
     from pipefit.schema.json_io import dumps
 
     return {"result": json.loads(dumps(document))}
 
 
 def told(blocks: Sequence[Block], built: str) -> list[Block]:
-    """The blocks with what the model was built with below their head, if that is to be told."""
+    """Insert the model's settings after the head of the blocks, if any."""
     return [*blocks[:1], built, *blocks[1:]] if built else [*blocks]
 
 
 def print_and_save(
     print_it: Callable[[], None], save_it: Callable[[], None], *, found: Callable[[], Mapping[str, Any]] | None = None
 ) -> None:
-    """Prints, so that a full disk loses nothing, then saves, although the reader of a pipe may have left.
+    """Print first, so that a full disk loses nothing, then save, even if the reader of a pipe has left.
 
-    JSON is printed last, for stdout has one document: where saving fails, `found` is in that of the error.
+    JSON is printed last, because stdout has one document: if saving fails, `found` is part of the error's
+    JSON.
     """
     from pipefit.cli.stopping import cleared_away
 
@@ -215,7 +214,7 @@ def print_and_save(
 
 @contextmanager
 def with_found(found: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Inside, an error that ends the command brings along what is known all the same."""
+    """Attach partial results to an error that ends the command in the block."""
     try:
         yield
     except PipefitError as error:
@@ -225,7 +224,9 @@ def with_found(found: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
-    """Inside, a run that runs out of memory leaves what was there, in `target` or beside its plan, and says so."""
+    """Save the post-mortem of a run that runs out of memory in the block, in `target` or next to its plan,
+    and say so.
+    """
     from pipefit.cli.stopping import cleared_away
     from pipefit.errors import OutOfMemory
     from pipefit.schema.json_io import save
@@ -247,7 +248,7 @@ def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
 
 
 def _saved(document: Document, output: Path | None) -> Callable[[], None]:
-    """Saves a document where that is asked for."""
+    """Return a function that saves a document if `output` is given."""
 
     def save_it() -> None:
         from pipefit.schema.json_io import save

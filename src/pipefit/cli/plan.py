@@ -1,4 +1,4 @@
-"""`pipefit plan`: which layers go where, and what is recomputed or moved."""
+"""`pipefit plan`: the layers of each device, recomputation and offloading."""
 
 from __future__ import annotations
 
@@ -204,12 +204,12 @@ def command(
 
 
 def _is_model(text: str) -> bool:
-    """Whether the argument names a model, such as hf:gpt2, and not a file."""
+    """Return whether the argument names a model, such as hf:gpt2, and not a file."""
     return ":" in text and not os.path.exists(text)
 
 
 def _cluster(name: str, reserve: str | None) -> Cluster:
-    """The cluster, with the reserve that is written on all of its devices."""
+    """Return the cluster, with the given reserve on all of its devices."""
     from pipefit.schema.json_io import load_cluster
     from pipefit.units import parse_part
 
@@ -220,10 +220,10 @@ def _cluster(name: str, reserve: str | None) -> Cluster:
 
 
 def _loaded(path: str) -> ModelProfile:
-    """The profile in a file.
+    """Load the profile in a file.
 
     Raises:
-        FileError: there is none; says how a model is named, unless the file has the name of a document.
+        FileError: there is none; explains how to name a model, unless the file has the name of a document.
     """
     from pipefit.schema.json_io import load
     from pipefit.schema.profile import ModelProfile

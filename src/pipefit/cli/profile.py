@@ -1,4 +1,4 @@
-"""`pipefit profile`: what every layer of a model costs."""
+"""`pipefit profile`: the costs of a model's layers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def command(
 def _training(
     cluster: Cluster, microbatch_size: int, microbatches: int | None, schedule: str, clip_norm: float | None
 ) -> Training:
-    """How the runs train, but for the model's precision."""
+    """Return the training of the runs, except for the model's precision."""
     from pipefit.schema.training import Training
 
     count = microbatches or 4 * len(cluster.devices)
@@ -139,7 +139,7 @@ def _with_runs(
     recompute: Recompute,
     store: Path,
 ) -> ModelProfile:
-    """The profile with what training runs tell."""
+    """Return the profile with the measurements of training runs."""
     from pipefit.cli.progress import progress
     from pipefit.profiler.training_runs.incremental import profile_incrementally
     from pipefit.profiler.training_runs.trimmed import profile_trimmed
@@ -159,6 +159,6 @@ def _with_runs(
 
 
 def _blocks(stage: tuple[int, int]) -> str:
-    """The numbers of a stage's blocks, such as `3-5`."""
+    """Format the numbers of a stage's blocks, such as `3-5`."""
     start, stop = stage
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

@@ -1,6 +1,6 @@
-"""Progress on stderr, for what may take longer than two seconds: a bar on a terminal, elsewhere a line now and then.
+"""Progress on stderr for work of more than two seconds: a bar on a terminal, otherwise occasional lines.
 
-Stdout is kept for results meanwhile: what a model of the user's own prints goes to stderr as well.
+Meanwhile stdout is kept for results: output of the user's model goes to stderr too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TextIO
 from pipefit.texts import printable
 
 Report = Callable[[int, int, str], None]
-FIRST_SECONDS, SECONDS = 1.5, 5.0  # until the first line where stderr is no terminal, and from line to line
+FIRST_SECONDS, SECONDS = 1.5, 5.0  # until the first line if stderr is not a terminal, and between lines
 
 
 @contextmanager
 def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
-    """A function to call with (done, total, what is being done); a total of 0 is one that nobody knows. The bar goes
-    when the work ends.
+    """Provide a function to call with (done, total, current activity); total 0 means unknown. The bar
+    disappears at the end.
 
-    Where stderr is no terminal there are `lines`, unless the work writes lines of its own.
+    If stderr is not a terminal, `lines` are written, unless the work writes its own.
     """
     if not sys.stderr.isatty():
         told = _Lines(title, sys.stderr)
@@ -40,10 +40,10 @@ def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
     from rich.text import Text
 
     class Counts(TextColumn):
-        """So many of how many, where that is known."""
+        """Done of total, if known."""
 
         def render(self, task: Task) -> Text:
-            """Nothing before the first report."""
+            """Return the counts; empty before the first report."""
             return super().render(task) if task.total else Text()
 
     text = TextColumn("{task.description}", markup=False)
@@ -57,7 +57,7 @@ def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
 
 
 class _Lines:
-    """A line with what is being done, after a moment and then every few seconds, as long as the work takes."""
+    """Lines about the current activity, after a moment and then every few seconds, as long as the work takes."""
 
     def __init__(self, title: str, stream: TextIO) -> None:
         self._title, self._stream, self._began = title, stream, monotonic()
@@ -65,16 +65,16 @@ class _Lines:
         self._thread = Thread(target=self._write, name="pipefit-progress", daemon=True)
 
     def start(self) -> None:
-        """Begin to write; where the system has no thread left for it, nothing is written."""
+        """Start writing; without a free thread, nothing is written."""
         with suppress(RuntimeError):
             self._thread.start()
 
     def report(self, done: int, total: int, what: str) -> None:
-        """What is being done now."""
+        """Set the current activity."""
         self._now = f"{self._title}: {what}" + (f" ({done} of {total})" if total else "")
 
     def stop(self) -> None:
-        """No line is written behind the call."""
+        """Stop writing; no line is written after the call."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -82,7 +82,7 @@ class _Lines:
     def _write(self) -> None:
         seconds = FIRST_SECONDS
         while not self._ended.wait(seconds):
-            with suppress(OSError, ValueError):  # nobody reads it any more
+            with suppress(OSError, ValueError):  # no reader any more
                 print(
                     f"pipefit: {printable(self._now)}, {monotonic() - self._began:.0f} s", file=self._stream, flush=True
                 )

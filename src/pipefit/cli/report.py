@@ -43,7 +43,7 @@ def command(
     from pipefit.schema.post_mortem import PostMortem
     from pipefit.schema.trace import Trace
 
-    document = load(file)  # first, for what is no file may have no name that the page's could be made of
+    document = load(file)  # first, because no page name can be derived from the name of a missing file
     target = file.with_suffix(".html") if output is None else output
     check_output(target, file, measured)
     if not isinstance(document, Plan | Trace | PostMortem):

@@ -1,4 +1,4 @@
-"""`pipefit show`: any document, readably."""
+"""`pipefit show`: any document as text."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Signals that stop a command: Ctrl-C, and those of a scheduler, a closed terminal or a user who quits.
 
-Most of a command's time passes inside torch, where an exception from outside may be swallowed, taken for another one,
-or abort the process. There the command says a word and ends at once: nothing needs to be cleared away, because what it
-makes appears as a whole or not at all. Where workers run or a file is written (`cleared_away`), a signal is an
-exception instead. Signals that our parent told us to ignore, as nohup does, are ignored.
+Most of a command's time passes inside torch, in which an exception from outside may be swallowed,
+misinterpreted, or abort the process. There the command prints a word and ends at once: nothing needs cleanup,
+because files are written atomically. While workers run or a file is written (`cleared_away`), a signal is an
+exception instead. Signals that the parent ignores, as nohup does, are ignored.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from contextlib import contextmanager, suppress
 
 from pipefit.processes import ENDING, processes, room_for_threads
 
-STOPPED = 130  # what shells say of a command that Ctrl-C ended
+STOPPED = 130  # shells' exit code of a command that Ctrl-C ended
 _USUAL = (signal.SIG_DFL, signal.default_int_handler)
-_CLEAR = b"\r\x1b[2K\x1b[?25h"  # the line of a progress bar; and the cursor, which it hides
+_CLEAR = b"\r\x1b[2K\x1b[?25h"  # clears the line of a progress bar, and shows the cursor, which the bar hides
 
 
 class Stopped(BaseException):
-    """A signal other than Ctrl-C has come: the command clears away what it has made, and ends."""
+    """A signal other than Ctrl-C: the command cleans up and ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number  # what shells say of a command that the signal ended
+        self.exit_code = 128 + number  # shells' exit code of a command that the signal ended
 
 
 @contextmanager
 def stoppable(*, at_once: bool, to_the_end: bool = False) -> Iterator[None]:
-    """Inside, signals stop the command: at once, or by an exception; `to_the_end` also while the process ends."""
+    """Let signals stop the command in the block: at once, or by an exception; `to_the_end` also while the
+    process exits.
+    """
     with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None, stays=to_the_end):
         yield
 
 
 @contextmanager
 def cleared_away() -> Iterator[None]:
-    """Inside, a signal that would end the command at once raises an exception."""
+    """Raise an exception in the block for signals that would otherwise end the command at once."""
     with _handled(lambda number: signal.getsignal(number) is _end, None):
         yield
 
@@ -48,8 +50,8 @@ def cleared_away() -> Iterator[None]:
 def _handled(
     chosen: Callable[[int], bool], handler: Callable[[int, object], None] | None, *, stays: bool = False
 ) -> Iterator[None]:
-    """Inside, and afterwards if it `stays`, `handler` handles the signals that are chosen; without one, each raises its
-    exception.
+    """Handle the chosen signals with `handler` in the block, and afterwards if it `stays`; without a handler,
+    each raises its exception.
     """
     ours = threading.current_thread() is threading.main_thread()
     usual = {number: signal.getsignal(number) for number in ENDING if ours and chosen(number)}
@@ -64,16 +66,16 @@ def _handled(
 
 
 def _raise(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not break into the clearing away
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise Stopped(number)
 
 
 def _end(number: int, frame: object) -> None:
-    """Say a word, and end. What has been printed is kept, unless a second signal comes before it is out."""
+    """Print a word and end the process. Printed output is flushed, unless a second signal comes first."""
     for other in ENDING:
         signal.signal(other, lambda *_: os._exit(128 + number))
     word, code = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode(), 128 + number
-    if number == signal.SIGINT and not room_for_threads(1):  # OpenBLAS sends it where it can start no thread
+    if number == signal.SIGINT and not room_for_threads(1):  # OpenBLAS sends it if it cannot start a thread
         word, code = f"no more threads can be started: {processes() or 'ulimit -a shows the limits'}".encode(), 1
     with suppress(Exception):
         sys.stdout.flush()

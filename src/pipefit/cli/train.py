@@ -1,4 +1,4 @@
-"""`pipefit train`: a plan, run by one worker process for each device."""
+"""`pipefit train`: execution of a plan by one worker process per device."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def command(
     document = load_runnable(plan)
     precision = precision_of(document)
     with progress("reading the model"):
-        resolve(model, settings, precision)  # a mistake in MODEL is told here, before any worker starts
+        resolve(model, settings, precision)  # reports mistakes in MODEL before any worker starts
         from pipefit.runtime import train
         from pipefit.runtime.launch.launch import ACTION_SECONDS, START_SECONDS
 
@@ -202,7 +202,7 @@ def command(
 
 
 def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving | None:
-    """How to save; options about checkpoints are refused where none are saved."""
+    """Return the settings of checkpoints; options about checkpoints are refused if none are saved."""
     if save is not None:
         from pipefit.runtime.checkpoint.saving import Saving
 
@@ -215,7 +215,7 @@ def _saving(save: Path | None, given: dict[str, Any], restarts: int) -> Saving |
 
 
 def _planned_for(cluster: str, plan: Plan) -> Plan:
-    """The plan for the devices that are there now."""
+    """Return the plan for the current devices."""
     from pipefit.planner import plan_again
     from pipefit.schema.json_io import load_cluster
 
@@ -226,7 +226,7 @@ def _planned_for(cluster: str, plan: Plan) -> Plan:
 
 
 class _Told:
-    """What the command says of checkpoints: the one that it goes on from, what saves take, what a break leaves."""
+    """Messages about checkpoints: the resumed one, the costs of saves, and the state after an interruption."""
 
     def __init__(self, saving: Saving | None, resume: Path | None) -> None:
         from pipefit.checkpoints import Candidates
@@ -234,20 +234,22 @@ class _Told:
         self._saving, self.steps_done = saving, 0
         self.resumed = None if resume is None else Candidates(resume)
         self._bytes: dict[int, int] = {}  # of all workers, by step
-        self._still_seconds: dict[int, float] = {}  # of the worker that stood still for the longest
+        self._still_seconds: dict[int, float] = {}  # of the worker that paused longest
         if self.resumed is not None:
             checkpoint = self.resumed.take()
             self.steps_done = checkpoint.manifest.step
             on_stderr(f"going on from {checkpoint.folder}, after step {self.steps_done}")
 
     def saved(self, saved: Saved) -> None:
-        """What a save took one worker."""
+        """Record the costs of a save on one worker."""
         self._bytes[saved.step] = self._bytes.get(saved.step, 0) + saved.nbytes
         self._still_seconds[saved.step] = max(self._still_seconds.get(saved.step, 0.0), saved.still_seconds)
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Inside, a stop by a signal tells how far the training came. Errors of the training tell it themselves."""
+        """Report the progress of the training if a signal stops the block. Errors of the training report it
+        themselves.
+        """
         try:
             yield
         except Exception:
@@ -260,7 +262,7 @@ class _Told:
 
     @property
     def lines(self) -> list[str]:
-        """How many checkpoints of this training are there, how large, and how long it stood still for one."""
+        """The number and size of this training's checkpoints, and the longest pause for one."""
         if self._saving is None or not self._bytes:
             return []
         from pipefit.checkpoints.folders import whole
@@ -278,7 +280,7 @@ class _Told:
 
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
-    """The losses and the trace."""
+    """Print the losses and the trace."""
     from pipefit.cli.train_log import in_json
     from pipefit.report.traces import describe_trace
     from pipefit.schema.json_io import dumps

@@ -1,9 +1,9 @@
-"""The log of a training on stderr: a line for a step, or every two seconds, with what people look at first.
+"""The log of a training on stderr: a line every N steps or every two seconds; and the file of metrics.
 
     step 12 of 100  loss 3.2145  10,240 tokens/s  41.3 TFLOP/s  MFU 34.4 %  device 0: 20.10 GiB of 23.65 GiB
 
-FLOPs are those of the model's own forwards and backwards, without what is recomputed; MFU holds them against the peak
-of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices have no peak to speak of.
+FLOPs are those of the model's own forwards and backwards, without recomputation; MFU relates them to the peak
+of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices have no MFU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from pipefit.runtime.callbacks import StepReport
     from pipefit.schema.plan import Plan
 
-# ----------------------------------------------------------------------------------------------------
-# The file of `pipefit train --metrics`: a line of JSON for each step, there as soon as the step ends.
+# ---- The file of `pipefit train --metrics`: a line of JSON for each step, written as soon as the step ends
 
 if TYPE_CHECKING:
     from pipefit.runtime.callbacks import StepReport
@@ -39,13 +38,12 @@ _LARGEST_BYTES = 1 << 30  # of a file whose lines are kept
 
 @contextmanager
 def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
-    """A function to call with the report of each step as it ends, and figures made of it.
+    """Provide a function to call with the report of each step as it ends, and figures; it writes the step's
+    line at once.
 
-    Its line is in the file at once, whatever happens later.
-
-    Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
-    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew. So does a training
-    that is started again.
+    Seconds are those since the end of the previous step; the first step's include the start of the workers. A
+    training that resumes at step `first` keeps the lines of earlier steps, and rewrites later ones; so does a
+    restarted training.
 
     Raises:
         FileError: the file cannot be written, as on a full disk.
@@ -54,7 +52,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
         yield lambda report, figures: None
         return
     last, before = perf_counter(), _lines_before(path, first)
-    begins = dict[int, int]()  # where the line of each step begins
+    begins = dict[int, int]()  # offset of each step's line
     with _opened(path) as file:
 
         def write(text: bytes, step: int) -> None:
@@ -66,7 +64,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
         def note(report: StepReport, figures: Mapping[str, float | None]) -> None:
             nonlocal last
             now, step = perf_counter(), report.step
-            again = [done for done in begins if done >= step]  # which have been trained before
+            again = [done for done in begins if done >= step]  # steps that have been trained before
             if again:
                 file.seek(min(begins[done] for done in again))
                 file.truncate()
@@ -84,10 +82,10 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
 
 
 def _opened(path: Path) -> FileIO:
-    """The file, empty, and written without a buffer.
+    """Open the file, emptied and unbuffered.
 
     Raises:
-        FileError: the system does not let us.
+        FileError: the system refuses.
     """
     try:
         return path.open("wb", buffering=0)
@@ -96,12 +94,12 @@ def _opened(path: Path) -> FileIO:
 
 
 def in_json(loss: float) -> float | str:
-    """A loss as JSON has it: one that is not finite has no number there."""
+    """Return a loss for JSON, as text if it is not finite."""
     return loss if isfinite(loss) else str(loss)
 
 
 def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
-    """The steps before `first` of which a file of metrics has lines, and these."""
+    """Return the steps before `first` in a file of metrics, with their lines."""
     if not first or not path.is_file():
         return []
     found = list[tuple[int, bytes]]()
@@ -112,13 +110,13 @@ def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The log
 
-_SECONDS = 2.0  # from line to line, unless steps are counted
+_SECONDS = 2.0  # between lines, unless steps are counted
 
 
 class StepLog:
-    """Writes lines of the steps of a plan's training."""
+    """Writer of log lines about a plan's training."""
 
     def __init__(self, plan: Plan, steps: int) -> None:
         self._plan, self._steps, self._last = plan, steps, -inf
@@ -129,7 +127,7 @@ class StepLog:
         self._peak = sum(kind.peak_flops(plan.training.dtype) for kind in kinds) if on_gpus else 0.0
 
     def figures(self, report: StepReport) -> dict[str, float | None]:
-        """Samples, tokens and FLOPs per second of a step, and the part of the GPUs' peak that these are."""
+        """Return samples, tokens and FLOPs per second of a step, and the MFU."""
         rate = self._flops / report.seconds if report.seconds else 0.0
         return {
             "samples_per_second": report.samples_per_second,
@@ -139,7 +137,7 @@ class StepLog:
         }
 
     def tell(self, report: StepReport, *, every: int | None = None) -> None:
-        """Write a line of a step on stderr: every `every` steps, or else every two seconds; and of the last step."""
+        """Log a step on stderr: every `every` steps, or else every two seconds; and the last step."""
         now, number = monotonic(), report.step + 1
         due = number % every == 0 if every else now - self._last >= _SECONDS
         if due or number == self._steps:
@@ -147,7 +145,7 @@ class StepLog:
             print(self.line(report), file=sys.stderr, flush=True)
 
     def line(self, report: StepReport) -> str:
-        """What is told of a step."""
+        """Return the log line of a step."""
         from pipefit.units import format_number
 
         figures = self.figures(report)
@@ -169,7 +167,7 @@ class StepLog:
         )
 
     def _fullest(self, report: StepReport) -> str:
-        """The device whose tensors took most of its memory in the step."""
+        """Describe the device whose tensors took the largest share of its memory in the step."""
         from pipefit.units import format_bytes
 
         sizes = [device.memory_bytes for device in self._plan.cluster.devices]
@@ -178,6 +176,6 @@ class StepLog:
 
 
 def _flops(plan: Plan) -> int:
-    """FLOPs of the forward and backward of one microbatch, the loss included."""
+    """Return the FLOPs of the forward and backward of one microbatch, including the loss."""
     measured = plan.measurement
     return sum(cost.forward.flops + cost.backward.flops for cost in (*measured.costs, measured.loss))

@@ -1,9 +1,10 @@
-"""A plan of a decoder as other tools have it: an embedding, equal blocks, and a head, in stages of equal grids.
+"""A decoder's plan as other tools express it: an embedding, equal blocks and a head, in stages of equal
+grids.
 
-Tools for language models divide nothing else: all stages have as many replicas, of as many shards. They know neither
-tensors that move nor schedules of pipefit's own. What they cannot do is refused, all of it in one sentence, so that a
-file never trains another way than the plan says, but for recomputation: they recompute whole blocks, for all
-microbatches, so that a block of which the plan recomputes a part is recomputed whole.
+Tools for language models support only this: all stages have the same numbers of replicas and shards,
+without offloading and without pipefit's own schedules. Everything that a tool cannot do is refused, in one
+sentence, so that a file never trains differently from the plan, except for recomputation: tools recompute
+whole blocks, for all microbatches, so a partly recomputed block is recomputed whole.
 """
 
 from __future__ import annotations
@@ -21,43 +22,43 @@ from pipefit.schema.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """How many blocks each stage has, and how many of these are recomputed."""
+    """The blocks of each stage, and the recomputed blocks among them."""
 
     blocks: tuple[int, ...]
     recomputed: tuple[int, ...]
     sequence: int
-    bounds: tuple[int, ...]  # of stages, in blocks of pipefit: embedding and head count
-    norm: int  # the stage that has what follows the last block, which is the norm before the head, or both
-    tied: bool  # embedding and head share their weights
-    grid: Grid  # that of the first stage; all others are like it
+    bounds: tuple[int, ...]  # of stages, in pipefit's blocks, including embedding and head
+    norm: int  # the stage with the first block after the equal ones: the norm before the head, or both
+    tied: bool  # whether embedding and head share their weights
+    grid: Grid  # of the first stage; all others are equal
 
     def each(self, samples: int) -> int:
-        """What a replica computes of so many samples."""
+        """Return the local batch of a replica, from `samples`."""
         return samples // self.grid.data
 
     @property
     def layers(self) -> int:
-        """Blocks in all."""
+        """The total number of blocks."""
         return sum(self.blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a tool can do, in pipefit's words: its name, and values of options of `pipefit plan`."""
+    """The abilities of a tool: its name, and values of `pipefit plan`'s options."""
 
     tool: str
     schedules: Collection[str]
     precisions: Collection[str]
-    shards: Collection[str]  # what replicas may divide
+    shards: Collection[str]  # state that replicas may divide
     tensor: bool  # whether layers may be divided
 
 
 def decoder_of(plan: Plan, able: Abilities) -> Decoder:
-    """The plan as stages of decoder blocks, for a tool that is able to do this.
+    """Convert the plan to stages of decoder blocks, for a tool with these abilities.
 
     Raises:
-        UsageError: the plan does what `tool` cannot, or its model is no decoder of equal blocks; says what, and what to
-            plan instead.
+        UsageError: the tool does not support the plan, or its model is not a decoder of equal blocks; says
+            why, and what to plan instead.
     """
     tool = able.tool
     _check(plan, able)
@@ -81,7 +82,7 @@ def decoder_of(plan: Plan, able: Abilities) -> Decoder:
 
 
 def check_tokens(plan: Plan, tool: str) -> None:
-    """Check that samples are sequences of tokens: a tool that brings its own embedding reads nothing else.
+    """Check that samples are sequences of tokens, which a tool's own embedding needs.
 
     Raises:
         UsageError: they are something else, such as pictures.
@@ -94,10 +95,10 @@ def check_tokens(plan: Plan, tool: str) -> None:
 
 
 def _check(plan: Plan, able: Abilities) -> None:
-    """Check that the tool can do what the plan does outside of the model's layers; all that it cannot is told at once.
+    """Check that the tool supports the plan outside of the model's layers; reports all obstacles at once.
 
     Raises:
-        UsageError: it cannot; names what, and the options to plan with.
+        UsageError: it does not; names the obstacles, and the options to plan with.
     """
     found = dict(_impossible(plan, able))
     if found:
@@ -105,7 +106,7 @@ def _check(plan: Plan, able: Abilities) -> None:
 
 
 def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
-    """For each thing that the tool has not: the options to plan with, and what it is."""
+    """Yield the options to plan with, and the description, of each obstacle."""
     if plan.training.schedule not in able.schedules:
         yield f"--schedule {' or '.join(able.schedules)}", f"schedule {plan.training.schedule}"
     if plan.training.precision not in able.precisions:
@@ -125,7 +126,7 @@ def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
 
 
 def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
-    """Whether embedding and head share parameters; the blocks are layers `first` to `last - 1`.
+    """Return whether embedding and head share parameters; the blocks are layers `first` to `last - 1`.
 
     Raises:
         UsageError: other layers share one.
@@ -137,10 +138,10 @@ def _tied(plan: Plan, tool: str, first: int, last: int) -> bool:
 
 
 def _equal(plan: Plan, tool: str) -> tuple[int, int]:
-    """The first of the model's equal blocks, and the one behind the last.
+    """Return the half-open range of the model's equal blocks.
 
     Raises:
-        UsageError: they do not follow each other with something before and behind them.
+        UsageError: they are not consecutive, with other blocks before and after them.
     """
     kinds = plan.measurement.layers
     blocks = [kinds[start:stop] for start, stop in pairwise(plan.profile.edges)]

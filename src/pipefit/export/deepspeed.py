@@ -1,9 +1,9 @@
 """A plan as a configuration of DeepSpeed's pipeline engine: batch, precision, clipping and stages.
 
-`partition` has the first block of every stage and the number of blocks; DeepSpeed divides by a rule of its own, so give
-these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`, `self._local_stop`.
-`activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan recomputes any. Its half precisions are
-those with master weights. (DeepSpeed 0.19, `deepspeed.runtime.config`.)
+`partition` has the first block of every stage and the number of blocks. DeepSpeed divides by its own rule, so
+pass these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`,
+`self._local_stop`. `activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan
+recomputes any. Its half precisions have master weights. (DeepSpeed 0.19, `deepspeed.runtime.config`.)
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ABLE = Abilities(
 
 
 def deepspeed_config(plan: Plan) -> str:
-    """The file's text, JSON.
+    """Return the file's text, JSON.
 
     Raises:
-        UsageError: the plan does what DeepSpeed cannot; says what, and what to plan instead.
+        UsageError: DeepSpeed does not support the plan; says why, and what to plan instead.
     """
     found, training = decoder_of(plan, _ABLE), plan.training
     config: dict[str, Any] = {
@@ -40,7 +40,7 @@ def deepspeed_config(plan: Plan) -> str:
             "partition": list(found.bounds),
             "activation_checkpoint_interval": 1 if any(found.recomputed) else 0,
         },
-        "gradient_clipping": training.clip_norm or 0.0,  # 0 clips nothing; its default clips
+        "gradient_clipping": training.clip_norm or 0.0,  # 0 disables clipping; DeepSpeed's default clips
     }
     if found.grid.shard == "optimizer":
         config["zero_optimization"] = {"stage": 1}

@@ -1,8 +1,8 @@
 """Launch files for a plan: a batch script for SLURM, and an indexed Job for Kubernetes.
 
-Both start torchrun once on every host of the plan with a process for each of its devices, which runs a script of your
-own, such as examples/pipefit_loop.py, with the plan as its argument. Names of images, volumes and partitions are yours:
-they are written as places to fill in. (SLURM's sbatch; Kubernetes, batch/v1 Job with completionMode Indexed.)
+Both start torchrun once on every host of the plan, with a process for each of its devices, which runs the
+user's script, such as examples/pipefit_loop.py, with the plan as its argument. Images, volumes and partitions
+are placeholders to fill in. (SLURM's sbatch; Kubernetes, batch/v1 Job with completionMode Indexed.)
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PORT = 29500
 
 
 def slurm_script(plan: Plan, file: str) -> str:
-    """A script for sbatch that trains the plan in `file`.
+    """Return a script for sbatch that trains the plan in `file`.
 
     Raises:
-        UsageError: hosts have different numbers of the plan's devices, or the file's name is no line of text.
+        UsageError: hosts have different numbers of the plan's devices, or the file's name is not printable.
     """
     _check_name(file)
     hosts, each = _hosts(plan)
@@ -41,14 +41,15 @@ def slurm_script(plan: Plan, file: str) -> str:
 
 
 def kubernetes_job(plan: Plan, file: str) -> str:
-    """A headless Service and an indexed Job, in YAML, that train the plan in `file` of a mounted volume.
+    """Return a headless Service and an indexed Job, in YAML, that train the plan in `file` on a mounted
+    volume.
 
     Raises:
-        UsageError: hosts have different numbers of the plan's devices, or the file's name is no line of text.
+        UsageError: hosts have different numbers of the plan's devices, or the file's name is not printable.
     """
     _check_name(file)
     hosts, each = _hosts(plan)
-    name, named = _name(plan), shlex.quote(file).replace("$", "$$")  # Kubernetes makes one dollar of two
+    name, named = _name(plan), shlex.quote(file).replace("$", "$$")  # Kubernetes unescapes doubled dollars
     command = (
         f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
         f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {named}"
@@ -100,10 +101,10 @@ def _check_name(file: str) -> None:
 
 
 def _hosts(plan: Plan) -> tuple[int, int]:
-    """How many hosts the plan's devices are on, and how many of them on each.
+    """Return the number of hosts of the plan, and the number of its devices on each.
 
     Raises:
-        UsageError: not as many on each.
+        UsageError: the numbers of devices differ.
     """
     counts = Counter(plan.cluster.devices[device].host for device in plan.workers)
     if len(set(counts.values())) > 1:
@@ -116,12 +117,12 @@ def _hosts(plan: Plan) -> tuple[int, int]:
 
 
 def _name(plan: Plan) -> str:
-    """A name that SLURM and Kubernetes take: small letters, digits and dashes."""
+    """Return a name that SLURM and Kubernetes accept: lower-case letters, digits and dashes."""
     letters = (letter if letter.isascii() and letter.isalnum() else "-" for letter in plan.profile.model.lower())
     return f"pipefit-{''.join(letters)}"[:50].rstrip("-")
 
 
 def _quoted(text: str) -> str:
-    """A YAML string in single quotes."""
+    """Return a YAML string in single quotes."""
     doubled = text.replace("'", "''")
     return f"'{doubled}'"

@@ -1,11 +1,11 @@
-"""A plan as arguments of Megatron-LM: the pipeline's layout, tensor shards, the batch, and what is recomputed.
+"""A plan as arguments of Megatron-LM: the pipeline's layout, tensor shards, the batch, and recomputation.
 
-A line for each argument, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. How many replicas there are,
-Megatron takes from the number of processes, which is stages times replicas times shards. In the layout E is the
-embedding, t a decoder block and L the head with the loss; stages are divided by |. Megatron recomputes as many blocks
-on every stage: as many as the stage of the plan with the most. Its half precisions are those with master weights, and
-embedding and head share their weights unless they are told not to. (Megatron Core, "Custom Pipeline Model Parallel
-Layout", and `PipelineParallelLayerLayout`, which reads the layout.)
+One argument per line, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. Megatron derives the
+number of replicas from the number of processes, which is stages times replicas times shards. In the layout, E
+is the embedding, t a decoder block and L the head with the loss; | divides stages. Megatron recomputes
+equally many blocks on every stage: as many as the plan's stage with the most. Its half precisions have master
+weights, and embedding and head share their weights by default. (Megatron Core, "Custom Pipeline Model
+Parallel Layout", and `PipelineParallelLayerLayout`, which reads the layout.)
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ABLE = Abilities(
 
 
 def megatron_arguments(plan: Plan) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Raises:
-        UsageError: the plan does what Megatron cannot; says what, and what to plan instead.
+        UsageError: Megatron does not support the plan; says why, and what to plan instead.
     """
     found, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "Megatron")
@@ -35,7 +35,7 @@ def megatron_arguments(plan: Plan) -> str:
         ("--pipeline-model-parallel-layout", layout(found)),
         ("--micro-batch-size", str(found.each(training.microbatch_size))),
         ("--global-batch-size", str(training.batch_size)),
-        ("--clip-grad", str(training.clip_norm or 0.0)),  # 0 clips nothing; its default clips
+        ("--clip-grad", str(training.clip_norm or 0.0)),  # 0 disables clipping; Megatron's default clips
     ]
     if found.grid.tensor > 1:
         lines.append(("--tensor-model-parallel-size", str(found.grid.tensor)))
@@ -50,7 +50,7 @@ def megatron_arguments(plan: Plan) -> str:
 
 
 def layout(found: Decoder) -> str:
-    """The pipeline's layout, such as `Ettt|tttt|tttt|tL`."""
+    """Return the pipeline's layout, such as `Ettt|tttt|tttt|tL`."""
     return f"E{'|'.join('t' * count for count in found.blocks)}L"
 
 

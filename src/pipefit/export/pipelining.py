@@ -1,9 +1,9 @@
-"""A plan for torch.distributed.pipelining: where stages begin, and the order of computing as a CSV file.
+"""A plan for torch.distributed.pipelining: the starts of stages, and the compute order as a CSV file.
 
-Stages begin before a module, as `pipeline(..., split_spec=...)` takes it. In the CSV a row is a rank, a cell an action
-such as `0F0`, `0B0` or `0W0`, in the order in which the rank computes. torch adds the messages itself
-(`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of its schedules and
-recomputes inside of modules, so that neither is in the file.
+Stages begin before a module, as in `pipeline(..., split_spec=...)`. A row of the CSV is a rank, a cell an
+action such as `0F0`, `0B0` or `0W0`, in the rank's order. torch adds the messages
+(`_PipelineScheduleRuntime._load_csv(..., format="compute_only")`). It updates weights outside of its
+schedules and recomputes inside of modules, so the file has neither.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _KINDS = {
 
 
 def pipelining_csv(plan: Plan) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Raises:
-        UsageError: the plan's schedule never flushes, or a stage is on several devices: torch has neither.
+        UsageError: the plan's schedule is asynchronous, or a stage is on several devices: torch supports
+            neither.
     """
     if plan.training.endless:
         raise UsageError(
@@ -45,13 +46,14 @@ def pipelining_csv(plan: Plan) -> str:
 
 
 def split_points(plan: Plan) -> str:
-    """Where stages begin, as JSON: the module before which each one but the first does, with `BEGINNING`.
+    """Return the starts of stages as JSON: the module before which each stage but the first begins, with
+    `BEGINNING`.
 
-    In Python `{name: SplitPoint[where] for name, where in json.load(file).items()}` is the `split_spec`. A layer begins
-    with its module; what a parent computes between two modules stays with the first of them.
+    In Python `{name: SplitPoint[value] for name, value in json.load(file).items()}` is the `split_spec`. A
+    layer begins with its module; operations of a parent between two modules stay with the first of them.
 
     Raises:
-        UsageError: a stage begins with a later call of a module that has run before: torch would divide the first one.
+        UsageError: a stage begins with a later call of a module, while torch would divide at the first call.
     """
     names = [plan.profile.layers[layer] for layer in plan.boundaries]
     if again := next((name for name in names if "@" in name), None):
@@ -64,8 +66,9 @@ def split_points(plan: Plan) -> str:
 
 
 def _is_told(action: Action, starts: dict[int, int]) -> bool:
-    """Whether this is the first part of a forward, or of a backward the last: a stage that is recomputed in parts
-    computes both in several actions, and torch's stages in one.
+    """Return whether this is the first part of a forward, or the last part of a backward.
+
+    A stage that is recomputed in parts computes both in several actions, and torch's stages in one.
     """
     if action.kind not in _KINDS or action.wait:
         return False

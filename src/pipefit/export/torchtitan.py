@@ -1,9 +1,9 @@
-"""A plan as a Python file for torchtitan's configuration: its `parallelism`, `training` and what it recomputes.
+"""A plan as a Python file for torchtitan's configuration: its `parallelism`, `training` and recomputation.
 
-Import the three names in a config_registry function of a model: `replace(config, parallelism=parallelism, ...)`. Its
-modules are named as torchtitan's decoders name theirs. It recomputes blocks on all stages or on none: on all if a plan
-recomputes any. CUDA graphs are switched off, since its pipelines refuse them, and so is autocast. (torchtitan 0.3,
-`torchtitan.config.configs` and `torchtitan.trainer`.)
+Import the three names in a config_registry function of a model: `replace(config, parallelism=parallelism,
+...)`. Modules have the names of torchtitan's decoders. torchtitan recomputes blocks on all stages or on none:
+on all if a plan recomputes any. CUDA graphs are disabled, since its pipelines refuse them, and so is
+autocast. (torchtitan 0.3, `torchtitan.config.configs` and `torchtitan.trainer`.)
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pipefit.schema.plan import Plan
 from pipefit.texts import counted
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
-_PRECISIONS = ("float32", "bfloat16")  # its autocast is for one device and its replicas
+_PRECISIONS = ("float32", "bfloat16")  # torchtitan's autocast supports one device and its replicas only
 _ABLE = Abilities(
     tool="torchtitan", schedules=_SCHEDULES, precisions=_PRECISIONS, shards=("none", "parameters"), tensor=False
 )
 
 
 def torchtitan_config(plan: Plan) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Raises:
-        UsageError: the plan does what torchtitan cannot; says what, and what to plan instead.
+        UsageError: torchtitan does not support the plan; says why, and what to plan instead.
     """
     found, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "torchtitan")
@@ -36,9 +36,8 @@ def torchtitan_config(plan: Plan) -> str:
     parts[0].insert(0, "tok_embeddings")
     parts[found.norm].append("norm")
     parts[-1].append("lm_head")
-    local = found.each(
-        training.batch_size if len(parts) > 1 else training.microbatch_size
-    )  # one stage adds up gradients
+    # A single stage accumulates gradients
+    local = found.each(training.batch_size if len(parts) > 1 else training.microbatch_size)
     rows = "".join(f"        {part!r},\n" for part in parts)
     length = f"    seq_len={found.sequence},\n" if found.sequence else ""
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
@@ -60,7 +59,7 @@ def torchtitan_config(plan: Plan) -> str:
 
 
 def _replicas(found: Decoder) -> str:
-    """Lines for replicas that hold all of a stage, or divide its parameters; it divides them over all unless told."""
+    """Return lines for replicas that hold a whole stage, or divide its parameters, which is torchtitan's default."""
     if found.grid.shard == "parameters":
         return f"    data_parallel_shard_degree={found.grid.data},\n    fsdp_reshard_after_forward='always',\n"
     return f"    data_parallel_replicate_degree={found.grid.data},\n    data_parallel_shard_degree=1,\n"

@@ -1,9 +1,9 @@
-"""A trace for Perfetto (ui.perfetto.dev) and chrome://tracing: the Trace Event Format, as JSON.
+"""Traces for other viewers: the Trace Event Format for Perfetto and chrome://tracing, and memory snapshots.
 
-Every device is a process. Its streams are threads, on which every action is a complete event, and its memory by
-category is a counter. Events of one thread may not overlap, so that a stream in which several messages or copies are
-under way at once has several threads. Times are microseconds; those of a dry run are positions. (Google, "Trace Event
-Format".)
+In the Trace Event Format (JSON), every device is a process. Its streams are threads, on which every action is
+a complete event, and its memory by category is a counter. Events of one thread may not overlap, so a stream
+with concurrent messages or copies has several threads. Times are microseconds; those of a dry run are
+positions. (Google, "Trace Event Format".)
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from typing import Any
 from pipefit.schema.actions import Kind, parse_action
 from pipefit.schema.trace import CATEGORIES, DeviceTrace, Event, Stream, Trace
 
-# ----------------------------------------------------------------------------------------------------
-# A trace as a snapshot of memory that pytorch.org/memory_viz draws, and `torch.cuda._memory_viz` reads.
+# ---- Memory snapshots for pytorch.org/memory_viz and `torch.cuda._memory_viz`
 #
-# A trace knows the level of every category at the peak of each action, and not every tensor. So each category
-# is told as a pile of blocks: where its level rises, a block is laid on it; where it falls, blocks are taken
-# off its top. Frames are the action and the category. Heights are the trace's own, to the byte. The file is a
-# pickle of dictionaries, lists, texts and numbers, as the page wants it.
+# A trace has the level of every category at the peak of each action, not every tensor. So each category is a
+# pile of blocks: if its level rises, a block is added; if it falls, blocks are removed from the top. Frames
+# are the action and the category. Levels are exact to the byte. The file is a pickle of dictionaries, lists,
+# texts and numbers, as the viewer requires.
 
-_ROOM = 1 << 44  # addresses for each category
+_ROOM = 1 << 44  # addresses per category
 
 
 def memory_snapshot(trace: Trace) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     return pickle.dumps(snapshot(trace), protocol=4)
 
 
 def snapshot(trace: Trace) -> dict[str, Any]:
-    """The snapshot as plain data: for each device its events, and the segments that are there at the end."""
+    """Return the snapshot as plain data: the events of each device, and the segments at the end."""
     traces = [_events(device) for device in trace.devices]
     segments = [segment for number, events in enumerate(traces) for segment in _left(number, events)]
     return {
@@ -46,7 +45,7 @@ def snapshot(trace: Trace) -> dict[str, Any]:
 
 
 def _events(device: DeviceTrace) -> list[dict[str, Any]]:
-    """Allocations and frees in the order of the samples."""
+    """Return allocations and frees in the order of the samples."""
     events: list[dict[str, Any]] = []
     piles: list[list[int]] = [[] for _ in CATEGORIES]  # sizes of blocks, the top last
     for sample in device.memory:
@@ -54,7 +53,7 @@ def _events(device: DeviceTrace) -> list[dict[str, Any]]:
         moments = []
         for number, level in enumerate(sample.bytes):
             moments += _moved(number, piles[number], level)
-        moments.sort(key=lambda moment: moment[0] != "free_completed")  # first down, then up: no peak that never was
+        moments.sort(key=lambda moment: moment[0] != "free_completed")  # frees first, so that no false peak appears
         for action, number, below, size in moments:
             category = {"name": CATEGORIES[number].value, "filename": "", "line": 0}
             events.append(
@@ -71,7 +70,7 @@ def _events(device: DeviceTrace) -> list[dict[str, Any]]:
 
 
 def _moved(number: int, pile: list[int], level: int) -> list[tuple[str, int, int, int]]:
-    """What brings a category to a level: blocks taken off, and one laid on."""
+    """Return the events that bring a category to a level: removed blocks, and an added one."""
     found = []
     while sum(pile) > level:
         size = pile.pop()
@@ -83,7 +82,7 @@ def _moved(number: int, pile: list[int], level: int) -> list[tuple[str, int, int
 
 
 def _left(device: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A segment for each block that is never freed."""
+    """Return a segment for each block that is never freed."""
     there: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["action"] == "alloc":
@@ -112,14 +111,14 @@ def _segment(device: int, event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Trace Event Format
 
 _STREAMS = ("computing", "messages", "copies away", "copies back")
 _MICROSECONDS = 1e6
 
 
 def perfetto(trace: Trace) -> str:
-    """The trace as one JSON object."""
+    """Return the trace as one JSON object."""
     events = [one for device in trace.devices for one in _device(trace, device)]
     shown = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": trace.source}}
     return json.dumps(shown, separators=(",", ":"), allow_nan=False)
@@ -150,7 +149,7 @@ def _device(trace: Trace, device: DeviceTrace) -> Iterator[dict[str, Any]]:
 
 
 def _threads(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """The events of every thread, by its name: each on the first one of its stream that is free."""
+    """Return the events of every thread, by its name: each event is on the first idle thread of its stream."""
     found: dict[str, list[Event]] = {name: [] for name in _STREAMS}
     for event in sorted(events, key=lambda one: one.start_seconds):
         name = _STREAMS[_stream(event)]
@@ -161,7 +160,7 @@ def _threads(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def _stream(event: Event) -> int:
-    """Copies in both directions run beside each other, and are two streams here."""
+    """Return the thread group of an event; copies in opposite directions overlap, and have separate ones."""
     if event.stream is Stream.COPY:
         return 3 if parse_action(event.action).kind is Kind.RELOAD else 2
     return 0 if event.stream is Stream.COMPUTE else 1

@@ -1,1 +1,1 @@
-"""What is the largest that fits: searches over plans, each end of the answer certified by the dry run."""
+"""The largest size that fits, plans of tasks, and the overview of what fits."""

@@ -1,6 +1,7 @@
-"""A plan as an attempt: whether every device and every host has the memory that it needs; and plans that are soon made.
+"""Attempts: plans with a check whether every device and host has room, plans that are found fast, and plans
+of tasks.
 
-A plan that fits is proof enough that something does, however slow its steps are.
+A plan that fits proves that something does, however slow its steps are.
 """
 
 from __future__ import annotations
@@ -26,33 +27,34 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulate import Simulation
 
-_PARTS = 1.0, 0.75, 0.5, 0.25  # of every stage's layers that hosts update: less of them where hosts have no room
+_PARTS = 1.0, 0.75, 0.5, 0.25  # shares of every stage's layers that hosts update; less if hosts lack room
 
 
 def attempt(value: int, plan: Plan) -> Attempt:
-    """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes anything."""
+    """Return the attempt of a value with this plan. Simulates the plan if it offloads or recomputes anything."""
     short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
     return Attempt(value=value, plan=plan, shortage=short)
 
 
 def soon_fitting(value: int, question: Question) -> Attempt | None:
-    """The first attempt that fits of those that are soon made, with more and more done about memory; None if none does.
+    """Return the first attempt that fits among plans that are found fast, with increasing memory techniques;
+    None if none fits.
 
-    The question allows plans that do not fit.
+    The question must allow plans that do not fit.
     """
     found = (attempt(value, plan) for plan in _soon(question))
     return next((one for one in found if one.fits), None)
 
 
 def _soon(question: Question) -> Iterator[Plan]:
-    """The leanest plans that keep everything, and that recompute all blocks; such whose hosts update layers, and such
-    whose hosts have parameters and gradients between passes too.
+    """Yield the leanest plans that keep everything or recompute all blocks, then plans whose hosts update
+    layers, and then hold parameters and gradients between passes too.
     """
     asked = question.options.recompute
     ways: tuple[Recompute, ...] = ("never", "always", "stages") if asked == "never" else (asked,)
     if exact_in_time(question):
         for recompute in ways:
-            with suppress(UsageError):  # layers that cannot run again
+            with suppress(UsageError):  # layers that cannot be recomputed
                 options = replace(question.options, recompute=recompute)
                 yield solved(replace(question, options=options), PLANNERS["exact"], name="exact")
     for part in _PARTS:
@@ -62,35 +64,34 @@ def _soon(question: Question) -> Iterator[Plan]:
         yield solved(question, partial(at_hosts, part=1.0, moves=ALL_AWAY), name="lean")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Plans of tasks: profiles are made on the way, for the microbatch sizes and shards that planning looks at.
+# ---- Plans of tasks: profiles are made on demand, for the microbatch sizes and shards that planning needs
 
 
 class Proposal(NamedTuple):
-    """A plan without its alternatives, and what it comes to: itself, or another one where the model does otherwise than
-    its profiles say.
+    """A plan without its alternatives, and its final answer: itself, or another plan if the model's traces
+    differ from its profiles.
     """
 
     plan: Plan
     answer: Callable[[], Answer]
 
     def settled(self) -> Plan:
-        """What it comes to, with its alternatives."""
+        """Return the final plan, with its alternatives."""
         return self.answer().complete()
 
 
 def sizes_asked(training: Training | None, asked: Asked) -> tuple[int, ...]:
-    """The microbatch sizes that may be asked for, slices of them included."""
+    """Return the microbatch sizes that planning may need, including local batches."""
     batch, size, count = asked.get("batch_size"), asked.get("microbatch_size"), asked.get("microbatches")
     if training is not None:
         size = training.microbatch_size
     elif size is None:
         size = batch // count if batch and count else batch
-    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)  # others are refused where all is checked
+    return sizes_of(size) if size and 0 < size <= MOST_SAMPLES else (1,)  # other values fail in the later checks
 
 
 def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devices: int) -> list[int]:
-    """The sizes of `sizes_asked` in the order in which they are likely to be asked for."""
+    """Return the sizes of `sizes_asked`, the likeliest first."""
     chosen = training is None and asked.get("microbatch_size") is None and asked.get("microbatches") is None
     return by_distance(sizes, sizes[-1], devices) if chosen else sorted(sizes, reverse=True)
 
@@ -105,14 +106,15 @@ def plan_on_the_way(
     runs_dry: bool = False,
     **asked: Unpack[Asked],
 ) -> Proposal:
-    """A plan whose profiles, as far as it has them, come to be those of traces; layers may be divided between `shards`
-    ranks, `along` positions too. It is held against traces from now on until it is settled.
+    """Plan with profiles made on demand; layers may be divided between `shards` ranks, with `along` also
+    along positions.
 
-    With `runs_dry` alternatives are looked for beside the dry run that follows. Other arguments are those of
-    `pipefit.planner.plan`.
+    Profiles derived from those of other sizes are compared with traces in the background until the proposal is settled.
+    With `runs_dry`, alternatives are searched in parallel with the dry run that follows. Other arguments are
+    those of `planner.plan`.
 
     Raises:
-        InfeasibleError: no plan fits, by such profiles; as it is settled, too.
+        InfeasibleError: no plan fits, by such profiles; also when the proposal is settled.
     """
     make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
     try:

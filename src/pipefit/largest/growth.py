@@ -1,6 +1,6 @@
-"""What can grow: a setting of the model, the microbatch, the number of devices, or the memory of each.
+"""Growing quantities: a setting of the model, the microbatch, the number of devices, or the memory of each.
 
-In the first two cases the largest value that fits is wanted, in the others the smallest.
+For the first two, the largest value that fits is searched; for the others, the smallest.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from pipefit.schema.fit import Attempt, Sense, named_value
 from pipefit.schema.profile import Target
 from pipefit.units import format_bytes
 
-_EACH = 4  # samples, or microbatches, for each device
-_EFFORT = 0.1  # the part of its budget that a planner which simulates has for a value
-_RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3.0 x16 reach
+_EACH = 4  # samples, or microbatches, per device
+_EFFORT = 0.1  # share of its budget that a simulating planner has per value
+_RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: the rate of copies over PCIe 3.0 x16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """How the model is to be trained, whatever grows.
+    """The training, whatever grows.
 
-    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, which is 1 unless it is given.
-    Without any of the three it is four samples for each device of the cluster, and without `microbatches` alone four
-    microbatches. Planners that choose the size of microbatches do so where only a batch is known. Those that put stages
-    on several devices choose replicas, what these divide, and, where nothing fits without them, tensor-parallel shards;
-    `data` and `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget
-    for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would
-    take many times as long.
+    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, default 1. Without
+    any of these, it is four samples for each device of the cluster; without `microbatches`, four microbatches
+    per device. Planners that choose microbatch sizes do so only if a batch alone is given. Planners that put
+    stages on several devices choose replicas, what these divide, and, if nothing fits otherwise,
+    tensor-parallel shards; `data` and `tensor` fix the degrees of all stages. The joint planner has a tenth
+    of its budget for each value, and keeps gradients and parameters on the devices, because moving them in
+    every pass would make a step many times as long.
 
     Raises:
-        UsageError: there is no such planner or schedule, or the numbers do not go together.
+        UsageError: no such planner or schedule, or the numbers do not fit together.
     """
 
     cluster: Cluster
@@ -64,7 +64,8 @@ class Demand:
         check_first(numbers, self.cluster, Options(), numbers.sizes(None, chooses=True))
 
     def check_degrees(self, devices: int) -> None:
-        """Check, before a profile is made, that so many devices are enough for a stage as it is asked for.
+        """Check, before a profile is made, that `devices` devices are enough for a stage of the requested
+        degrees.
 
         Raises:
             UsageError: they are too few.
@@ -72,7 +73,7 @@ class Demand:
         check_degrees(self.data or 1, devices, data=self.data, tensor=self.tensor)
 
     def numbers(self, microbatch_size: int | None = None) -> Numbers:
-        """The numbers among the arguments of a plan."""
+        """Return the numbers among the arguments of a plan."""
         asked = self.asked(microbatch_size)
         return Numbers(
             batch_size=asked.get("batch_size"),
@@ -82,7 +83,7 @@ class Demand:
         )
 
     def asked(self, microbatch_size: int | None = None) -> Asked:
-        """The arguments of a plan, for microbatches of so many samples if the demand does not say of how many."""
+        """Return the arguments of a plan; `microbatch_size` replaces the demand's if given."""
         size, each = microbatch_size or self.microbatch_size, _EACH * len(self.cluster.devices)
         asked = Asked(
             schedule=self.schedule,
@@ -101,10 +102,10 @@ class Demand:
         return Asked(**asked, microbatch_size=size or 1, microbatches=self.microbatches or each)
 
     def profiles(self, task: Task, microbatch_size: int | None = None) -> OnDemand:
-        """What the layers of `task` cost, in microbatches of as many samples as are asked for.
+        """Return the on-demand profiles of `task`, with the smallest microbatch size profiled.
 
         Raises:
-            UsageError: the smallest of them cannot be profiled.
+            UsageError: the smallest size cannot be profiled.
         """
         sizes = sizes_asked(None, self.asked(microbatch_size))
         known = OnDemand(task, target=self.target, threads=self.threads, sizes=sizes)
@@ -113,17 +114,17 @@ class Demand:
 
     @property
     def searches(self) -> bool:
-        """Whether a plan takes a search that a short one may spare: of `joint`, unless its stages are to have replicas
-        or shards.
+        """True if planning takes a search that a fast plan may spare: of `joint`, unless stages must have
+        replicas or shards.
         """
         return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
 
     def soon(
         self, value: int, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None
     ) -> Attempt | None:
-        """An attempt that fits, if one is soon found: of the smallest microbatches on one device a stage."""
+        """Return an attempt that fits, if found fast: with the smallest microbatches and one device per stage."""
         within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
-        with suppress(UsageError):  # whoever plans it is told
+        with suppress(UsageError):  # reported when it is planned
             size = numbers.sizes(known, chooses=True)[0]
             costs = known(size)
             question = Question(
@@ -137,8 +138,8 @@ class Demand:
         return None
 
     def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
-        """The plan, whether or not it fits: without shards, or with the fewest with which it fits; with sequence
-        parallelism where it can be had and lowers what the planner minimises.
+        """Return the plan, even if it does not fit: without shards, or with the fewest shards that make it
+        fit; with sequence parallelism if possible and if it lowers what the planner minimises.
         """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
         make = partial(plan_on_the_way, known, within, **asked)
@@ -147,17 +148,17 @@ class Demand:
         found = _divided(make, ranks, along=chooses and ranks > 1)
         while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, found.plan).fits:
             ranks *= 2
-            with suppress(UsageError):  # so many ranks cannot divide the layers
+            with suppress(UsageError):  # this many ranks cannot divide the layers
                 divided = _divided(make, ranks, along=True)
                 found = divided if attempt(0, divided.plan).fits else found
         return found
 
 
 def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
-    """The plan with so many shards, which may divide positions too (`along`) if they can.
+    """Return the plan with `ranks` shards, which may also divide positions (`along`) if possible.
 
     Raises:
-        UsageError: so many ranks cannot divide the layers.
+        UsageError: this many ranks cannot divide the layers.
     """
     if along:
         with suppress(UsageError):
@@ -167,11 +168,11 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What grows, through which values, and what follows from each: the task, its profiles, a plan for them, and an
-    attempt that fits, if one is soon found; `searches` says that a plan is not soon made itself.
+    """A growing quantity, its values, and for each the task, its profiles, a plan, and an attempt that is
+    found fast and fits; `searches` says that a plan itself takes a search.
 
-    A `UsageError` from the task or from its profiles means that the model cannot have this value, and the search goes
-    on; one from the plan means that no plan can be made as demanded, and ends it.
+    A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
+    continues; one from the plan means that no plan satisfies the demand, and ends the search.
     """
 
     name: str
@@ -184,12 +185,12 @@ class Growth:
     searches: bool
 
     def named(self, value: int) -> str:
-        """`layers=12`, or `memory=13.50 GiB`."""
+        """Format a value with its name: `layers=12`, or `memory=13.50 GiB`."""
         return f"{self.name}={named_value(self.name, value)}"
 
 
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
-    """The largest value of a setting: `make(value)` describes the model."""
+    """Search the largest value of a setting; `make(value)` describes the model."""
     demand.check_degrees(len(demand.cluster.devices))
     return Growth(
         name=name,
@@ -204,10 +205,10 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
 
 
 def batch(task: Task, demand: Demand, values: range) -> Growth:
-    """The largest microbatch, in samples; how many there are stays.
+    """Search the largest microbatch, in samples, with a fixed number of microbatches.
 
     Raises:
-        UsageError: the demand says of how many samples the batch of a step is.
+        UsageError: the demand fixes the number of samples of the batch.
     """
     if demand.batch_size is not None:
         raise UsageError(
@@ -227,11 +228,12 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def devices(task: Task, demand: Demand, values: range) -> Growth:
-    """The fewest devices of the cluster's kind, up to one for every block; where stages may have several, for every
-    block and sample of a microbatch.
+    """Search the fewest devices of the cluster's kind, up to one for every block, or, if stages may have
+    several, for every block and sample of a microbatch.
 
     Raises:
-        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond those.
+        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond this
+            limit.
     """
     cluster = demand.cluster
     if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
@@ -261,10 +263,10 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def memory(task: Task, demand: Demand, values: range) -> Growth:
-    """The least memory, in bytes, that every device of the cluster must have; it is more than they leave as a reserve.
+    """Search the least memory, in bytes, that every device of the cluster must have, above its reserve.
 
     Raises:
-        UsageError: none of the values is.
+        UsageError: no value is above the reserve.
     """
     demand.check_degrees(len(demand.cluster.devices))
     reserve = max(device.reserve_bytes or 0 for device in demand.cluster.devices)
@@ -288,7 +290,9 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:
-    """The first `count` devices; those beyond the cluster's own reach all others at the rate of its slowest link."""
+    """Return a cluster of the first `count` devices; additional ones reach all others at the rate of its
+    slowest link.
+    """
     have = len(cluster.devices)
     if count == have:
         return cluster
@@ -299,22 +303,26 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
-    """The same cluster with `nbytes` on every device."""
+    """Return the cluster with `nbytes` on every device."""
     if _is_named(cluster):
         return Cluster.emulated((len(cluster.devices), nbytes))
     return replace(cluster, devices=tuple(replace(one, memory_bytes=nbytes) for one in cluster.devices))
 
 
 def _is_named(cluster: Cluster) -> bool:
-    """Whether a cluster is nothing but what a name such as `emulated:4x256MiB` says, so that others like it have such
-    names too. Emulated devices of a file have a kind, hosts and links of their own.
+    """Return whether a cluster equals the one that a name such as `emulated:4x256MiB` means, so that variants
+    have names too.
+
+    Emulated devices of a file have their own kind, hosts and links.
     """
     alike = len(cluster.devices), cluster.devices[0].memory_bytes
     return cluster.backend == "emulated" and cluster == Cluster.emulated(alike)
 
 
 def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
-    """The links among the first `count` devices and the hosts; and one for all if there are more than there were."""
+    """Return the links among the first `count` devices and the hosts, and one for all if there are additional
+    devices.
+    """
     present = {*map(Member.device, range(count)), *map(Member.host, range(len(cluster.hosts)))}
     among = (
         (link, tuple(member for member in link.members if member in present or member.kind is MemberKind.DISK))

@@ -1,10 +1,9 @@
-"""Does a model fit, on one screen: on 1, 2, 4 and 8 devices, kept, recomputed and moved, in every precision.
+"""The overview of `pipefit fit`: what fits on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every
+precision.
 
-Every number is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
-Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds. Costs a profile for
-each size of microbatch and each precision, a fraction of a second for each plan that keeps everything, and a short
-search for each that does not. For one number exactly, such as the largest microbatch, `pipefit.largest.search` is
-the place.
+Every number is a plan's: peaks are those that `pipefit plan` predicts, compared with budgets. Microbatches
+are powers of two, or of four for models of many layers, whose profiles take seconds. For one exact number,
+such as the largest microbatch, use `largest.search`.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from pipefit.simulate import simulate
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 
-_COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
-_MANY_LAYERS = 200  # of which a profile takes seconds
+_COUNTS = (1, 2, 4, 8)  # devices, in addition to the cluster's number
+_MANY_LAYERS = 200  # from here on, a profile takes seconds
 _SIZES, _SIZES_OF_MANY = tuple(1 << n for n in range(9)), (1, 4, 16)
 _PRECISIONS: tuple[Precision, ...] = ("float32", "mixed-bfloat16", "bfloat16", "master-bfloat16")
-_EFFORT = 0.01  # the part of its budget that the joint planner has for a plan
+_EFFORT = 0.01  # share of its budget that the joint planner has for a plan
 _MEANS: dict[How, Means] = {
     "recomputed": Means(host=False, peers=False, spill=False),
     "moved": Means(spill=False),
@@ -55,7 +54,7 @@ _MEANS: dict[How, Means] = {
 
 
 class _Asked(TypedDict):
-    """Arguments besides model and cluster."""
+    """Arguments other than model and cluster."""
 
     microbatches: int | None
     schedule: str
@@ -73,13 +72,13 @@ def fit(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Overview:
-    """Look at the whole question of `model` on devices like those of `cluster`, of equal kind and memory.
+    """Show what fits of `model` on devices like those of `cluster`, which must be of equal kind and memory.
 
-    `cluster` may be a name or a file, as `load_cluster` takes them; `microbatches` None is four for each device.
-    Otherwise arguments are those of `pipefit.plan`. Print the answer, or end a notebook's cell with it.
+    `cluster` may be a name or a file, as for `load_cluster`; `microbatches` None means four for each device.
+    Other arguments are those of `pipefit.plan`. Print the result, or end a notebook's cell with it.
 
     Raises:
-        UsageError: what is no task or cluster, a cluster of devices of different kinds or sizes, or a task that
+        UsageError: not a task or cluster, a cluster of devices of different kinds or sizes, or a task that
             cannot be profiled.
     """
     instance("model", model, Task, "pipefit.Task says how a module is trained")
@@ -110,7 +109,7 @@ def _looked_at(
     threads: int,
     progress: Progress | None,
 ) -> Overview:
-    """The answer of `fit`, for the kernels of a target."""
+    """Return the result of `fit` for the kernels of a target."""
     profiles = OnDemand(model, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
     chain = profiles.chain()
     look = _Look(
@@ -139,39 +138,39 @@ def _looked_at(
 
 
 def _silent(done: int, total: int, what: str) -> None:
-    """For who does not want to hear of progress."""
+    """Ignore progress."""
 
 
 @dataclass
 class _Look:
-    """The plans that were looked at, each made once."""
+    """The plans that were compared, each made once."""
 
     profiles: Callable[[int], ModelProfile]
     cluster: Cluster
     microbatches: int | None
     schedule: str
     say: Progress
-    many: bool  # layers
+    many: bool  # whether the model has many layers
     known: dict[tuple[int, int, How], Attempt] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of microbatches that may be looked at."""
+        """The possible sizes of microbatches."""
         return _SIZES_OF_MANY if self.many else _SIZES
 
     @cached_property
     def counts(self) -> list[int]:
-        """The numbers of devices that are looked at: each has a block at least."""
+        """The numbers of devices to compare; each device has at least one block."""
         most = len(self.profiles(1).edges) - 1
         return sorted({min(count, most) for count in {*_COUNTS, len(self.cluster.devices)}})
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The sizes of microbatches that were looked at."""
+        """The sizes of microbatches that were compared."""
         return tuple(sorted({size for _, size, _ in self.known}))
 
     def at(self, devices: int, size: int, how: How) -> Attempt:
-        """The plan of so many devices and microbatches of so many samples."""
+        """Return the plan for this number of devices and samples per microbatch."""
         key = devices, size, how
         if key not in self.known:
             self.say(
@@ -205,7 +204,7 @@ class _Look:
         return plan
 
     def reach(self, devices: int) -> Reach:
-        """What so many devices hold; what more may be done for begins at the largest that fits without it."""
+        """Return the capacity of `devices` devices; each technique begins at the largest size that fits without it."""
         largest, least = list[Attempt | None](), 0
         for how in HOWS:
             best = self._largest(devices, how, least)
@@ -222,10 +221,10 @@ class _Look:
         )
 
     def _largest(self, devices: int, how: How, least: int) -> Attempt | None:
-        """The largest size that fits, from that in place `least` on; None if none of them does.
+        """Return the largest size that fits, from index `least` on; None if none does.
 
-        So many samples hardly need more than as many times one of them: smaller sizes are not looked at unless that
-        size does not fit.
+        n samples need at most about n times the memory of one: smaller sizes are tried only if that size does
+        not fit.
         """
         one = self.at(devices, 1, "kept")
         start = max(least, self._place(one.budget_bytes // one.need_bytes))
@@ -240,12 +239,12 @@ class _Look:
         return next((one for one in reversed(found) if one.fits), None)
 
     def _place(self, size: int) -> int:
-        """The place of the largest size up to this one, 0 if there is none."""
+        """Return the index of the largest size up to `size`, 0 if there is none."""
         return max(sum(known <= size for known in self.sizes) - 1, 0)
 
     def replicated(self) -> Iterator[Replicated]:
-        """All devices with the whole model each, a sample of their own, and more and more of the state divided; and if
-        nothing fits, with state at hosts.
+        """Yield plans in which every device has the whole model and its own sample, dividing more and more of
+        the state; if nothing fits, with state at hosts.
         """
         question = self._of_replicas()
         if question is None:
@@ -272,7 +271,7 @@ class _Look:
             )
 
     def _of_replicas(self) -> Question | None:
-        """The question of as many replicas of one stage as there are devices; None if there can be none."""
+        """Return the question of one stage with a replica on every device; None if the model cannot have replicas."""
         devices = len(self.cluster.devices)
         if devices == 1 or (self.schedule in ENDLESS):
             return None
@@ -295,7 +294,7 @@ class _Look:
         return None
 
     def in_precision(self, precision: Precision) -> InPrecision:
-        """What one sample with all of it kept takes, of profiles in this precision."""
+        """Return the memory of one sample with everything kept, from profiles in this precision."""
         one = self.at(1, 1, "kept")
         return InPrecision(
             precision=precision,
@@ -306,10 +305,10 @@ class _Look:
 
 
 def impossible(profile: ModelProfile, cluster: Cluster) -> str:
-    """Why no plan fits, whatever it divides, moves or recomputes; empty if that is not proven.
+    """Return why no plan fits, with any division, offloading or recomputation; empty if that is not proven.
 
-    Parameters and optimizer state are somewhere between steps; and a device that computes a layer, or one of as many
-    ranks as there are devices, has its part of the layer's bytes.
+    Parameters and optimizer state must be somewhere between steps; and a device that computes a layer, or one
+    of n ranks on n devices, has its part of the layer's bytes.
     """
     measured = profile.at(1)
     parameters, _, state = _state(measured)
@@ -332,15 +331,17 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
 
 
 def _loss_bytes(profile: ModelProfile) -> int:
-    """The least that the loss takes of a device for one sample: that, or layers without parameters before it."""
+    """Return a lower bound of a device's bytes for the loss of one sample, or for layers without parameters
+    before it.
+    """
     measured, start = profile.at(1), profile.edges[-2]
     costs = (cost for cost in (*measured.costs[start:], measured.loss) if not cost.parameters)
     return max(cost.least_bytes for cost in costs)
 
 
 def _state(measured: Measurement) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state of the whole model."""
-    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each is there once
+    """Return the bytes of parameters, gradients and optimizer state of the whole model."""
+    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each counts once
     return (
         sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
         sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
@@ -349,7 +350,7 @@ def _state(measured: Measurement) -> tuple[int, int, int]:
 
 
 def _others(task: Task, own: Precision, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
-    """The usual precisions but the task's own one."""
+    """Yield the usual precisions other than the task's own."""
     chains = dict[object, Chains]()
     for precision in (other for other in _PRECISIONS if other != own):
         cast = replace(task, precision=precision)
@@ -365,6 +366,6 @@ def _others(task: Task, own: Precision, look: _Look, target: Target, threads: in
 
 
 def _filled(limiting: Attempt) -> dict[Category, int]:
-    """What holds the bytes of the device that limits, at its peak."""
+    """Return the bytes of the limiting device at its peak, by category."""
     peak = simulate(limiting.plan).devices[limiting.device].peak
     return {} if peak is None else peak.by_category

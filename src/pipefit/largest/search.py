@@ -1,9 +1,10 @@
-"""The search: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
+"""The search for two neighbouring values: one that fits and the next, which does not; both verified by dry
+runs.
 
-Most values have a plan that is soon made and fits, or are far beyond those that have one. So the values are gone
-through with such plans first, and with whole searches only from the last of them on, mostly of that one and a few more.
-A dry run costs every action of two steps: only the two neighbours are run. Where one contradicts its plan, the search
-goes on with the peaks of the dry run. Alternatives are looked for to the plan of the answer alone.
+Most values have a plan that is found fast and fits, or are far beyond the edge. So the search first uses such
+plans, and full plans only from the last value that fits, mostly for it and a few more. Only the two
+neighbours are run dry; if a dry run contradicts its plan, the search continues with the dry run's peaks. Only
+the answer's plan gets alternatives.
 """
 
 from __future__ import annotations
@@ -20,36 +21,34 @@ from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
 
-# ----------------------------------------------------------------------------------------------------
-# The largest number of which a statement is true: exponential search, then bisection.
+# ---- The edge of a statement: exponential search, then bisection
 #
-# The statement is true up to some number and false beyond it. Finding the two neighbours at the edge takes
-# about 2 log2(n) judgements if the edge is n places from the start, however far the end is. A number may also
-# be refused: the statement has no answer there (a hidden size that is no multiple of the number of heads).
-# Then the next larger number is judged; refusals are assumed to be cheap.
+# The statement is true up to some number and false beyond it. Finding the two neighbours takes about 2
+# log2(n) evaluations if the edge is n places from the start. A number may also be refused: the statement has
+# no answer (a hidden size that is not a multiple of the number of heads). Then the next larger number is
+# tried; refusals are assumed to be cheap.
 #
-# Who knows where the edge is likely to be may say so (`Guess`): such a number is judged in place of the
-# middle, or of one twice as far, until a few have left more than half of what there was, or have been nearer.
-# A wrong guess costs a judgement, and never changes the answer. None is followed much farther than what is
-# known, for a number far beyond the edge may take very long to judge.
+# A `Guess` of the edge replaces the middle, or the doubled distance, until a few guesses have left more than
+# half of the interval, or have been nearer. A wrong guess costs an evaluation and never changes the answer.
+# Guesses far beyond known numbers are not followed, because evaluating these may take very long.
 
-_GUESSES = 3  # that may leave more than half of the numbers, or be nearer than twice as far
-_FAR = 16  # times what is known to be true, beyond which no guess is followed
-PATIENCE = 64  # refusals in a row, after which nothing larger is asked for
+_GUESSES = 3  # guesses that may leave more than half of the numbers, or be nearer than the doubled distance
+_FAR = 16  # limit of a guess, as a multiple of the largest number known to be true
+PATIENCE = 64  # consecutive refusals after which the search stops
 
 Judge = Callable[[int], bool | None]
-Guess = Callable[[int], int]  # the largest number that is likely to be true, by the largest that is known to be
+Guess = Callable[[int], int]  # from the largest number known to be true to the likely edge
 
 
 class Edge(NamedTuple):
-    """The largest number found true and the smallest found false; all between were refused. None: there is no such."""
+    """The largest number found true and the smallest found false; all numbers between were refused. None: not found."""
 
     holds: int | None
     fails: int | None
 
 
 def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
-    """The edge of a statement among rising `numbers`. `judge` says True, then False; None is a refusal."""
+    """Find the edge of a statement among rising `numbers`. `judge` returns True, then False; None is a refusal."""
     place = _accepted(judge, numbers, range(min(len(numbers), PATIENCE)))
     if place is None:
         return Edge(None, None)
@@ -68,10 +67,11 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
 
 
 def _gallop(judge: Judge, numbers: range, first: int, guess: Guess | None) -> tuple[int, int | None]:
-    """From a place that holds, in strides: the last that holds, and a later one that fails, if there is one.
+    """Search in strides from a place that holds; return the last place that holds, and a later one that
+    fails, if any.
 
-    Strides double, or are as long as a guess says; where everything ahead is refused they are halved, down to the very
-    next numbers.
+    Strides double, or follow a guess; if everything ahead is refused, they are halved, down to the very next
+    numbers.
     """
     low, stride, last, left = first, 1, len(numbers) - 1, _GUESSES
     while low < last:
@@ -94,39 +94,40 @@ def _gallop(judge: Judge, numbers: range, first: int, guess: Guess | None) -> tu
 
 
 def _place(numbers: range, number: int, low: int, high: int) -> int:
-    """The place of a number, or of the nearest one before it; kept between `low` and `high`."""
+    """Return the index of a number, or of the nearest one before it, limited to between `low` and `high`."""
     return max(low + 1, min((number - numbers.start) // numbers.step, high - 1))
 
 
 def _between(judge: Judge, numbers: range, low: int, high: int, wanted: int) -> int | None:
-    """A place between `low` and `high` that is not refused: the nearest from `wanted` up, or else down from it."""
+    """Return an index between `low` and `high` that is not refused: the nearest from `wanted` up, or else down."""
     above = _accepted(judge, numbers, range(max(wanted, low + 1), high))
     return above if above is not None else _accepted(judge, numbers, range(wanted - 1, low, -1))
 
 
 def _accepted(judge: Judge, numbers: range, places: range) -> int | None:
-    """The first of `places` whose number is not refused."""
+    """Return the first of `places` whose number is not refused."""
     return next((place for place in places if judge(numbers[place]) is not None), None)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The search
 
 Progress = Callable[[int, int, str], None]
 
 
 def find(growth: Growth, *, certify: bool = True, progress: Progress | None = None) -> Fit:
-    """The largest, or smallest, value that fits, and the next one, which does not.
+    """Find the largest, or smallest, value that fits, and the next one, which does not.
 
-    Size is taken to cost memory: beyond a value that does not fit, none is looked for.
+    Larger sizes are assumed to need more memory: beyond a value that does not fit, none is tried.
 
     Args:
-        growth: what grows, and through which values.
-        certify: also run both dry: their peaks then do not depend on what planner and profile assume.
-        progress: called with (values tried, 0, what is done now, with what is known to fit).
+        growth: the growing quantity and its values.
+        certify: also verify both by dry runs, whose peaks do not depend on the assumptions of planner and
+            profile.
+        progress: called with (values tried, 0, the current activity and the best value so far).
 
     Raises:
         InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
-        UsageError: every value is refused; with the first refusal. Or no plan can be made as demanded.
+        UsageError: every value is refused; has the first refusal. Or no plan satisfies the demand.
     """
     search = _Search(growth, progress)
     found = search.edge()
@@ -141,7 +142,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
 
 
 class _Neighbours(NamedTuple):
-    """The last value that fits, and the next one, which does not; None where there is no such."""
+    """The last value that fits, and the next one, which does not; None if there is none."""
 
     fits: int | None
     beyond: int | None
@@ -149,18 +150,18 @@ class _Neighbours(NamedTuple):
 
 @dataclass
 class _Search:
-    """What has been tried so far."""
+    """The state of a search."""
 
     growth: Growth
     progress: Progress | None
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    soon: dict[int, Attempt | None] = field(default_factory=dict)  # what fits by a plan that is soon made
-    made: dict[int, OnDemand] = field(default_factory=dict)  # the profiles of the last values that were tried
-    fitting: tuple[int, Answer] | None = None  # the last that fits; earlier ones would hold all that was searched
+    soon: dict[int, Attempt | None] = field(default_factory=dict)  # attempts that fit by plans found fast
+    made: dict[int, OnDemand] = field(default_factory=dict)  # profiles of the last values that were tried
+    fitting: tuple[int, Answer] | None = None  # only the last one that fits, because answers hold their whole search
 
     def edge(self) -> _Neighbours:
-        """The neighbours by plans: by those that are soon made first, then by whole ones from their edge on."""
+        """Return the neighbours by plans: first by those found fast, then by full plans from their edge on."""
         values = self.growth.values
         if not self.growth.searches:
             return self.edge_of_all()
@@ -173,13 +174,13 @@ class _Search:
         return self.edge_of_all() if last is None else _Neighbours(*edge(self._fits, onwards))
 
     def edge_of_all(self) -> _Neighbours:
-        """The neighbours by whole plans, and by dry runs where there were some."""
+        """Return the neighbours by full plans, and by dry runs if any."""
         if self.growth.sense == "largest":
             return _Neighbours(*edge(self._fits, self.growth.values))
         return _Neighbours(*reversed(edge(lambda value: _negated(self._fits(value)), self.growth.values)))
 
     def settle(self, value: int | None) -> None:
-        """Have a whole plan of the last value that fits; the one that was soon found, where no other is."""
+        """Make a full plan of the last value that fits; keep the plan found fast if the full plan does not fit."""
         if value is None or value in self.known:
             return
         self._plan(value)
@@ -188,7 +189,7 @@ class _Search:
             self.known[value], self.fitting = soon, (value, Answer(soon.plan))
 
     def certify(self, value: int) -> bool:
-        """Replace the planned peaks by those of the dry run: whether that contradicts the plan."""
+        """Replace the planned peaks by those of the dry run; return whether this contradicts the plan."""
         self._say("dry run of", value)
         planned = self.known[value]
         trace = dry_run(self.growth.task(value), planned.plan)
@@ -196,9 +197,9 @@ class _Search:
         return self.known[value].fits != planned.fits
 
     def complete(self, value: int) -> Attempt:
-        """The attempt, with a plan that has its alternatives."""
+        """Return the attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
-        if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit where its plan did
+        if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit although its plan did
             found = self.growth.plan(self._known_profiles(value), value)
             soon = Answer(self.known[value].plan)
             self.fitting = value, found if attempt(value, found.plan).fits else soon
@@ -206,12 +207,12 @@ class _Search:
 
     @property
     def tried(self) -> tuple[Attempt, ...]:
-        """What is known of every value that was tried, rising."""
+        """The attempts of all values that were tried, rising."""
         soon = {value: found for value, found in self.soon.items() if found is not None}
         return tuple(found for _, found in sorted({**soon, **self.known}.items()))
 
     def _likely(self, value: int) -> int:
-        """The largest value that is likely to fit: by what the last two that fit need, as if that rose evenly."""
+        """Return the largest value that is likely to fit, by linear extrapolation of the last two that fit."""
         fitting = [one for one in self.tried if one.fits and one.value <= value][-2:]
         last, first = fitting[-1], fitting[0]
         rises = (last.need_bytes - first.need_bytes) / max(1, last.value - first.value)
@@ -219,7 +220,7 @@ class _Search:
         return last.value + int((last.budget_bytes - last.need_bytes) / max(1.0, each))
 
     def _fits_soon(self, value: int) -> bool | None:
-        """Whether a plan that is soon made fits; None where the value is refused."""
+        """Return whether a plan found fast fits; None if the value is refused."""
         if value not in self.soon and value not in self.refused:
             profiles = self._profiles(value, "a first look at")
             if profiles is not None:
@@ -227,7 +228,7 @@ class _Search:
         return None if value in self.refused else self.soon[value] is not None
 
     def _fits(self, value: int) -> bool | None:
-        """Whether a plan fits; None where the value is refused."""
+        """Return whether a plan fits; None if the value is refused."""
         if value not in self.known and value not in self.refused:
             if self.soon.get(value) is not None:
                 return True
@@ -236,7 +237,7 @@ class _Search:
         return None if known is None else known.fits
 
     def _plan(self, value: int) -> None:
-        """Plan a value in a whole search, unless it is refused."""
+        """Plan a value in a full search, unless it is refused."""
         profiles = self._profiles(value, "planning")
         if profiles is not None:
             found = self.growth.plan(profiles, value)
@@ -244,7 +245,7 @@ class _Search:
             self.fitting = (value, found) if self.known[value].fits else self.fitting
 
     def _profiles(self, value: int, what: str) -> OnDemand | None:
-        """The profiles of a value; None where it is refused."""
+        """Return the profiles of a value; None if it is refused."""
         self._say("tracing", value)
         try:
             found = self._known_profiles(value)
@@ -256,7 +257,8 @@ class _Search:
         return found
 
     def _known_profiles(self, value: int) -> OnDemand:
-        """The profiles of a value, which are kept for the two last ones: the neighbours are tried more than once.
+        """Return the profiles of a value, cached for the last two values, because neighbours are tried more
+        than once.
 
         Raises:
             UsageError: the value is refused.
@@ -266,7 +268,7 @@ class _Search:
         return found
 
     def _say(self, what: str, value: int, step: str = "") -> None:
-        """Report what is done with a value, which step of that, and the best value that is known to fit."""
+        """Report the current activity with a value, and the best value known to fit."""
         if self.progress is not None:
             fitting = [one.value for one in self.tried if one.fits]
             best = max(fitting, default=None) if self.growth.sense == "largest" else min(fitting, default=None)
@@ -283,7 +285,7 @@ def _answer(growth: Growth, search: _Search, found: _Neighbours) -> Fit:
         raise UsageError(next(iter(search.refused.values())))
     best, beyond = found
     if best is None:
-        assert beyond is not None  # something was tried
+        assert beyond is not None  # at least one value was tried
         raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")
     search.known[best] = search.complete(best)
     return Fit(

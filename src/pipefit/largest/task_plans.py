@@ -1,8 +1,6 @@
-"""Plans of tasks: what planning has to know of a model is found out on the way.
+"""Plans of tasks: profiles are made on demand, and plans are verified by dry runs.
 
-    plan = pipefit.plan(task, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
-
-A profile is planned without torch. For a task, profiles are made for the microbatch sizes that planning looks at.
+plan = pipefit.plan(task, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
 """
 
 from __future__ import annotations
@@ -31,21 +29,20 @@ from pipefit.schema.validation import check_arguments, check_names, instance
 from pipefit.texts import counted
 from pipefit.units import MIB
 
-# ----------------------------------------------------------------------------------------------------
-# Plans that are held against a dry run before they are given out: what `certify` refuses is planned again.
+# ---- Plans verified by a dry run: a plan that `certify` refuses is planned again
 #
-# A planner knows requested bytes alone. What a GPU's caching allocator reserves for them follows from a dry
-# run of the plan, and so does how many communicators its process has. Where that is more than the device has,
-# its tensors get as much less than they take (`Cluster.reserves`), and all is planned again: mostly once or
-# twice, since the next plan is much like the last. Where the dry run refuses what a plan moves, it is planned
-# again with fewer means.
+# A planner knows requested bytes only. The dry run shows how much a GPU's caching allocator reserves for
+# them, and how many communicators the process has. If that exceeds the device, the reserve for non-tensor
+# memory (`Cluster.reserves`) is increased by the lack, and everything is planned again: mostly once or twice,
+# since the next plan resembles the last. If the dry run refuses the plan's offloading, it is planned again
+# with fewer means.
 #
-# Costs a dry run of all layers for each plan for GPUs. For other devices, plans that neither move nor
-# recompute anything are not run: their peaks are the simulator's.
+# For devices other than GPUs, plans that neither offload nor recompute are not run: their peaks are the
+# simulator's.
 
-ROUNDS = 6  # plans at most
+ROUNDS = 6  # maximum number of plans
 Make = Callable[[Cluster], Proposal]
-_SEGMENT = 20 * MIB  # what the allocator has from the driver at least, where it is more than 2 MiB
+_SEGMENT = 20 * MIB  # size of an allocator segment above 2 MiB
 
 
 def plan_reserving(
@@ -59,16 +56,16 @@ def plan_reserving(
     target: Target = "cuda",
     fewer: Sequence[Make] = (),
 ) -> Plan:
-    """The plan of `make` for `cluster`, or one that leaves more of its devices, which a dry run does not refuse. What
-    is proposed is run dry while it is held against traces.
+    """Return the plan of `make` for `cluster`, or one with larger reserves that passes its dry run.
 
-    For GPUs its prediction tells what processes take (`Prediction.processes`). The model of `task` is run dry under
-    `allocator`, and not traced for numbers of samples for which `chains` have a trace. `progress` hears of each dry
-    run. Where one refuses what a plan moves, the next of `fewer` takes the place of `make`.
+    Proposals are run dry while they are compared with traces. For GPUs, the prediction includes the memory of
+    processes (`Prediction.processes`). The model of `task` is run dry under `allocator`, and not traced for
+    numbers of samples whose traces `chains` has. `progress` reports each dry run. If a dry run refuses the
+    plan's offloading, the next of `fewer` replaces `make`.
 
     Raises:
-        InfeasibleError: the tensors of a plan fit but not its processes, or a dry run refuses what it moves, and no
-            other plan was found.
+        InfeasibleError: the tensors of a plan fit but not its processes, or a dry run refuses its offloading,
+            and no other plan was found.
     """
     asked, short, others = [cluster], list[str](), iter(fewer)
     settings = (allocator or AllocatorSettings()) if target == cluster.backend == "cuda" else None
@@ -94,20 +91,20 @@ def plan_reserving(
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
         asked = [_leaving_more(within, devices, short[-1])]
-        if len(short) > 1:  # what no longer fits on one device may be next on another like it, and then on a third
+        if len(short) > 1:  # the overflow may move to another device like it in the next plan, and then to a third
             asked.insert(0, _alike(asked[0]))
     raise InfeasibleError(f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit")
 
 
 class _Refused(Exception):
-    """A dry run refuses a plan that moves something."""
+    """A dry run refuses a plan that offloads."""
 
 
 def _run_dry(run: Callable[[Plan], Trace], plan: Plan) -> Sequence[DeviceTrace]:
-    """The devices of a dry run; none of a plan whose peaks are the simulator's.
+    """Return the devices of a dry run; empty for a plan whose peaks are the simulator's.
 
     Raises:
-        _Refused: what it moves cannot be moved, or a host has no room for it.
+        _Refused: the plan's offloading is impossible, or a host has no room for it.
     """
     moves = any(decision.place is not None for decision in plan.decisions)
     if not plan.decisions and plan.cluster.backend != "cuda":
@@ -121,10 +118,10 @@ def _run_dry(run: Callable[[Plan], Trace], plan: Plan) -> Sequence[DeviceTrace]:
 
 
 def _next(others: Iterator[Make], refusal: _Refused) -> Make:
-    """What is asked next.
+    """Return the next maker.
 
     Raises:
-        InfeasibleError: there is nothing else.
+        InfeasibleError: no maker is left.
     """
     for other in others:
         return other
@@ -132,10 +129,10 @@ def _next(others: Iterator[Make], refusal: _Refused) -> Make:
 
 
 def _first(make: Make, clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
-    """The first of some clusters for which there is a plan, and what is proposed for it.
+    """Return the first of some clusters for which a plan exists, and the proposal for it.
 
     Raises:
-        InfeasibleError: there is none for any of them; as the last one says.
+        InfeasibleError: no plan for any of them; as for the last one.
     """
     for cluster in clusters[:-1]:
         with suppress(InfeasibleError):
@@ -144,7 +141,7 @@ def _first(make: Make, clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
 
 
 def _alike(cluster: Cluster) -> Cluster:
-    """The cluster that leaves of all devices of a kind and size what it leaves of any of them."""
+    """Return the cluster with the largest reserve of any device on all devices of its kind and size."""
     most = dict[tuple[object, int], int]()
     for reserve, device in zip(cluster.reserves, cluster.devices, strict=True):
         most[device.kind.key, device.memory_bytes] = max(reserve, most.get((device.kind.key, device.memory_bytes), 0))
@@ -152,7 +149,8 @@ def _alike(cluster: Cluster) -> Cluster:
 
 
 def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
-    """The cluster that leaves to tensors what they take now, less the bytes or segments that a device lacks.
+    """Return the cluster whose reserves leave the current bytes of tensors, less the bytes or segments that a
+    device lacks.
 
     Raises:
         InfeasibleError: nothing of a device would be left.
@@ -169,7 +167,7 @@ def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) 
 
 
 def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> Plan:
-    """The plan with what its processes take, and why it was planned again, if it was."""
+    """Return the plan with the memory of its processes, and the reason why it was planned again, if so."""
     assert plan.prediction is not None  # planners predict
     processes = tuple(device.allocator for device in devices) if any(device.allocator for device in devices) else ()
     told = replace(plan, prediction=replace(plan.prediction, processes=processes))
@@ -179,11 +177,11 @@ def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> P
     return replace(told, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The plan of a task or profile
 
 
 class _Own(TypedDict):
-    """Arguments that concern tasks alone."""
+    """Arguments for tasks only."""
 
     target: Target | None
     certify: bool
@@ -201,17 +199,18 @@ def plan(
     progress: Progress | None = None,
     **asked: Unpack[Asked],
 ) -> Plan:
-    """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
+    """Plan the training of a model on a cluster so that it fits; `planner.plan` explains the arguments.
 
-    `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target`
-    says whose kernels a task will run; the cluster's unless given. The plan of a task is held against a dry run
-    (`pipefit.largest.task_plans`), unless `certify` is False or what does not fit is allowed: for GPUs against what
-    processes reserve under the settings of torch's `allocator`, for other devices if it moves or recomputes anything.
-    What the dry run refuses is planned again. `progress` hears of layers as they are profiled.
+    `model` is a task, or a profile of one; `cluster` may be a name or a file, as for `load_cluster`. `target`
+    selects the kernels that a task will run; default: the cluster's. The plan of a task is verified by a dry
+    run, unless `certify` is False or plans that do not fit are allowed: for GPUs with the memory that
+    processes reserve under the settings of torch's `allocator`, for other devices if it offloads or
+    recomputes anything. A refused plan is planned again. `progress` reports layers as they are profiled.
 
     Raises:
-        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
-        InfeasibleError: no plan fits; says by how much and what would.
+        UsageError: an unknown name, numbers that do not fit together, or a microbatch size that was not
+            profiled.
+        InfeasibleError: no plan fits; says by how much, and what would.
     """
     if isinstance(cluster, str):
         from pipefit.schema.json_io import load_cluster
@@ -243,7 +242,7 @@ def _plan_of_task(
     progress: Progress | None,
     asked: Asked,
 ) -> Plan:
-    """The plan of a task, whose profiles are made on the way."""
+    """Return the plan of a task, whose profiles are made on demand."""
     _check(model, asked)
     from pipefit.largest.attempts import in_order, plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
@@ -272,10 +271,10 @@ def _plan_of_task(
 
 
 def _check(model: Task, asked: Asked) -> None:
-    """Check, before a profile is made, what is known of a task besides.
+    """Check a task's other arguments, before a profile is made.
 
     Raises:
-        UsageError: it cannot be planned as asked.
+        UsageError: it cannot be planned as requested.
     """
     if asked.get("sequences") and asked.get("tensor") is None:
         raise UsageError(
@@ -287,7 +286,7 @@ def _check(model: Task, asked: Asked) -> None:
             f"the {asked['planner']} planner takes what training runs measured: profile the model with --runs "
             "incremental or --runs trimmed, and plan that profile, or use the exact planner, which needs no runs"
         )
-    Training(  # of one sample: schedule, precision, clipping and versions do or do not go together
+    Training(  # of one sample: checks that schedule, precision, clipping and versions fit together
         batch_size=1,
         microbatches=1,
         schedule=asked.get("schedule") or "1f1b",

@@ -1,7 +1,9 @@
-"""Reference models by name: `build("gpt", layers=4, hidden=128, heads=4)` is a `Task` ready to profile or to train.
+"""Reference models by name: `build("gpt", layers=4, hidden=128, heads=4)` is a `Task` ready to profile or to
+train.
 
-Each model is a chain of named layers with made-up data that it can learn, a loss and an optimizer. Describing one
-allocates nothing: the weights appear when the task's module is built, on the device or under the fake mode of then.
+Each model is a chain of named layers with generated data that it can learn, a loss and an optimizer.
+Describing a model allocates nothing: its weights are created when the task's module is built, on the current
+device or fake mode.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ MODELS: dict[str, Callable[..., Task]] = {
 
 
 def build(name: str, **settings: Any) -> Task:
-    """The model of that name with these settings; what is not set keeps its default.
+    """Return the model of this name with these settings; the others keep their defaults.
 
     Raises:
-        UsageError: no such model, no such setting, or a value that cannot be.
+        UsageError: no such model, no such setting, or an invalid value.
     """
     return factory(name)(**settings)
 
 
 def factory(name: str) -> Callable[..., Task]:
-    """The function that describes the model of that name.
+    """Return the function that describes the model of this name.
 
     Raises:
         UsageError: no such model.

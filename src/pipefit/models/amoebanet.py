@@ -1,7 +1,7 @@
 """AmoebaNet-D (L, F), found by evolution: cells of ten operations that pass on a pair, their result and their input.
 
-layers + 6 layers: a convolution stem and two reduction cells as stems, layers / 3 normal cells, a reduction, as many
-normal cells, a reduction, as many normal cells, the classifier. Cells start at filters / 4 channels; every reduction
+layers + 6 layers: a convolution stem and two reduction cells as stems, three groups of layers / 3 normal cells with a
+reduction between groups, the classifier. Cells start at filters / 4 channels; every reduction
 doubles them and halves the image. For 1000 classes (18, 256) has 122,470,120 parameters, (36, 544) 1,055,832,376, (36,
 808) 2,322,395,707 and (36, 1008) 3,610,012,132; the mCAP paper trains the largest that fits.
 
@@ -53,9 +53,9 @@ def amoebanet(
 ) -> Task:
     """AmoebaNet-D with `layers` normal cells on square images (batch, 3, image_size, image_size).
 
-    `pooling="average"` makes average pools of the 3 x 3 maximum pools, which save less for the backward. So does
-    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None is the optimizer's usual rate; SGD decays
-    weights by 1e-4.
+    `pooling="average"` replaces the 3 x 3 maximum pools by average pools, which save less for the backward, as in
+    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None means the optimizer's usual rate; SGD
+    decays weights by 1e-4.
 
     Raises:
         UsageError: a setting has a wrong value.
@@ -111,7 +111,7 @@ def _conv7(channels: int, stride: int) -> nn.Module:
 def _convolve(
     inward: int, outward: int, *, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """ReLU, convolution, batch norm: the order of everything here."""
+    """Return ReLU, convolution and batch norm, the order of all convolutions here."""
     padding = kernel[0] // 2, kernel[1] // 2
     return (
         nn.ReLU(),
@@ -120,13 +120,15 @@ def _convolve(
     )
 
 
-Operation = Callable[[int, int], nn.Module]  # channels, stride -> what keeps the channels and divides by the stride
+Operation = Callable[[int, int], nn.Module]  # from channels and stride to a module that keeps the channels
 
 
 class Genotype(NamedTuple):
-    """How a cell computes: states 0 and 1 are its input and its skip, each sum makes the next state of two operations.
+    """The computation of a cell: states 0 and 1 are its input and its skip, and each sum of two operations is
+    a new state.
 
-    An operation is written with the state that it reads; `outputs` are the states whose channels are the result.
+    An operation is written with the state that it reads; `outputs` are the states whose channels are the
+    result.
     """
 
     sums: tuple[tuple[tuple[Operation, int], tuple[Operation, int]], ...]
@@ -159,7 +161,7 @@ _REDUCTION = Genotype(
 
 
 class Halving(nn.Module):
-    """Halves the images: one half of the channels reads the even rows and columns, the other the odd ones."""
+    """Halving of the images: one half of the channels reads the even rows and columns, the other the odd ones."""
 
     def __init__(self, inward: int, outward: int) -> None:
         super().__init__()
@@ -169,7 +171,7 @@ class Halving(nn.Module):
         self.norm = nn.BatchNorm2d(outward)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, inward, side, side) to (batch, outward, side / 2, side / 2); side is even."""
+        """Map (batch, inward, side, side) to (batch, outward, side / 2, side / 2); side is even."""
         rectified = self.relu(images)
         shifted = F.pad(rectified[:, :, 1:, 1:], (0, 1, 0, 1))
         normed: Tensor = self.norm(torch.cat((self.even(rectified), self.odd(shifted)), dim=1))
@@ -177,7 +179,9 @@ class Halving(nn.Module):
 
 
 class Cell(nn.Module):
-    """A normal or a reduction cell: both inputs brought to its channels, five sums of two operations, a join."""
+    """A normal or a reduction cell: both inputs mapped to its channels, five sums of two operations, a
+    concatenation.
+    """
 
     def __init__(
         self, genotype: Genotype, *, inward: int, skipped: int, channels: int, halve_skip: bool, pooling: Pooling
@@ -195,10 +199,11 @@ class Cell(nn.Module):
         )
 
     def forward(self, values: Values) -> tuple[Tensor, Tensor]:
-        """(the last cell's result, its input) to (this cell's result, its input, which is the last cell's result).
+        """Map (the last cell's result, its input) to (this cell's result, its input, which is the last cell's
+        result).
 
-        The first cell gets one tensor, the stem's, and takes it for both. The result is
-        (batch, outputs x channels, side / stride, ...).
+        The first cell gets one tensor, the stem's, and uses it for both. The result is (batch, outputs x
+        channels, side / stride, ...).
         """
         images, skip = values if isinstance(values, tuple) else (values, values)
         states = [self.enter(images), self.enter_skip(skip)]
@@ -209,7 +214,7 @@ class Cell(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The mean over the images of the last cell, and a linear layer. The skip, needed no more, ends here."""
+    """The mean over the images of the last cell, and a linear layer. The skip ends here."""
 
     def __init__(self, inward: int, num_classes: int) -> None:
         super().__init__()
@@ -217,7 +222,7 @@ class Classifier(nn.Module):
         self.linear = nn.Linear(inward, num_classes)
 
     def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
-        """(batch, inward, side, side) and a skip to logits (batch, num_classes)."""
+        """Map (batch, inward, side, side) and a skip to logits (batch, num_classes)."""
         logits: Tensor = self.linear(self.pool(values[0]).flatten(1))
         return logits
 

@@ -1,11 +1,12 @@
-"""BERT, an encoder whose layers hand on a pair: the hidden states, and the mask that every block needs.
+"""BERT, an encoder whose layers pass on a pair: the hidden states, and the mask that every block needs.
 
-layers + 3 layers: embedding, blocks, transform (the masked-language head's dense, GELU and norm), head (its decoder,
-with its own weights unless they are `tied` to the embedding's, as in the original). With V tokens, S positions, hidden
-size H, intermediate size 4 H and L blocks: V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters, V H
-less if tied; 132,955,194 by default, which is BERT base untied. With head "span", which finds the answer to a question
-in a text (SQuAD), layers + 2 layers, and 2 H + 2 parameters in place of H^2 + 3 H + V H + V. (Devlin et al., "BERT:
-Pre-training of Deep Bidirectional Transformers", 2019: post-norm.)
+layers + 3 layers: embedding, blocks, transform (the masked-language head's dense, GELU and norm), head (its
+decoder, with its own weights unless they are `tied` to the embedding's, as in the original). With V tokens, S
+positions, hidden size H, intermediate size 4 H and L blocks: V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H
++ V H + V parameters, V H less if tied; 132,955,194 by default, which is BERT base untied. With head "span",
+which finds the answer to a question in a text (SQuAD), layers + 2 layers, and 2 H + 2 parameters in place of
+H^2 + 3 H + V H + V. (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019:
+post-norm.)
 """
 
 from __future__ import annotations
@@ -32,25 +33,24 @@ from pipefit.models.transformer import (
     token_sequences,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Layer norm and GELU of plain operations, as models were written before PyTorch 1.2 had kernels for them.
+# ---- Layer norm and GELU of plain operations, as before PyTorch 1.2 had kernels for them
 #
-# Every operation saves what its own backward needs. Of an input of n bytes, GELU saves 3 n where `nn.GELU`
-# saves n, and layer norm 3 n and a number a row where `nn.LayerNorm` saves n and two. The numbers are the
-# same up to rounding. (Hugging Face's first PyTorch BERT, 2018, and NVIDIA's and PipeDream's models made from
-# it.)
+# Every operation saves the tensors for its backward. For an input of n bytes, GELU saves 3 n instead of
+# `nn.GELU`'s n, and layer norm 3 n and a number per row instead of `nn.LayerNorm`'s n and two. Values are
+# equal up to rounding. (Hugging Face's first PyTorch BERT, 2018, and NVIDIA's and PipeDream's models derived
+# from it.)
 
 
 class UnfusedGELU(nn.Module):
-    """x / 2 times 1 + erf(x / sqrt 2), operation by operation."""
+    """GELU, x / 2 times 1 + erf(x / sqrt 2), operation by operation."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Any shape to the same shape."""
+        """Map any shape to the same shape."""
         return hidden * 0.5 * (1.0 + torch.erf(hidden / math.sqrt(2.0)))
 
 
 class UnfusedLayerNorm(nn.Module):
-    """Layer norm over the last dimension, with the parameters and the numbers of `nn.LayerNorm`."""
+    """Layer norm over the last dimension, with the parameters and the values of `nn.LayerNorm`."""
 
     def __init__(self, hidden: int, *, eps: float) -> None:
         super().__init__()
@@ -59,22 +59,22 @@ class UnfusedLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden) to the same shape."""
+        """Map (..., hidden) to the same shape."""
         mean = hidden.mean(-1, keepdim=True)
         variance = (hidden - mean).pow(2).mean(-1, keepdim=True)
         normal = (hidden - mean) / torch.sqrt(variance + self.eps)
         return self.weight * normal + self.bias
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- The model
 
 HeadKind = Literal["tokens", "span"]
 Values = Tensor | tuple[Tensor, Tensor]  # tokens or hidden states, without or with the mask
 
 _NORM_EPSILON = 1e-12
 _SEGMENTS = 2
-_HIDDEN_TOKENS = 0.15  # share of tokens that the model must guess
-_HIDDEN_TOKEN = 0  # the token that stands for them
+_HIDDEN_TOKENS = 0.15  # share of tokens that are hidden
+_HIDDEN_TOKEN = 0  # replaces hidden tokens
 
 
 @checked
@@ -97,16 +97,16 @@ def bert(
 ) -> Task:
     """BERT on tokens (batch, sequence), some of them hidden, restoring all: logits (batch, sequence, vocabulary).
 
-    With head "span" it finds where an answer begins and ends instead: logits (batch, sequence, 2). With `unfused`, GELU
-    and layer norm are of plain operations, as they were before PyTorch 1.2, and save three times as much.
+    Head "span" finds the begin and end of an answer instead: logits (batch, sequence, 2). With `unfused`, GELU and
+    layer norm are of plain operations, as before PyTorch 1.2, and save three times the bytes.
 
-    With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True where there is text and
-    False in the padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate` None
-    is 4 x hidden; `lr` None is the optimizer's usual rate.
+    With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True for text and False for
+    padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate` None means
+    4 x hidden; `lr` None means the optimizer's usual rate.
 
     Raises:
-        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is no decoder of
-            tokens is tied.
+        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is not a
+            decoder of tokens is tied.
     """
     check_heads("bert", hidden, heads)
     if tied and head != "tokens":
@@ -152,7 +152,9 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, values: Values) -> Values:
-        """Tokens (batch, sequence), maybe with a mask, to hidden states (batch, sequence, hidden), with it if so."""
+        """Map tokens (batch, sequence), with or without a mask, to hidden states (batch, sequence, hidden)
+        and the same mask.
+        """
         tokens, mask = _apart(values)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         embedded = self.token(tokens) + (self.position(places) + self.segment.weight[0])
@@ -160,7 +162,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-norm: attention and the feed-forward pair each add to their input, and the sum is normalised."""
+    """A post-norm block: attention and the feed-forward pair each add to their input, and the sum is normalised."""
 
     def __init__(self, sizes: Sizes, *, unfused: bool) -> None:
         super().__init__()
@@ -171,7 +173,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, values: Values) -> Values:
-        """Hidden states (batch, sequence, hidden), maybe with a mask, to the same."""
+        """Map hidden states (batch, sequence, hidden), with or without a mask, to the same."""
         hidden, mask = _apart(values)
         hidden = self.norm1(hidden + self.dropout(self.attention(hidden, mask)))
         hidden = self.norm2(hidden + self.dropout(self.feedforward(hidden)))
@@ -179,7 +181,7 @@ class Block(nn.Module):
 
 
 class Transform(nn.Module):
-    """The masked-language head before its decoder: dense, GELU, norm. The mask, needed no more, ends here."""
+    """The masked-language head before its decoder: dense, GELU, norm. The mask ends here."""
 
     def __init__(self, hidden: int, *, unfused: bool) -> None:
         super().__init__()
@@ -188,21 +190,21 @@ class Transform(nn.Module):
         self.norm = _norm(hidden, unfused=unfused)
 
     def forward(self, values: Values) -> Tensor:
-        """Hidden states, maybe with a mask, to hidden states alone (batch, sequence, hidden)."""
+        """Map hidden states, with or without a mask, to hidden states only (batch, sequence, hidden)."""
         hidden, _ = _apart(values)
         transformed: Tensor = self.norm(self.gelu(self.dense(hidden)))
         return transformed
 
 
 class Span(nn.Module):
-    """Scores of every token as the first and as the last of an answer. The mask, needed no more, ends here."""
+    """Scores of every token as the first and as the last of an answer. The mask ends here."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.scores = nn.Linear(hidden, 2)
 
     def forward(self, values: Values) -> Tensor:
-        """Hidden states, maybe with a mask, to logits (batch, sequence, 2)."""
+        """Map hidden states, with or without a mask, to logits (batch, sequence, 2)."""
         hidden, _ = _apart(values)
         scores: Tensor = self.scores(hidden)
         return scores
@@ -234,14 +236,14 @@ def _chain(sizes: Sizes, head: HeadKind, *, unfused: bool) -> nn.Sequential:
 
 
 def _batch(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
-    """Texts with some tokens hidden, and the texts; with `mask`, each is padding from half its length on or later."""
+    """Return texts with some tokens hidden, and the texts; with `mask`, each is padded from its half or later on."""
     targets = token_sequences(size, length=sequence, vocabulary=vocabulary)
     tokens = targets.masked_fill(torch.rand(size, sequence) < _HIDDEN_TOKENS, _HIDDEN_TOKEN)
     return _together(tokens, _padding(size, sequence) if mask else None), targets
 
 
 def _questions(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
-    """Texts in which hidden tokens stand before and behind an answer, and the places of both (size, 2)."""
+    """Return texts with hidden tokens before and after an answer, and the places of both (size, 2)."""
     tokens = token_sequences(size, length=sequence, vocabulary=vocabulary)
     places, _ = torch.randint((sequence + 1) // 2, (size, 2)).sort(dim=1)
     tokens = tokens.scatter(1, places, _HIDDEN_TOKEN)
@@ -249,11 +251,11 @@ def _questions(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tupl
 
 
 def _padding(size: int, sequence: int) -> Tensor:
-    """Where there is text: at least in the first half."""
+    """Return a mask of text, which covers at least the first half."""
     lengths = torch.randint((sequence + 1) // 2, sequence + 1, (size, 1))
     return torch.arange(sequence) < lengths
 
 
 def span_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the first and the last places of answers, from logits (batch, sequence, 2)."""
+    """Return the mean cross entropy of the first and last places of answers, from logits (batch, sequence, 2)."""
     return F.cross_entropy(output.float(), targets)

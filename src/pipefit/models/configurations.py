@@ -1,9 +1,9 @@
-"""Configurations of other tools as models of ours: `megatron:FILE` and `torchtitan:llama3.llama3_8b`.
+"""Configurations of other tools as models: `megatron:FILE` and `torchtitan:llama3.llama3_8b`.
 
-A file of Megatron-LM's arguments, or a configuration that torchtitan has under a name, says the shape of a decoder. It
-becomes the model of the same shape that we build ourselves: `zoo:gpt`, or Hugging Face's Llama. Parameters are as many;
-another implementation of it keeps other tensors for its backward. What is no such decoder, and an argument that nobody
-here knows, is refused by name. (Megatron-LM 0.20, `megatron.training.arguments`; torchtitan 0.3.)
+A file of Megatron-LM's arguments, or a named configuration of torchtitan, gives the shape of a decoder. It
+becomes our model of the same shape: `zoo:gpt`, or Hugging Face's Llama. The number of parameters is equal,
+but another implementation saves other tensors for its backward. Configurations of other models and unknown
+arguments are refused by name. (Megatron-LM 0.20, `megatron.training.arguments`; torchtitan 0.3.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.schema.file_access import content
 from pipefit.texts import printable, shortened
 
-# What says nothing of the model: how it is divided, trained, saved, fed and logged, by the beginnings of names
+# Beginnings of arguments that do not change the model: parallelism, training, saving, data and logging
 _SILENT = (
     "adam-", "async-", "attention-backend", "attention-softmax-in-fp32", "bf16", "calculate-", "ckpt-", "clip-grad",
     "context-parallel-size", "data-", "dataloader-", "ddp-", "dist-", "distributed-", "eod-", "eval-", "exit-",
@@ -44,11 +44,11 @@ _MORE = ("optimizer", "ffn-hidden-size", "group-query-attention", "num-query-gro
 
 
 def megatron(file: str) -> tuple[str, dict[str, Any]]:
-    """The model of ours, and its settings, that a file of Megatron's arguments describes.
+    """Return the model, and its settings, that a file of Megatron's arguments describes.
 
     Raises:
         FileError: the file cannot be read.
-        UsageError: it lacks an argument, has one that is not known here, or describes no decoder that we have.
+        UsageError: it lacks an argument, has an unknown one, or describes a decoder without counterpart here.
     """
     try:
         text = content(file, printable(file), _LARGEST_BYTES, "files of arguments have").decode()
@@ -67,7 +67,7 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
 
 
 def _arguments(text: str, file: str) -> dict[str, Any]:
-    """Names without dashes, with their values as numbers where they are; True where none is given."""
+    """Parse arguments: names without dashes, values as numbers if possible; True without a value."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -95,7 +95,7 @@ def _number(word: str) -> int | float | str:
 
 
 def _decoder(found: dict[str, Any], file: str) -> tuple[str, dict[str, Any]]:
-    """GPT as in Megatron's defaults, or a Llama; nothing between them."""
+    """Return GPT with Megatron's defaults, or a Llama; no mixtures."""
     for name in (*_NEEDED, *_COUNTS):
         if name in found and (type(found[name]) is not int or found[name] < 1):
             raise UsageError(f"{file}: --{name} must be a whole number, 1 or more, not {shortened(repr(found[name]))}")
@@ -148,10 +148,10 @@ def _llama(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple
 
 
 def torchtitan(name: str) -> tuple[str, dict[str, Any]]:
-    """The Llama of the shape that one of torchtitan's configurations has, such as `llama3.llama3_8b`.
+    """Return the Llama with the shape of a torchtitan configuration, such as `llama3.llama3_8b`.
 
     Raises:
-        UsageError: torchtitan is not installed, has no such configuration, or it is no Llama.
+        UsageError: torchtitan is not installed, has no such configuration, or it is not a Llama.
     """
     module, _, function = name.rpartition(".")
     try:

@@ -1,10 +1,11 @@
-"""GPT, a decoder of equal blocks: embedding and head make it uneven, and the logits are mostly its largest tensor.
+"""GPT, a decoder of equal blocks; embedding and head make it uneven, and the logits are mostly its largest
+tensor.
 
-layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights unless they are `tied` to the
-embedding's, as in GPT-2. With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks:
-2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters, V H less if tied; 163,037,184 by default, which is GPT-2 small untied.
-(Radford et al., "Language Models are Unsupervised
-Multitask Learners", 2019: pre-norm, residual projections scaled at the start by 1 / sqrt(2 L).)
+layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights unless they are `tied` to
+the embedding's, as in GPT-2. With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks: 2
+V H + S H + L (12 H^2 + 13 H) + 2 H parameters, V H less if tied; 163,037,184 by default, which is GPT-2 small
+untied. (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: pre-norm, residual
+projections initially scaled by 1 / sqrt(2 L).)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def gpt(
 ) -> Task:
     """GPT on tokens (batch, sequence), predicting each next one: logits (batch, sequence, vocabulary).
 
-    `intermediate` None is 4 x hidden; `lr` None is the optimizer's usual rate.
+    `intermediate` None means 4 x hidden; `lr` None means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value, or hidden does not divide among the heads.
@@ -72,7 +73,7 @@ def gpt(
 
 
 class Embedding(nn.Module):
-    """Tokens (batch, sequence) to hidden states: what the token is plus where it stands, then dropout."""
+    """Tokens (batch, sequence) to hidden states: token embedding plus position embedding, then dropout."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -81,14 +82,16 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, sequence) to (batch, sequence, hidden)."""
+        """Map (batch, sequence) to (batch, sequence, hidden)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         embedded: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return embedded
 
 
 class Block(nn.Module):
-    """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to what they read."""
+    """A pre-norm block: causal attention and the feed-forward pair each read a normalised copy and add to
+    their input.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -99,7 +102,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same shape."""
+        """Map (batch, sequence, hidden) to the same shape."""
         hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
         summed: Tensor = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
         return summed
@@ -129,6 +132,6 @@ def _scale_residuals(model: nn.Module, layers: int) -> None:
 
 
 def _batch(size: int, *, sequence: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Tokens and, for each, the next one: two tensors (size, sequence), each with its own storage."""
+    """Return tokens and, for each, the next one: two tensors (size, sequence), each with a separate storage."""
     tokens = token_sequences(size, length=sequence + 1, vocabulary=vocabulary)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,9 +1,10 @@
-"""Any architecture of Hugging Face transformers by name, from its configuration, with random weights: `hf:llama`.
+"""Any architecture of Hugging Face transformers by name, from its configuration, with random weights:
+`hf:llama`.
 
-Nothing is downloaded: a name is a model type (`gpt2`, `bert`, `t5`, `vit`, `whisper`, ...), settings are those of its
-configuration, and batches are made up. The model computes its own loss. For pretrained weights pass the module itself
-to `pipefit.Task`. Needs the extra: `pip install pipefit[hf]`. (Wolf et al., "Transformers: State-of-the-Art Natural
-Language Processing", 2020.)
+Nothing is downloaded: a name is a model type (`gpt2`, `bert`, `t5`, `vit`, `whisper`, ...), settings are
+those of its configuration, and batches are generated. The model computes its own loss. For pretrained weights
+pass the module itself to `pipefit.Task`. Needs the extra: `pip install pipefit[hf]`. (Wolf et al.,
+"Transformers: State-of-the-Art Natural Language Processing", 2020.)
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from pipefit.errors import UsageError, in_one_line
 from pipefit.models.settings import OptimizerName, Rate, Setting, optimizer_of, rule_of
 from pipefit.texts import meant
 
-_MOST = 1 << 20  # tokens where a model has no limit
-_LONGEST = 512  # tokens of a made-up sample, unless told; fewer where the model has fewer positions
-_EVERY = 7  # a masked language model is asked for every seventh token
+_MOST = 1 << 20  # tokens, for a model without limit
+_LONGEST = 512  # tokens of a generated sample by default; fewer if the model has fewer positions
+_EVERY = 7  # a masked language model predicts every seventh token
 _OWN = ("sequence", "attention", "optimizer", "lr")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _SHAPE = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
-_IGNORED = -100  # transformers' label of a token that does not count
+_IGNORED = -100  # transformers' label of an ignored token
 
 
 def hf(
@@ -41,16 +42,18 @@ def hf(
     lr: float | None = None,
     **settings: Any,
 ) -> Task:
-    """The architecture `name` with these settings of its configuration.
+    """Return the architecture `name` with these settings of its configuration.
 
     Args:
-        sequence: tokens in a sample; by default 512, or as many as the model has positions.
-        attention: `sdpa` (the default, where the model has it) or `eager`.
+        name: the architecture, a model type of transformers.
+        sequence: tokens in a sample; default: 512, or fewer if the model has fewer positions.
+        attention: `sdpa` (the default, if the model has it) or `eager`.
         optimizer: `adamw`, `adam` or `sgd`.
-        lr: its rate; None is its usual one.
+        lr: its rate; None means its usual rate.
+        settings: of the configuration.
 
     Raises:
-        UsageError: transformers is not installed; no such architecture or setting; a value that cannot be.
+        UsageError: transformers is not installed; no such architecture or setting; an invalid value.
     """
     transformers = _transformers()
     config = _config(transformers, name, settings)
@@ -80,7 +83,7 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
-    """The configuration, its settings checked by name and by transformers' own rules."""
+    """Return the configuration, its settings checked by name and by transformers' own rules."""
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
         raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_architecture(name, known)}")
@@ -108,7 +111,8 @@ def _configured(transformers: Any, name: str, **settings: Any) -> Any:
 
 
 def architectures() -> dict[str, str]:
-    """The architectures that `hf` knows, each with what it is trained for: `causal`, `masked`, `seq2seq`, ...
+    """Return the architectures that `hf` knows, each with its training task: `causal`, `masked`, `seq2seq`,
+    ...
 
     Raises:
         UsageError: transformers is not installed.
@@ -118,7 +122,8 @@ def architectures() -> dict[str, str]:
 
 
 def settings_of_architecture(name: str) -> tuple[Setting, ...]:
-    """What `hf` takes for an architecture: its own settings, then those of the configuration that are not every one's.
+    """Return the settings of an architecture: those of `hf`, then those of its configuration that are not
+    common to all.
 
     Raises:
         UsageError: transformers is not installed, or has no such architecture.
@@ -137,7 +142,7 @@ def settings_of_architecture(name: str) -> tuple[Setting, ...]:
 
 
 def _classes() -> dict[str, Any]:
-    """The classes of every architecture, by what it is naturally trained for, the likeliest first."""
+    """Return the classes of every architecture, by training task, the likeliest first."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     return {
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -149,7 +154,11 @@ def _classes() -> dict[str, Any]:
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """What the architecture is naturally trained for, and its class."""
+    """Return the natural training task of an architecture, and its class.
+
+    Raises:
+        UsageError: it is neither a language model, nor speech to text, nor an image classifier.
+    """
     for kind, classes in _classes().items():
         if name in classes:
             found = classes[name]
@@ -161,9 +170,9 @@ def _kind(name: str) -> tuple[str, str]:
 
 
 def _length(name: str, config: Any, sequence: int | None) -> int:
-    """Tokens in a sample: as asked, or as many as the model has positions, but no more than is usual."""
+    """Return the tokens in a sample: `sequence`, or the model's number of positions limited to the default."""
     found = [getattr(config, key, None) for key in _POSITIONS]
-    lengths = [length for length in found if isinstance(length, int) and length > 0]  # XLNet's -1: any
+    lengths = [length for length in found if isinstance(length, int) and length > 0]  # XLNet's -1 means unlimited
     longest = min(lengths or [_MOST])
     length = min(longest, _LONGEST) if sequence is None else sequence
     if not isinstance(length, int) or not 1 <= length <= longest:
@@ -177,7 +186,7 @@ def _closest(name: str, known: Iterable[str]) -> str:
 
 
 def _architecture(name: str, known: Sequence[str]) -> str:
-    """The architectures nearest to a name, which may be that of a checkpoint, such as `openai-community/gpt2-xl`."""
+    """Return the architectures nearest to a name, which may be a checkpoint's, such as `openai-community/gpt2-xl`."""
     last = name.rpartition("/")[2].lower()
     begun = max((one for one in known if last.startswith(one)), key=len, default="")
     guess = f"; did you mean {begun}?" if begun else _closest(last, known)
@@ -189,7 +198,7 @@ def _architecture(name: str, known: Sequence[str]) -> str:
 
 
 def _build(architecture: Any, config: Any, attention: str | None) -> nn.Module:
-    """The model with random weights."""
+    """Build the model with random weights."""
     try:
         model: nn.Module = architecture._from_config(config, attn_implementation=attention or "sdpa")
     except (ValueError, ImportError) as error:
@@ -200,10 +209,10 @@ def _build(architecture: Any, config: Any, attention: str | None) -> nn.Module:
 
 
 def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
-    """Check that a sample can be made up from the configuration.
+    """Check that a sample can be generated from the configuration.
 
     Raises:
-        UsageError: it cannot: the configuration does not say what a sample is.
+        UsageError: it cannot, because the configuration does not describe a sample.
     """
     with torch.random.fork_rng([]):
         try:
@@ -216,7 +225,7 @@ def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
 
 
 def _words(config: Any) -> int:
-    """The vocabulary, which a configuration of several models has for its text."""
+    """Return the size of the vocabulary, which a configuration of several models has for its text."""
     found: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
     return found
 

@@ -1,9 +1,9 @@
-"""A multilayer perceptron of very uneven layers: equal layer counts per stage are a bad split, by construction.
+"""A multilayer perceptron of very uneven layers, for which equal layer counts per stage are a bad split.
 
-A linear layer of a by b costs (a + 1) b parameters and 4 b bytes per example; neighbours differ up to a hundredfold by
-default (1.6 million parameters in all). Every linear layer and every activation is a layer of its own. It trains in
-milliseconds, which makes it the model for tests and demonstrations. (Rumelhart, Hinton and Williams, "Learning
-Representations by Back-propagating Errors", 1986.)
+A linear layer of a by b has (a + 1) b parameters and 4 b output bytes per example; neighbours differ up to a
+hundredfold by default (1.6 million parameters in all). Every linear layer and every activation is a separate
+layer. It trains in milliseconds, which makes it the model for tests and demonstrations. (Rumelhart, Hinton
+and Williams, "Learning Representations by Back-propagating Errors", 1986.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mlp(
 ) -> Task:
     """A perceptron on (batch, inputs) with hidden layers of the given widths, to logits (batch, classes).
 
-    2 layers per width (3 where `dropout` is above 0) and the head. `lr` None is the optimizer's usual rate.
+    2 layers per width (3 if `dropout` is above 0) and the head. `lr` None means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value.

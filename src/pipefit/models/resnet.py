@@ -28,7 +28,7 @@ from pipefit.models.settings import (
 )
 
 _RESNET101 = (3, 4, 23, 3)
-_EXPANSION = 4  # a block's output channels for each of its inner ones
+_EXPANSION = 4  # ratio of a block's output channels to its inner ones
 _SGD_RATE = 0.1
 _SGD_DECAY = 1e-4
 
@@ -47,7 +47,7 @@ def resnet(
     """ResNet on square images (batch, 3, image_size, image_size): `blocks` bottleneck blocks in each group.
 
     `width` is the channel count of the stem and of the first group's inner convolutions; each group doubles it and
-    halves the image. `inplace` lets each ReLU overwrite its input. `lr` None is the optimizer's usual rate.
+    halves the image. `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value, or the last group's images would be single pixels.
@@ -86,7 +86,7 @@ def resnet101(
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, narrow in the middle, added to their input; the ReLU comes after the sum."""
+    """Three convolutions, narrow in the middle, added to their input; the ReLU follows the sum."""
 
     def __init__(self, *, inward: int, inner: int, stride: int, inplace: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if inward == outward and stride == 1 else _projection(inward, outward, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, inward, side, side) to (batch, 4 x inner, side / stride rounded up, the same)."""
+        """Map (batch, inward, side, side) to (batch, 4 x inner, side / stride rounded up, the same)."""
         inner = self.relu(self.norm1(self.conv1(images)))
         inner = self.relu(self.norm2(self.conv2(inner)))
         summed = self.norm3(self.conv3(inner))
@@ -111,7 +111,7 @@ class Bottleneck(nn.Module):
 
 
 def _projection(inward: int, outward: int, stride: int) -> nn.Sequential:
-    """The shortcut of a block whose output has another shape than its input."""
+    """Return the shortcut of a block whose output and input shapes differ."""
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(inward, outward, kernel_size=1, stride=stride, bias=False), norm=nn.BatchNorm2d(outward)
@@ -120,7 +120,7 @@ def _projection(inward: int, outward: int, stride: int) -> nn.Sequential:
 
 
 def _check_image(model: str, image_size: int, *, groups: int) -> None:
-    """Batch norm cannot train on a batch of one pixel: refuse what would shrink to it."""
+    """Refuse images that would shrink to one pixel, because batch norm cannot train on them."""
     least = 2 ** (groups + 1) + 1
     if image_size < least:
         raise UsageError(

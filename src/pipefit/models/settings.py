@@ -1,7 +1,8 @@
-"""What the settings of a model may be: types that carry their rule, checked each time a model is described.
+"""Settings of models: types that carry their rule, checked each time a model is described; optimizers and
+data.
 
-A model's factory is an ordinary function of keyword parameters. Their annotations (`Size`, `Share`, a `Literal`) say
-what a value may be, to mypy and to `checked`, which refuses a wrong value in one sentence. A call costs microseconds.
+A model's factory is an ordinary function of keyword parameters. Their annotations (`Size`, `Share`, a
+`Literal`) state the allowed values, to mypy and to `checked`, which refuses a wrong value in one sentence.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from torch.nn import functional as F
 from pipefit.errors import UsageError
 from pipefit.texts import meant, shortened
 
-# ----------------------------------------------------------------------------------------------------
-# The optimizers that every model of the zoo offers, by name and learning rate.
+# ---- Optimizers of the zoo's models, by name and learning rate
 #
-# Per float32 parameter, AdamW and Adam keep 8 bytes of state and SGD with momentum keeps 4: the optimizer
-# alone can decide whether a model fits.
+# Per float32 parameter, AdamW and Adam keep 8 bytes of state and SGD with momentum keeps 4.
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
@@ -33,10 +32,10 @@ OptimizerName = Literal["adamw", "adam", "sgd"]
 def optimizer_of(
     name: OptimizerName, lr: float | None, *, sgd_rate: float = 0.03, sgd_decay: float = 0.0
 ) -> Callable[..., optim.Optimizer]:
-    """Bind a rate: the result goes from parameters, or parameter groups, to the optimizer.
+    """Return a function from parameters, or parameter groups, to the optimizer.
 
-    `lr` None is the usual rate: 3e-4 for AdamW and Adam, the model's own `sgd_rate` for SGD, whose momentum is 0.9 and
-    whose weight decay is the model's own `sgd_decay`.
+    `lr` None means the usual rate: 3e-4 for AdamW and Adam, the model's own `sgd_rate` for SGD, whose
+    momentum is 0.9 and whose weight decay is the model's own `sgd_decay`.
     """
     match name:
         case "adamw":
@@ -47,25 +46,26 @@ def optimizer_of(
             return partial(optim.SGD, lr=lr or sgd_rate, momentum=0.9, weight_decay=sgd_decay)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the classifiers of images and of pixels share: made-up inputs whose class can be learned, weights, the
-# loss.
+# ---- Classifiers of images and of pixels: generated inputs whose class can be learned, weights, and the loss
 #
-# The batches need no data set and no download, and a model that trains on them visibly learns: the mean of an
-# input, or the brightness around a pixel, tells its class. A batch costs its own bytes and milliseconds.
+# The mean of an input, or the brightness around a pixel, indicates its class, so a model that trains on them
+# visibly learns.
 
 
 def noise_batch(size: int, *, shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
-    """`size` inputs of `shape` (default float type), brighter the higher their class, and the classes (int64)."""
+    """Return `size` inputs of `shape` (default float type), brighter the higher their class, and the classes
+    (int64).
+    """
     targets = torch.randint(classes, (size,))
     return torch.randn(size, *shape) + _brightness(targets, classes).reshape(size, *(1 for _ in shape)), targets
 
 
 def patched_batch(size: int, *, channels: int, side: int, patch: int, classes: int) -> tuple[Tensor, Tensor]:
-    """`size` square images of patches of random classes, brighter the higher, and each pixel's class (int64).
+    """Return `size` square images of patches of random classes, brighter the higher, and each pixel's class
+    (int64).
 
-    The images are (size, channels, side, side) in the default float type, the classes (size, side, side). `patch`, the
-    side of a patch, divides `side`.
+    The images are (size, channels, side, side) in the default float type, the classes (size, side, side).
+    `patch`, the side of a patch, divides `side`.
     """
     count = side // patch
     patches = torch.randint(classes, (size, count, 1, count, 1))
@@ -74,17 +74,19 @@ def patched_batch(size: int, *, channels: int, side: int, patch: int, classes: i
 
 
 def _brightness(targets: Tensor, classes: int) -> Tensor:
-    """From above -1 for the first class to below 1 for the last, in even steps."""
+    """Map classes to even steps from above -1 for the first to below 1 for the last."""
     return 2 * (targets + 0.5) / classes - 1
 
 
 def class_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of logits (batch, classes, ...), taken in float32 also for a model in half precision."""
+    """Return the mean cross entropy of logits (batch, classes, ...), in float32 also for a model in half precision."""
     return F.cross_entropy(output.float(), targets)
 
 
 def initialise(layer: nn.Module) -> None:
-    """He et al. (2015) for what a ReLU follows, biases zero: any width trains, also without batch norm."""
+    """Initialise weights before a ReLU as He et al. (2015), biases zero, so that any width trains, also
+    without batch norm.
+    """
     if isinstance(layer, nn.Conv2d):
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(layer, nn.Linear):
@@ -93,7 +95,7 @@ def initialise(layer: nn.Module) -> None:
         nn.init.zeros_(layer.bias)
 
 
-# ----------------------------------------------------------------------------------------------------
+# ---- Rules of settings
 
 Parameters = ParamSpec("Parameters")
 Described = TypeVar("Described")
@@ -101,14 +103,14 @@ Described = TypeVar("Described")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value may be: a test, and the words that follow "must be"."""
+    """The allowed values of a setting: a test, and the words that follow "must be"."""
 
     accepts: Callable[[object], bool]
     words: str
 
 
 class Setting(NamedTuple):
-    """One setting of a model: its default, and the words that follow "must be"; none where no rule is known."""
+    """One setting of a model: its default, and the words that follow "must be"; empty without a known rule."""
 
     name: str
     default: object
@@ -124,12 +126,12 @@ def _is_number(value: object, low: float, high: float) -> bool:
 
 
 def at_least(least: int) -> Rule:
-    """A whole number, `least` or more."""
+    """Return the rule of whole numbers of `least` or more."""
     return Rule(lambda value: _is_whole(value, least), f"a whole number, {least} or more")
 
 
 def from_to(least: int, most: int) -> Rule:
-    """A whole number, from `least` to `most`."""
+    """Return the rule of whole numbers from `least` to `most`."""
     return Rule(
         lambda value: isinstance(value, int) and _is_whole(value, least) and value <= most,
         f"a whole number, {least} to {most:,}",
@@ -137,7 +139,7 @@ def from_to(least: int, most: int) -> Rule:
 
 
 def multiple_of(step: int, *, least: int) -> Rule:
-    """A whole number that `step` divides, `least` or more."""
+    """Return the rule of multiples of `step`, `least` or more."""
     return Rule(
         lambda value: isinstance(value, int) and _is_whole(value, least) and value % step == 0,
         f"a multiple of {step}, {least} or more",
@@ -145,7 +147,7 @@ def multiple_of(step: int, *, least: int) -> Rule:
 
 
 Size = Annotated[int, at_least(1)]
-Depth = Annotated[int, from_to(1, 10_000)]  # layers; more of them would be built for minutes
+Depth = Annotated[int, from_to(1, 10_000)]  # layers; more would take minutes to build
 Sizes = Annotated[
     tuple[int, ...],
     Rule(
@@ -158,10 +160,11 @@ Rate = Annotated[float, Rule(lambda value: value != 0 and _is_number(value, 0, i
 
 
 def rule_of(hint: Any) -> Rule:
-    """Find an annotation's rule: an annotated type's own, a literal's choices, a flag, or one of these or None.
+    """Return an annotation's rule: an annotated type's own, a literal's choices, a flag, or one of these or
+    None.
 
     Raises:
-        TypeError: the annotation carries no rule; a mistake in the factory, not in a setting.
+        TypeError: the annotation carries no rule, a mistake in the factory.
     """
     if get_origin(hint) is Annotated:
         return next(item for item in hint.__metadata__ if isinstance(item, Rule))
@@ -177,12 +180,12 @@ def rule_of(hint: Any) -> Rule:
 
 
 def describe(factory: Callable[..., object]) -> str:
-    """The settings of a model with their defaults: `layers=12, hidden=768, ...`."""
+    """Format the settings of a model with their defaults: `layers=12, hidden=768, ...`."""
     return ", ".join(f"{item.name}={item.default!r}" for item in inspect.signature(factory).parameters.values())
 
 
 def settings_of(factory: Callable[..., object]) -> tuple[Setting, ...]:
-    """The settings of a factory that have a default, in its order; of one that is not ours, without rules."""
+    """Return the settings of a factory that have a default, in its order; without rules for a foreign factory."""
     hints = get_type_hints(factory, include_extras=True) if hasattr(factory, "__wrapped__") else {}
     return tuple(
         Setting(item.name, item.default, rule_of(hints[item.name]).words if item.name in hints else "")
@@ -192,10 +195,10 @@ def settings_of(factory: Callable[..., object]) -> tuple[Setting, ...]:
 
 
 def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, Described]:
-    """Wrap a factory, refusing unknown settings and wrong values before it does anything.
+    """Wrap a factory so that unknown settings and wrong values are refused first.
 
     Raises:
-        UsageError: from each call of the result, naming the model, the setting, the value and what would do.
+        UsageError: from each call of the result; names the model, the setting, the value and the rule.
     """
     hints = get_type_hints(factory, include_extras=True)
     rules = {name: rule_of(hints[name]) for name in inspect.signature(factory).parameters}
@@ -217,10 +220,10 @@ def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, De
 
 
 def check_heads(model: str, hidden: int, heads: int) -> None:
-    """Every attention head gets the same share of the hidden size.
+    """Check that the hidden size divides equally among the attention heads.
 
     Raises:
-        UsageError: it does not divide; with the nearest sizes that do.
+        UsageError: it does not; names the nearest sizes that do.
     """
     if hidden % heads:
         fewer = next(count for count in range(min(heads, hidden), 0, -1) if hidden % count == 0)

@@ -1,7 +1,7 @@
-"""Real text on every machine: the sources of the running Python's standard library, byte by byte, for a small GPT.
+"""Real text on every machine: the sources of Python's standard library, byte by byte, for a small GPT.
 
-About a million bytes of its larger modules. A model that knows nothing pays ln 256 = 5.5 nats a byte; one that knows
-how often each byte occurs, about 3.2; the rest is structure.
+About a million bytes of its larger modules. A model without knowledge has a loss of ln 256 = 5.5 nats per
+byte; one that knows the frequency of each byte, about 3.2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gpt_stdlib(
     """A byte-level GPT that learns Python's standard library: bytes (batch, sequence) and, for each, the next one.
 
     Raises:
-        UsageError: a setting has a wrong value, or this Python has no library sources.
+        UsageError: a setting has a wrong value, or this Python lacks library sources.
     """
     task = gpt(
         layers=layers, hidden=hidden, heads=heads, vocabulary=_BYTES, sequence=sequence, dropout=dropout,
@@ -47,7 +47,7 @@ def gpt_stdlib(
 
 
 def _batch(size: int, *, sequence: int) -> tuple[Tensor, Tensor]:
-    """Windows of the text at random places."""
+    """Return windows of the text at random places."""
     text = _text()
     starts = torch.randint(0, len(text) - sequence - 1, (size, 1))
     windows = text[starts + torch.arange(sequence + 1)].long()
@@ -56,7 +56,7 @@ def _batch(size: int, *, sequence: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _text() -> Tensor:
-    """The largest modules of the library, largest first, as bytes."""
+    """Return the largest modules of the library, largest first, as bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:_LARGEST_MODULES]
     if not modules:

@@ -1,9 +1,10 @@
-"""What GPT and BERT share: self-attention, the feed-forward pair, made-up token sequences and the loss over tokens.
+"""Shared parts of GPT and BERT: self-attention, the feed-forward pair, generated token sequences and the
+token loss.
 
-Attention is Vaswani et al., "Attention Is All You Need" (2017), section 3.2. Query, key and value are separate linear
-layers, so that a tensor-parallel worker can own whole heads. For b sequences of s tokens, `eager` keeps three
-(b, heads, s, s) tensors for the backward (softmax, dropout mask, dropped softmax); `sdpa` leaves the choice to
-`scaled_dot_product_attention`, whose fused kernels keep none.
+Attention is Vaswani et al., "Attention Is All You Need" (2017), section 3.2. Query, key and value are
+separate linear layers, so that a tensor-parallel worker can own whole heads. For b sequences of s tokens,
+`eager` keeps three (b, heads, s, s) tensors for the backward (softmax, dropout mask, dropped softmax); `sdpa`
+leaves the choice to `scaled_dot_product_attention`, whose fused kernels keep none.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ AttentionKind = Literal["sdpa", "eager"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a transformer is made of: `layers` blocks, for sequences of so many tokens of a vocabulary.
-
-    Where it is `tied`, embedding and head share their weights.
-    """
+    """The sizes of a transformer of `layers` blocks. If `tied`, embedding and head share their weights."""
 
     layers: int
     hidden: int
@@ -52,7 +50,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend. `mask` (batch, sequence) is True where a token may be attended to; None lets all be."""
+        """Attend. `mask` (batch, sequence) is True for tokens that may be attended to; None means all."""
         query, key, value = (self._heads(linear(hidden)) for linear in (self.query, self.key, self.value))
         visible = None if mask is None else mask[:, None, None, :]
         attend = self._fused if self.kind == "sdpa" else self._eager
@@ -60,7 +58,7 @@ class SelfAttention(nn.Module):
         return mixed
 
     def _heads(self, flat: Tensor) -> Tensor:
-        """(batch, sequence, hidden) as (batch, heads, sequence, head size); as many heads as there are."""
+        """View (batch, sequence, hidden) as (batch, heads, sequence, head size), for any number of heads."""
         return flat.view(*flat.shape[:-1], -1, self.head_size).transpose(1, 2)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
@@ -80,7 +78,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with GELU between them, each token by itself."""
+    """Two linear layers with GELU between them, applied to each token."""
 
     def __init__(self, sizes: Sizes, gelu: nn.Module) -> None:
         super().__init__()
@@ -89,13 +87,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(sizes.intermediate, sizes.hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same shape."""
+        """Map (batch, sequence, hidden) to the same shape."""
         lowered: Tensor = self.down(self.gelu(self.up(hidden)))
         return lowered
 
 
 def initialise(model: nn.Module) -> None:
-    """Weights of linear and embedding layers from N(0, 0.02), biases zero, as both papers' code has it."""
+    """Initialise weights of linear and embedding layers from N(0, 0.02), biases zero, as both papers' code does."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -104,14 +102,15 @@ def initialise(model: nn.Module) -> None:
 
 
 def token_sequences(size: int, *, length: int, vocabulary: int) -> Tensor:
-    """`size` sequences (int64) that count upwards modulo the vocabulary, from any token, in steps of 1 to 4."""
+    """Return `size` sequences (int64) that count upwards modulo the vocabulary, from any token, in steps of 1 to 4."""
     first = torch.randint(vocabulary, (size, 1))
     step = torch.randint(1, 5, (size, 1))
     return (first + step * torch.arange(length)) % vocabulary
 
 
 def token_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens of logits (batch, sequence, vocabulary), in float32 also for half precision.
+    """Return the mean cross entropy over all tokens of logits (batch, sequence, vocabulary), in float32 also
+    for half precision.
 
     Every token counts, so the mean over equal microbatches is the mean over their batch.
     """

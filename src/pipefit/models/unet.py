@@ -1,10 +1,12 @@
-"""U-Net, whose long skips cross every cut: each layer hands on its result and all skips that a later one still needs.
+"""U-Net, whose long skips cross every cut: each layer passes on its result and all skips that later layers
+need.
 
-Depth D, B convolutions a block: (2 D + 1) (B + 1) layers, each a convolution with dropout, instance norm and leaky
-ReLU, or a step down, or up, or the head. An encoder's result waits from its step down to its decoder's step up, the
-largest longest. U-Net (B, C) of the torchgpipe paper is `convolutions=B, width=C`, with 362.2 million parameters for
-(6, 72) and 2.21 billion for (11, 128). (Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image
-Segmentation", 2015; Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020.)
+Depth D, B convolutions a block: (2 D + 1) (B + 1) layers, each a convolution with dropout, instance norm and
+leaky ReLU, or a step down, or up, or the head. An encoder's result waits from its step down to its decoder's
+step up, the largest longest. U-Net (B, C) of the torchgpipe paper is `convolutions=B, width=C`, with 362.2
+million parameters for (6, 72) and 2.21 billion for (11, 128). (Ronneberger et al., "U-Net: Convolutional
+Networks for Biomedical Image Segmentation", 2015; Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism
+for Training Giant Models", 2020.)
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pipefit.models.settings import (
     patched_batch,
 )
 
-Values = Tensor | tuple[Tensor, ...]  # an image, alone or with the skips that are still to come, the deepest last
+Values = Tensor | tuple[Tensor, ...]  # an image, alone or with the remaining skips, the deepest last
 
 _SGD_RATE = 0.1
 _SLOPE = 0.01
@@ -54,7 +56,7 @@ def unet(
     """U-Net on images (batch, channels, image_size, image_size): logits (batch, num_classes, image_size, image_size).
 
     `width` is the first encoder's channel count, which every level doubles; each of the `depth` levels halves the image
-    and has a block of `convolutions` on either side. `dropout` drops whole channels. `lr` None is the optimizer's
+    and has a block of `convolutions` on either side. `dropout` drops whole channels. `lr` None means the optimizer's
     usual rate.
 
     Raises:
@@ -79,7 +81,7 @@ def unet(
 
 
 class Convolution(nn.Module):
-    """A 3 x 3 convolution, channel dropout, instance norm and leaky ReLU; the skips pass by."""
+    """A 3 x 3 convolution, channel dropout, instance norm and leaky ReLU; the skips pass unchanged."""
 
     def __init__(self, inward: int, outward: int, dropout: float) -> None:
         super().__init__()
@@ -89,33 +91,35 @@ class Convolution(nn.Module):
         self.relu = nn.LeakyReLU(_SLOPE)
 
     def forward(self, values: Values) -> Values:
-        """(batch, inward, side, side) to (batch, outward, side, side)."""
+        """Map (batch, inward, side, side) to (batch, outward, side, side)."""
         images, skips = _apart(values)
         return _together(self.relu(self.norm(self.dropout(self.conv(images)))), skips)
 
 
 class Down(nn.Module):
-    """Halves the images, and adds what they were to the skips."""
+    """Halving of the images; the full images are added to the skips."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = nn.MaxPool2d(kernel_size=2)
 
     def forward(self, values: Values) -> Values:
-        """(batch, channels, side, side) to (batch, channels, side / 2, side / 2) and the images themselves."""
+        """Map (batch, channels, side, side) to (batch, channels, side / 2, side / 2) and the images themselves."""
         images, skips = _apart(values)
         return _together(self.pool(images), (*skips, images))
 
 
 class Up(nn.Module):
-    """Doubles the images, and takes the last skip from the others to put its channels after theirs."""
+    """Doubling of the images; the last skip's channels are appended to theirs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.upsample = nn.Upsample(scale_factor=2)
 
     def forward(self, values: Values) -> Values:
-        """(batch, channels, side, side) and a skip twice as large to (batch, the sum of channels, 2 side, 2 side)."""
+        """Map (batch, channels, side, side) and a skip twice as large to (batch, the sum of channels, 2 side,
+        2 side).
+        """
         images, (*others, skip) = _apart(values)
         return _together(torch.cat((self.upsample(images), skip), dim=1), tuple(others))
 
@@ -129,7 +133,7 @@ def _together(images: Tensor, skips: tuple[Tensor, ...]) -> Values:
 
 
 def _check_image(image_size: int, depth: int) -> None:
-    """The deepest images are whole, and more than a pixel, on which instance norm cannot train."""
+    """Check that the deepest images are whole and more than a pixel, on which instance norm cannot train."""
     step = 2**depth
     if image_size % step or image_size < 2 * step:
         below, above = max(image_size // step, 2) * step, max(image_size // step + 1, 2) * step

@@ -1,9 +1,9 @@
-"""VGG-11, the classic uneven chain: early layers hold the activations, one late layer the parameters.
+"""VGG-11, the classic uneven chain: early layers have the activations, one late layer the parameters.
 
-30 layers in torchvision's order: its `features[i]` is layer i here, its `classifier[j]` is layer 23 + j. 132,863,336
-parameters by default, of which the first fully connected layer has 102.8 million. In float32 the eight convolutions'
-outputs are 28 MiB per 224 x 224 image. (Simonyan and Zisserman, "Very Deep Convolutional Networks for
-Large-Scale Image Recognition", 2015, configuration A.)
+30 layers in torchvision's order: its `features[i]` is layer i here, its `classifier[j]` is layer 23 + j.
+132,863,336 parameters by default; the first fully connected layer has 102.8 million of them. In float32 the
+eight convolutions' outputs are 28 MiB per 224 x 224 image. (Simonyan and Zisserman, "Very Deep Convolutional
+Networks for Large-Scale Image Recognition", 2015, configuration A.)
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from pipefit.models.settings import (
     optimizer_of,
 )
 
-# Configuration A: the output channels of each convolution in multiples of the first one's, pooling after each group.
+# Configuration A: output channels of each convolution as multiples of the first one's, with pooling after
+# each group
 _GROUPS = ((1,), (2,), (4, 4), (8, 8), (8, 8))
-_POOLED = 7  # height and width that the adaptive pool leaves
-_SGD_RATE = 1e-3  # without batch norm, ten times as much diverges
+_POOLED = 7  # height and width after the adaptive pool
+_SGD_RATE = 1e-3  # without batch norm, ten times this rate diverges
 
 
 @checked
@@ -48,7 +49,7 @@ def vgg11(
     """VGG-11 on square images (batch, 3, image_size, image_size).
 
     `width` is the channel count of the first convolution; every other one, and the classifier, scales with it.
-    `inplace` lets each ReLU overwrite its input. `lr` None is the optimizer's usual rate.
+    `inplace` lets each ReLU overwrite its input. `lr` None means the optimizer's usual rate.
 
     Raises:
         UsageError: a setting has a wrong value.
