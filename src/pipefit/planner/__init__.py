@@ -132,8 +132,7 @@ PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 def plan(
     profile: ModelProfile | Profiles, cluster: Cluster, training: Training | None = None, **asked: Unpack[Asked]
 ) -> Plan:
-    """Choose the devices of every layer, and which activations are recomputed or offloaded, so that the model
-    fits.
+    """Choose the devices of every layer, and what to recompute or offload, so that the model fits.
 
     The objective is the fastest step that fits (`throughput`) or the lowest `peak` of all plans.
     Describe the training either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
@@ -304,7 +303,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
 
 
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
-    """Return the requested (stages, data, tensor) for `devices`; then without data, then without both degrees."""
+    """Return the requested (stages, data, tensor), limited to `devices`, and two looser alternatives."""
     stages, data, shards = (
         found if isinstance(found, int) else None for found in map(asked.get, ("stages", "data", "tensor"))
     )

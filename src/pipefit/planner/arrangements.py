@@ -294,8 +294,9 @@ class Trials:
                 self._try(arrangement, bound)
 
     def _bound(self, arrangement: Arrangement) -> float:
-        """Return a lower bound of an arrangement's step: the simple one if it decides or the other costs too
-        much.
+        """Return a lower bound of the seconds of an arrangement's step.
+
+        The simple bound if it decides, or if the bound with memory costs too much.
 
         Raises:
             UsageError: the arrangement is impossible.
@@ -322,7 +323,10 @@ class Trials:
 
     @property
     def _budget(self) -> float:
-        """Budget of all short searches; small if everything can be kept, as they then hardly find a faster plan."""
+        """Budget of all short searches.
+
+        It is small if everything can be kept, as the searches then hardly find a faster plan.
+        """
         return (_TRYING / 4 if self._keeps else _TRYING) * self.space.question.options.effort
 
     @property
@@ -490,7 +494,7 @@ def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
 
 
 def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Assembled] | None:
-    """Return the leanest plan of these ways to recompute; only of the first if layers cannot be recomputed."""
+    """Return the leanest plan of these ways to recompute, or of the first if the others are impossible."""
     for asked in (tuple(ways), tuple(ways)[:1]):
         with suppress(UsageError):
             question, found = leanest_of(_questions(trials, asked))
@@ -533,7 +537,10 @@ def _alternative(
     each: int = 1,
     more_seconds: float = 0.0,
 ) -> Alternative:
-    """Return an alternative from the simulation of its plan, or of one of `each` replicas, plus `more_seconds`."""
+    """Return an alternative from the simulation of its plan.
+
+    The simulation may be that of one of `each` replicas, which add `more_seconds`.
+    """
     return Alternative(
         what=what,
         schedule=question.training.schedule,

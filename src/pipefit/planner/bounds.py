@@ -363,7 +363,7 @@ class _Bound:
 
     @cached_property
     def _weights(self) -> Floats:
-        """Prefix sums of the bytes of one version of the weights; a shared weight counts with its first layer."""
+        """Prefix sums of the bytes of a version of the weights; shared ones count with their first layer."""
         sums = self.question.ranges.weights.copy()
         for shared in self.question.measurement.shared:
             for user in shared.users[1:] if shared.gradient_bytes else ():

@@ -68,7 +68,7 @@ class Prices:
         return sum((ranges(sums, within) for _, sums in self._classes), np.zeros_like(ranges(self.forward, within)))
 
     def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
-        """Return the bytes that ranges free in `seconds` of recomputation, the cheapest first, over `microbatches`."""
+        """Return the bytes of `microbatches` that ranges free in `seconds`, the cheapest first."""
         found, left = np.zeros_like(seconds), seconds
         for price, sums in self._classes:
             most = microbatches * ranges(sums, within)
@@ -123,7 +123,7 @@ def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
 
 
 def _fastest(question: Question) -> list[Seconds]:
-    """Return the seconds of every layer and of the loss, each on the cluster's fastest kind of device for it."""
+    """Return the seconds of every layer and of the loss, each on the cluster's fastest kind for it."""
     kinds = {device.kind.key: device.kind for device in question.cluster.devices}
     times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
     return [Seconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
@@ -150,7 +150,7 @@ class Recipe(NamedTuple):
 
 
 class Movable(NamedTuple):
-    """Saved tensor that can be offloaded with its storage: its name, the storage's bytes, and its saving layers."""
+    """Saved tensor that can be offloaded: its name, the bytes of its storage, and the layers that save it."""
 
     layer: int
     number: int
@@ -177,7 +177,7 @@ class Menu(NamedTuple):
         return tuple(tensor for tensor in self.tensors if not any(map(recipe.recomputes, tensor.savers)))
 
     def restricted(self, means: Means) -> Menu:
-        """Return the menu under `means`: with only the first recipe, or without tensors, if these are not allowed."""
+        """Return the menu under `means`: only the first recipe if nothing may be recomputed, and so on."""
         recipes = self.recipes[:1] if means.recompute == "never" else self.recipes
         return self._replace(recipes=recipes, tensors=self.tensors if means.host or means.peers else ())
 
@@ -283,7 +283,10 @@ class _Block:
 
     @cached_property
     def _own(self) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Storages that the block makes, saves and does not pass on: the layer that makes each, and its savers."""
+        """Storages that the block makes, saves and does not pass on.
+
+        Each with the position of the layer that makes it, and of the layers that save it.
+        """
         layers, inputs = self.storages.layers, set(self.storages.input_storages)
         inputs |= set(self.storages.target_storages) | set(self.storages.values(self.storages.count))
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -303,7 +306,7 @@ class _Block:
         return not any(cost.unrepeatable for cost in costs)
 
     def _prices(self) -> list[float]:
-        """Return prices in seconds per byte, from one at which nothing is recomputed to one at which everything is."""
+        """Return prices in seconds per byte, from one at which nothing is recomputed to a very high one."""
         count = self.stop - self.start
         found = [
             (self.seconds[j] - self.seconds[i]) / self.freed[i, j]
@@ -350,7 +353,10 @@ class _Block:
 
 
 def _hull(recipes: list[Recipe]) -> tuple[Recipe, ...]:
-    """Return the recipes that are best at some price, in the order of their bytes: each step costs more per byte."""
+    """Return the recipes that are best at some price, in the order of their bytes.
+
+    Each step costs more per byte than the one before.
+    """
     found: list[Recipe] = []
     for recipe in recipes:
         while found and recipe.seconds <= found[-1].seconds:

@@ -7,10 +7,10 @@ the host updates all of it, bucket by bucket or block by block; or the host keep
 parameters between passes too (ZeRO-Offload, ZeRO-Infinity). Activations are kept, or every block but a
 stage's last is recomputed separately.
 
-Common plans are searched if no plan is known within 1 % of the lower bound and of the seconds with nothing
-moved and instant updates; for large questions, only if no plan keeps everything. So a result is not slower
-than such plans by more than that, as long as the budget lasts. If no plan is known to fit, the search
-continues until one does.
+Common plans are not searched if a known plan is within 1 % of the lower bound, nor for large questions if a
+known plan keeps everything. A candidate is skipped if it would gain less than 1 % even with nothing moved and
+instant updates. So a result is slower than such plans by at most 1 %, as long as the budget lasts. If no plan
+is known to fit, the search continues until one does.
 
 Cost: up to 36 simulations for each number of replicas, those without recomputation first; plans whose state
 stays on the devices only if their memory bound fits. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv

@@ -27,7 +27,7 @@ class Pins(TypedDict):
 
 
 class Degree(NamedTuple):
-    """Number of replicas and of tensor-parallel ranks of each, which with `sequences` divide positions too."""
+    """Number of replicas, and of tensor-parallel ranks of each, which may divide positions (`sequences`)."""
 
     data: int
     tensor: int
@@ -62,7 +62,7 @@ _DIVIDED = {"optimizer": "optimizer state", "gradients": "gradients", "parameter
 
 
 def divisors(size: int, most: int) -> tuple[int, ...]:
-    """Return numbers of replicas up to `most` that divide `size` samples, each at least twice the one before."""
+    """Return numbers of replicas up to `most` that divide `size`, each at least twice the one before."""
     found = [1]
     for number in range(2, min(size, most) + 1):
         if size % number == 0 and number >= 2 * found[-1]:

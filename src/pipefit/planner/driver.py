@@ -427,7 +427,10 @@ class _Judge:
         self._planner, self._spent = planner, 0
 
     def __call__(self, question: Question) -> float | None:
-        """Return the fullest device's use in the plan found; None if it does not fit or the budget is spent."""
+        """Return the fullest device's use in the plan found.
+
+        None if the plan does not fit or the budget is spent.
+        """
         if self._spent > _JUDGING:
             return None
         try:

@@ -1,5 +1,4 @@
-"""Candidates (a split with a choice for each stage) and their evaluation by the simulator, each computed
-once.
+"""Candidates (a split with a choice for each stage) and their cached evaluation by the simulator.
 
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share
 the programs of equal stages (`simulate.assembled`). A long step under 1F1B is simulated with 2P + 2
@@ -55,7 +54,7 @@ _Ints = NDArray[np.intp]
 
 
 class _Step(NamedTuple):
-    """Step of a stage: a computation (`kind`), the posting of one end of a message, or the wait for a message."""
+    """Step of a stage: a computation (`kind`), the posting of an end of a message, or the wait for it."""
 
     stage: int
     kind: Kind | None

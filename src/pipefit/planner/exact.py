@@ -83,7 +83,7 @@ class Bounds:
             self.lines.append([_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)])
 
     def windows(self, level: float) -> list[Window] | None:
-        """Return the window of every stage if none may need more than `level` bytes; None without such a split."""
+        """Return the window of every stage if none may need more than `level` bytes, or None."""
         last = self._latest_starts(level)
         first = self._earliest_starts(level)
         if last[-1] < self.blocks or any(a > b for a, b in zip(first, last, strict=True)):
@@ -91,7 +91,7 @@ class Bounds:
         return [self._window(stage, first, last, level) for stage in range(self.stages)]
 
     def greedy(self, level: float) -> tuple[int, ...] | None:
-        """Return a split whose stages nearly keep to `level` by their bounds, early ones filled first, or None."""
+        """Return a split whose stages nearly keep to `level` by their bounds, early ones filled first."""
         last = self._latest_starts(level)
         if last[-1] < self.blocks or any(start < stage for stage, start in enumerate(last)):
             return None
@@ -170,10 +170,10 @@ _ROUNDING = 1 + 1e-9  # margin of bounds in bytes that are compared with shares 
 
 
 class Solution(NamedTuple):
-    """The best split, its highest cost, the number of evaluated candidate stages, and the kept part of
-    budgets.
+    """The best split, its highest cost, and the number of evaluated candidate stages.
 
-    If the kept part (`FewClasses`) is 1, no split has a lower highest cost.
+    `kept` is the smallest part of a budget that remains after merging device classes (`FewClasses`); if it is
+    1, no split has a lower highest cost.
     """
 
     split: Split
@@ -209,7 +209,10 @@ class _Nodes(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """Candidate stages as parallel arrays: source node, first block, class of device, target node and cost."""
+    """Candidate stages as parallel arrays.
+
+    `target` is the number of the pair (used, stop).
+    """
 
     source: Indices
     start: Indices
@@ -253,7 +256,7 @@ class _Search:
         self.windows = windows
 
     def _achievable(self) -> float:
-        """Return the highest cost of a split that is good by its bounds, with its stages on the largest devices."""
+        """Return the highest cost of a split that is good by its bounds, on the largest devices."""
         edges = self.bounds.lowest_split()
         units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
         self.band = self.question.ranges.band(max(stop - start for start, stop in pairwise(edges)))
@@ -268,7 +271,7 @@ class _Search:
     # ---- Costs
 
     def _costs(self, stage: int) -> Floats:
-        """Return the peaks of every range in the stage's window: row r has the ranges of `narrowest + r` blocks."""
+        """Return the peaks in the stage's window: row r has the ranges of `narrowest + r` blocks."""
         first, last, narrowest, widest = self.windows[stage]
         window = (slice(narrowest - 1, widest), slice(first, last + 1))
         peaks = stage_peak(self.band, self.question.surroundings(stage), window)
@@ -289,7 +292,7 @@ class _Search:
     # ---- Pass 1: the level
 
     def _rest(self) -> dict[Used, Floats]:
-        """Return, for the used devices and the first unplaced block, the lowest level of the remaining stages."""
+        """Return the lowest level of the remaining stages, by used devices and first unplaced block."""
         empty = np.full(self.blocks + self.band.valid.shape[0] + 2, np.inf)
         rest = {used: empty.copy() for used in self._places(self.stages)}
         for level in rest.values():
@@ -352,7 +355,7 @@ class _Search:
 
 
 def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
-    """Return the first block and device class of the stages on a node's path, from the last stage to the first."""
+    """Return the first block and device class of a path's stages, from the last stage to the first."""
     path = []
     for chosen in reversed(trail):
         path.append((int(chosen.start[node]), int(chosen.kind[node])))
@@ -403,7 +406,7 @@ def _merged(costs: Floats, chosen: _Candidates) -> Floats:
 
 
 def exact(question: Question) -> Found:
-    """Return the plan with the lowest highest peak; without grids, then the lowest second highest, and so on."""
+    """Return the plan with the lowest peak; without grids, also with the lowest second peak, and so on."""
     return _exact(question, ())
 
 

@@ -77,7 +77,7 @@ class Balance:
         return Split(tuple(reversed(edges)), self._devices)
 
     def _seconds(self, stage: int, host: float, states: bool) -> Floats:
-        """Return the seconds of a microbatch for every range as this stage, with a penalty for missing memory."""
+        """Return the seconds of a microbatch for every range as this stage; missing memory adds a penalty."""
         held = self._in_flight[stage]
         budget = self.question.cluster.budgets[self._devices[stage]]
         need = self._peaks(stage) - budget - (self._away if states else 0.0)
@@ -345,8 +345,7 @@ class Filler:
         )
 
     def _spilled(self, menus: Sequence[Menu], need: float) -> tuple[int, int]:
-        """Return the number of blocks whose gradients, and whose parameters, the host takes to free `need`
-        bytes.
+        """Return the numbers of blocks whose gradients and parameters the host takes to free `need` bytes.
 
         Those of two blocks are on the device at once.
         """
@@ -395,7 +394,7 @@ class _Moving:
         self.places = [KEPT] * len(blocks.bytes)
 
     def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:
-        """Move at most this many blocks and bytes to a place while bytes remain to free; return whether any moved."""
+        """Move up to this many blocks and bytes while bytes remain to free; return whether any moved."""
         for block in self.blocks.order if self.away else ():
             nbytes = self.blocks.bytes[block]
             if self.need > 0 and blocks and not self.places[block] and 0 < nbytes <= most:
@@ -404,7 +403,7 @@ class _Moving:
         return place in self.places
 
     def fitting(self, most: float) -> int:
-        """Return how many of the first blocks on the host have at most `most` bytes together, at least one."""
+        """Return how many of the first blocks on the host fit in `most` bytes together, at least one."""
         count, total = 0, 0.0
         for block, place in enumerate(self.places):
             if place == TO_HOST:

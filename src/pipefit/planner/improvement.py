@@ -1,5 +1,4 @@
-"""Improvement of a filled split by small changes, each filled again and simulated, while one of them is
-better.
+"""Improvement of a filled split by small changes, each filled and simulated, while one is better.
 
 First, hosts that have optimizer state update that of some stages, of all, or a part of each stage's. Then
 stages come in the order of need: those whose devices lack bytes, then those that compute the largest part of
@@ -108,7 +107,10 @@ def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
 
 
 def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Iterator[StageChoice]:
-    """Yield choices that differ in a block or in the timing of runs; blocks move only if the `host` may be used."""
+    """Yield choices that differ in a block or in the timing of runs.
+
+    Blocks move only if the `host` may be used.
+    """
     for block, menu in enumerate(menus):
         for number in (choice.recipes[block] - 1, choice.recipes[block] + 1):
             if 0 <= number < len(menu.recipes):
@@ -136,7 +138,7 @@ def _exchanged(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoi
 
 
 def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
-    """Yield choices in which the block stays instead of moving, or moves to the host with or without recomputation."""
+    """Yield choices in which the block stays instead of moving, or moves to the host."""
     if choice.places[block]:
         yield choice._replace(places=_with(choice.places, block, KEPT))
         return
@@ -223,7 +225,7 @@ _DIGITS = 9  # decimal digits to which loads are compared
 
 
 def spread(question: Question) -> tuple[int, ...]:
-    """Return the device of every stage: that of its number, unless another order of equal devices loads wires less."""
+    """Return the device of every stage: its own number, unless another order of equal devices is better."""
     natural = tuple(range(question.stages))
     if not (question.means.host and question.means.mapping) or len(question.classes) > 1:
         return natural
@@ -233,8 +235,7 @@ def spread(question: Question) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def best_order(weights: tuple[int, ...], to_hosts: Rows, to_peers: Rows) -> tuple[int, ...]:
-    """Return the best order of devices for stages that move `weights` tensors each; cached for other
-    searches.
+    """Return the best order of devices for stages that move `weights` tensors each; cached.
 
     `to_hosts` has a row for each device: the seconds that a byte takes on each wire to the host, to some
     scale. `to_peers` has the bytes per second of links between two devices, zero without a link. Orders are
@@ -278,7 +279,7 @@ def _loads(cluster: Cluster) -> Floats:
 
 
 def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floats) -> Floats:
-    """Return a row for each criterion of `best_order`, the most important first, with a column for each order."""
+    """Return a row for each criterion of `best_order`, the first one first, and a column for each order."""
     wires = np.einsum("s,osw->ow", np.array(weights, dtype=float), loads[orders])
     between = rates[orders[:, :-1], orders[:, 1:]]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -319,7 +320,10 @@ _FEW = 3  # divisions that are worth a simulation
 
 
 class Update(NamedTuple):
-    """The update of a stage: its host and the seconds there; the wires of its state, and the seconds of one way."""
+    """The update of a stage.
+
+    Its host and the seconds there; the wires of its state, and the seconds of one way.
+    """
 
     host: int
     host_seconds: float
@@ -328,11 +332,11 @@ class Update(NamedTuple):
 
 
 def divided_updates(question: Question, split: Split) -> list[tuple[float, ...]]:
-    """Return a few divisions, the shortest by estimate first: for every stage, 1 if its host updates its
-    state, else 0.
+    """Return a few divisions of updates between hosts and devices, the shortest by estimate first.
 
-    One stage after the other goes from the busiest host to its device: the one whose wires are then the least
-    busy. Returns an empty list if a host has no link or no known memory bandwidth.
+    A division has, for every stage, 1 if its host updates its state, else 0. One stage after the other goes
+    from the busiest host to its device: the one whose wires are then the least busy. Returns an empty list if
+    a host has no link or no known memory bandwidth.
     """
     updates = _updates(question, split)
     if updates is None:
@@ -418,8 +422,7 @@ def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_l
 
 
 class _Faster:
-    """Filter of settings that may be faster than a plan; times all neighbours of a plan that keeps
-    everything.
+    """Filter of settings that may be faster than a plan that keeps everything; times them all at once.
 
     The times are used only if the timer agrees with the simulator about the first step of the plan itself.
     """
@@ -435,7 +438,10 @@ class _Faster:
 
     @cached_property
     def _times(self) -> Mapping[Split, float]:
-        """Seconds of a step of the neighbouring splits and of the plan's own; empty if the timer does not apply."""
+        """Seconds of a step of the neighbouring splits and of the plan's own.
+
+        Empty if the timer does not apply.
+        """
         found, own = self._best.found, self._best.setting.split
         if not found.fits or not all(choice.idle for choice in found.candidate.choices):
             return {}

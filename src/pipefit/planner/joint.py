@@ -1,15 +1,14 @@
-"""The joint planner, the default: the fastest plan that fits, with split, devices and memory decisions chosen
-together.
+"""The joint planner, the default: the fastest plan that fits, with all of its choices made together.
 
-It minimises the simulated seconds of a step, among plans that fit every device and every host at every
-instant by the exact ledger.
+It minimises the simulated seconds of a step over splits, devices and memory decisions, among plans that fit
+every device and every host at every instant by the exact ledger.
 
-    1. Fill several splits (`planner.filling`): those of other planners, and even ones whose early stages have fewer
-       blocks because they recompute more; with stages spread over the wires to hosts (`planner.improvement`), and in
-       the order of the devices.
+    1. Fill several splits (`planner.filling`): those of other planners, and even ones whose early stages have
+       fewer blocks because they recompute more; with stages spread over the wires to hosts
+       (`planner.improvement`), and in the order of the devices.
     2. Improve the best of them by small changes (`planner.improvement`).
     3. Lend the memory that devices have left, if that is faster (`planner.mapping`).
-    4. Polish the choices of single blocks, and leave out techniques that are not needed (`planner.improvement`).
+    4. Polish the choices of single blocks, and leave out unneeded techniques (`planner.improvement`).
     5. Compare with the plans of `mpress` and of the time split; of long steps, simulate all microbatches.
 
 So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
@@ -158,14 +157,13 @@ class Search:
     # ---- Subsets of the techniques
 
     def _answer(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
-        """Return the result with these techniques, which is no worse than those with fewer; cached in `known`."""
+        """Return the result with these techniques, not worse than with fewer; cached in `known`."""
         if means not in known:
             known[means] = self._found(means, effort, known)
         return known[means]
 
     def _found(self, means: Means, effort: float, known: dict[Means, _Answer]) -> _Answer:
-        """Extend the best results that use one technique less; skip those whose lower bound is already
-        beaten.
+        """Extend the best results that use one technique less; skip those whose bound is already beaten.
 
         If the result does not fit, the skipped ones are searched too, as one of them may lack less memory.
         """
@@ -194,7 +192,7 @@ class Search:
         return self._bounds[means]
 
     def _answered(self, filler: Filler, answers: Mapping[Means, _Answer]) -> _Answer:
-        """Return the result with a filler's techniques, which is no worse than the results with fewer of them."""
+        """Return the result with a filler's techniques, not worse than the results with fewer of them."""
         evaluator, remarks, fewer = filler.evaluator, tuple[str, ...](), [*answers.values()]
         base = next((one for less, one in answers.items() if _is_base(less, filler.question.means)), None)
         if base is not None:
@@ -233,7 +231,7 @@ class Search:
 
 
 def _is_base(less: Means, means: Means) -> bool:
-    """Return whether `less` is all of `means` but peers; peers' memory is then lent to the result of `less`."""
+    """Return whether `less` is all of `means` but peers, whose memory is lent to the result of `less`."""
     return means.peers and less == replace(means, peers=False)
 
 
@@ -313,7 +311,7 @@ def exact_in_time(question: Question) -> bool:
 
 
 def _affordable(question: Question) -> list[Planner]:
-    """Return the planners whose splits are filled, without those that would compute too many ranges one by one."""
+    """Return the planners whose splits are filled, without those that would take too long."""
     if exact_in_time(question):
         return list(_OTHERS)
     return [planner for planner in _OTHERS if planner not in (exact, bisection)]

@@ -4,14 +4,14 @@ The plan of `exact`, which keeps everything on the devices, is one of the compar
 stages of one degree, for every degree and number of stages, cut as by `exact` or `time`; a stage's state is
 at its hosts:
 
-    one device             the host updates every block; or gradients, parameters and optimizer state are there between
-                           passes, block by block
-    replicas (ZeRO-2, 3)   the same for the state that they divide, in a bucket for each block, by blocks or by whole
-                           buckets; gradients stay (ZeRO-Offload, ZeRO-Infinity)
+    one device             the host updates every block; or gradients, parameters and optimizer state are at
+                           the host between passes, block by block
+    replicas (ZeRO-2, 3)   the same for the state that they divide, in a bucket for each block, by blocks or
+                           by whole buckets; gradients stay (ZeRO-Offload, ZeRO-Infinity)
 
 Nothing returns before it is needed. From the leanest plan on, cuts move by a block while that lowers the
-peak. So the result is the lowest of the read plans only. Peaks are read from programs, to the byte; time is
-not considered, and steps are often several times as long.
+peak. So the result is the lowest of the plans read, not of all plans. Peaks are read from programs, to the
+byte; time is not considered, and steps are often several times as long.
 
 Cost: a program of every stage of a few dozen plans (`hybrid.divided_state`), within a limit of work; those
 with the most devices for each stage come first, then those with the fewest. The plan says if the limit has
@@ -184,7 +184,10 @@ class _Search:
         return self.ended
 
     def _value(self, candidate: Candidate) -> float:
-        """Return the highest peak, in bytes or as a share of unequal budgets; infinity if it cannot be carried out."""
+        """Return the highest peak, in bytes or as a share of unequal budgets.
+
+        Infinity if the candidate cannot be carried out.
+        """
         if candidate not in self._known:
             question, split = self._question, candidate.split
             try:

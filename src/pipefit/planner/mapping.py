@@ -83,7 +83,7 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
     """Return the best mapping of stages to the same number of devices, all of one kind.
 
     `needs` are the bytes that each stage must place elsewhere, `spares` the bytes that each has left. If no
-    order places all needs, the order is the best for the largest possible part of them, and the seconds are
+    order places all needs, the order is the best for the largest tested part of them, and the seconds are
     infinite.
     """
     if is_symmetric(rates) or not any(needs) or not any(spares):
@@ -192,7 +192,7 @@ def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
 
 
 def lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
-    """Return the mapping of an order, with shares that reach its time: a maximum flow from borrowers to lenders."""
+    """Return the mapping of an order, with shares that reach its time: a maximum flow to lenders."""
     seconds = float(copy_seconds(np.array([order], dtype=np.intp), needs, spares, rates)[0])
     limit = {
         (a, b): spare if seconds == float("inf") else int(rates[order[a], order[b]] * seconds) + 1
@@ -211,7 +211,7 @@ def lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int],
 def _taken_in_turn(
     limit: dict[tuple[int, int], int], needs: Sequence[int], spares: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Return the bytes of each pair, up to its limit: the neediest borrower first, the fastest lender first."""
+    """Return the bytes of each pair, up to its limit: neediest borrower first, fastest lender first."""
     left, room, flow = list(needs), list(spares), dict[tuple[int, int], int]()
     for a, b in sorted(limit, key=lambda pair: (-needs[pair[0]], -limit[pair], pair)):
         taken = min(left[a], room[b], limit[a, b])
@@ -260,7 +260,7 @@ def _send(flow: dict[tuple[int, int], int], way: Sequence[tuple[int, int]], nbyt
 # A stage needs elsewhere the bytes that it recomputes; devices lend the memory that they have left. Device
 # mapping assigns lenders, and a stage's tensors are striped over them in these shares. Either all recomputing
 # stages borrow, or only the busiest, all or half of their bytes; and lenders lend their spare memory, or also
-# the memory of their own tensors, which filling then recomputes or moves to the host. The result is simulated
+# the memory of lenders' tensors, which filling then recomputes or moves to the host. The result is simulated
 # and used only if it is faster.
 
 _BUSIEST = 0.98  # relative to the busiest stage's share of a step: stages above that count as busiest too
@@ -324,7 +324,7 @@ def _bytes_of(filler: Filler, best: Filled, stage: int, *, recomputed: bool) -> 
 
 
 def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Setting:
-    """Return the setting in which every borrower moves the blocks that fit in a part of its lenders' memory."""
+    """Return the setting in which every borrower moves the blocks that fit in a part of its loans."""
     setting = best.setting
     menus = filler.evaluator.stage_menus(setting.split)
     lent: list[tuple[int, Place | None]] = []

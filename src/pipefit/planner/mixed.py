@@ -66,7 +66,10 @@ class Swapped(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Split of a stage's first blocks: the first `moved` are offloaded, the others before `last` are recomputed."""
+    """Split of a stage's first blocks.
+
+    The first `moved` blocks are offloaded, the others before `last` are recomputed.
+    """
 
     moved: int
     last: int
@@ -154,7 +157,10 @@ class _Stage:
         self._left = {device: left[device] for device in near if device not in grid.devices}
 
     def to_host(self) -> Iterator[Decisions]:
-        """Yield decisions with which the stage fits: hosts hold all recomputed blocks' tensors, or half of them."""
+        """Yield decisions with which the stage fits.
+
+        Hosts hold the tensors of all recomputed blocks, or of half of them.
+        """
         for blocks in self._ways(HOST):
             yield self._decisions(blocks, HOST)
 
@@ -190,7 +196,10 @@ class _Stage:
         return self._fewest(lambda last: _Blocks(low, max(low, last)), place)
 
     def _fewest(self, way: Callable[[int], _Blocks], place: Place) -> _Blocks | None:
-        """Return the fewest blocks with which the stage fits, by bisection; None if none fit or the work is spent."""
+        """Return the fewest blocks with which the stage fits, by bisection.
+
+        None if it does not fit with any, or if the work is spent.
+        """
         low, high = 0, self._count  # too few blocks, and enough blocks
         if not self._may_move or self._reader.actions > _WORK or not self._fits(way(high), place):
             return None
@@ -247,7 +256,7 @@ class _Stage:
 
 
 def trimmed(question: Question, found: Hybrid, reader: Reader) -> tuple[Decision, ...]:
-    """Return the decisions of a plan: the fewest first blocks of its stages to recompute, for all microbatches."""
+    """Return the decisions to recompute the fewest first blocks of a plan's stages with which they fit."""
     decisions = list[Decision]()
     for number, one in enumerate(found.stages):
         if one.way.recompute == "never":
@@ -327,7 +336,10 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
-    """Yield the fastest plan, if it keeps everything, under other schedules under which it fits and is faster."""
+    """Yield the fastest plan under other schedules, if it fits and is faster.
+
+    Only if the fastest plan keeps everything.
+    """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None or not best.is_whole:
         return

@@ -109,7 +109,7 @@ class Simulations:
 
     @cached_property
     def _before(self) -> Callable[[Degree], Sequence[float]]:
-        """Function from a degree to the seconds of the passes through all layers before each, on the fastest device."""
+        """Function from a degree to the seconds of the layers before each, on the fastest kind of device."""
         question = self.question
         kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
 
@@ -164,7 +164,7 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
 
 
 def alike(question: Question) -> Iterator[Split]:
-    """Yield the simple planners' splits with one degree for all stages, for every degree, the most devices first."""
+    """Yield the simple planners' splits, with one degree for all stages; the most devices come first."""
     devices = len(question.cluster.devices)
     for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
         stages = question.options.stages or min(question.blocks, devices // degree.devices)
@@ -213,7 +213,7 @@ class _Search:
         self._tried = dict[Split, float]()  # seconds
 
     def next_to(self, best: Timed | None) -> Iterator[Split]:
-        """Yield the best split, then tried splits with replicas that were nearly as fast, or have one stage."""
+        """Yield the best split, then tried splits with replicas, nearly as fast or of one stage."""
         tried = sorted(self._tried, key=lambda split: (len(split.grids) > 1, self._tried[split]))
         others = [split for split in tried if any(grid.data > 1 for grid in split.grids)]
         alone = sum(len(split.grids) == 1 for split in others)
@@ -223,7 +223,10 @@ class _Search:
         yield from (split for split in others[: alone + _OTHERS] if best is None or split != best.split)
 
     def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
-        """Return the first split that fits and is faster than the best; with `following`, the fastest of all splits."""
+        """Return the first split that fits and is faster than the best.
+
+        With `following`, the fastest of all splits.
+        """
         for split in splits:
             found = self._timed(split, best)
             if found is not None and not following:

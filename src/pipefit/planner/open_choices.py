@@ -155,7 +155,7 @@ class Numbers:
 
 
 class Open(NamedTuple):
-    """Choices that a planner makes: the microbatch size, the schedule with the number of stages, and degrees."""
+    """Choices that a planner makes: microbatch size, schedule with number of stages, and degrees."""
 
     sizes: bool = False
     arrangements: bool = False
@@ -259,8 +259,7 @@ def check_first(how: Training | Numbers, cluster: Cluster, options: Options, siz
 
 
 def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_sizes: bool) -> Profiles:
-    """Return profiles that also have the local batches of up to `devices` replicas, or of the requested
-    number.
+    """Return profiles with the local batches of up to `devices` replicas, or of the requested number.
 
     Without local batches if replicas would change the numbers. Sizes that cannot be profiled, or at which the
     model differs, are left out.
@@ -308,7 +307,7 @@ def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
-    """Return the microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
+    """Return the microbatch sizes to profile: divisors of the batch, each at least twice the last."""
     small = [size for size in range(1, isqrt(batch_size) + 1) if batch_size % size == 0]
     found = [1]
     for size in (*small, *(batch_size // size for size in reversed(small))):

@@ -48,8 +48,7 @@ def groups_of(question: Question, degree: Degree) -> Groups:
 
 
 def representative(question: Question, degree: Degree) -> Question:
-    """Return the question of one replica of the pipeline (one tensor-parallel rank of it), without
-    collectives.
+    """Return the question of one replica (one tensor-parallel rank) of the pipeline, without collectives.
 
     Raises:
         UsageError: the cluster lacks devices, or a layer can have no replicas.
@@ -111,7 +110,10 @@ def answers(question: Question, *planners: Planner) -> Iterator[Found]:
 
 
 def seconds_together(question: Question, split: Split, degree: Degree) -> float:
-    """Return the seconds of collectives on the slowest stage: gradient sums and tensor-parallel communication."""
+    """Return the seconds of collectives on the slowest stage.
+
+    They are all-reduces of gradients, and tensor-parallel communication in every pass.
+    """
     tables, groups, found = DegreeTables(question, degree), groups_of(question, degree), [0.0]
     for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True):
         shards, replicas = (Group.of(question.cluster, one) for one in degree.groups(groups[device]))

@@ -7,7 +7,7 @@ which are assembled for every plan. Sends and receives are assumed to match, as 
 programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
 serves all of them; those with the same times are lowered and timed once (`simulate.equal_devices`).
 
-Cost: some ten microseconds for each changed action, and one and a half for every action of the plan; replicas
+Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan; replicas
 with equal actions and times count once.
 """
 
@@ -119,7 +119,10 @@ class Turns(NamedTuple):
         return one == other and not sum(found.after_bytes for _, found in one)
 
     def timed(self, short: TimedDevice) -> TimedDevice | None:
-        """Return the long step for the clock; None if turns differ in it, or join transfers started before them."""
+        """Return the long step for the clock.
+
+        None if its turns differ, or join transfers that started before them.
+        """
         codes, seconds, transfers, started = short
         first, start, stop = self.start - self.length, self.start, self.stop
         begun = [sum(code in STARTS for code in codes[:position]) for position in (first, start, stop)]
@@ -221,7 +224,7 @@ class Lowered:
         return [len(program.actions[self._device]) + more for program in self.programs]
 
     def timed(self, reader: DeviceReader) -> TimedDevice:
-        """Return the device for the clock: the step that repeats, or all steps of an asynchronous schedule."""
+        """Return the device for the clock: the step that repeats, or all steps if asynchronous."""
         last = self.programs[-1]
         every = [self.programs[min(step, len(self.programs) - 1)] for step in range(self._steps)]
         found = reader.read(in_a_row(every, self._device) if last.endless else last.actions[self._device])
@@ -368,7 +371,7 @@ class Parts:
         return self._known[key]
 
     def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
-        """Return the parts of the representatives of a rank's devices; the actions of all its devices count."""
+        """Return the parts of a rank's representative devices; the actions of all its devices count."""
         if is_alone(plan):
             with suppress(UsageError):  # its message would name another device
                 return self._read_alone(plan, rank, steps)

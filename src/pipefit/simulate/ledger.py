@@ -1,5 +1,4 @@
-"""The memory ledger of one device: the bytes that every action of a program allocates and frees, exact to the
-byte.
+"""The memory ledger of one device: the exact bytes that every action of a program allocates and frees.
 
 It applies `memory.microbatch` to one action after the other. In between it keeps the residency of every
 microbatch, the layers with gradients, the stages with optimizer state, and under an asynchronous schedule the
@@ -177,12 +176,12 @@ class Ledger:
         return flights, layers & self._born, layers & self._stepped
 
     def gathered(self, stage: int) -> frozenset[int]:
-        """Return the layers of a stage whose divided parameters are gathered, or in transit, after the actions read."""
+        """Return the layers of a stage whose divided parameters are gathered, or in transit."""
         return self._gathered[stage].layers
 
     @property
     def state(self) -> object:
-        """State of the ledger: equal after two steps of an asynchronous schedule if all later effects are equal."""
+        """State of the ledger; equal states of an asynchronous schedule have equal later effects."""
         versions = tuple(versions.state for versions in self._versions.values())
         states = tuple(states.state for states in self._states.values())
         return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions, states

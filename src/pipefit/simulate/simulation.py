@@ -204,7 +204,7 @@ class Simulation:
         return highest(self._at_rest(device), changes)
 
     def _rows(self, device: int, names: list[list[str]]) -> list[Row]:
-        """Return a row for every action that changes a device's memory or needs temporary bytes, in order of time."""
+        """Return a row for every action that changes memory or needs temporary bytes, in order of time."""
         changes, starts = list(self._changes(device, self.steps)), self._times.starts(device)
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)

@@ -118,7 +118,10 @@ class DeviceReader:
         return timed
 
     def _begun(self, action: Action, *, copies: bool) -> Message | Collected | Own | None:
-        """Return the transfer that an action starts, if any; without `copies`, unchanged parameters do not move."""
+        """Return the transfer that an action starts, if any.
+
+        Without `copies`, unchanged parameters do not move.
+        """
         kind = action.kind
         if kind in MESSAGES:
             return message_of(self._device, action, self._program.placement)
@@ -129,7 +132,7 @@ class DeviceReader:
         return self._update(action) if kind is Kind.STEP and action.place is not None else None
 
     def collected(self, action: Action) -> Collected:
-        """Return the end of a collective that an action starts; call it in the device's order of collectives."""
+        """Return the end of a collective that an action starts; call it in the device's order."""
         what = collective(action)
         turn = self._turns[what, action.stage]
         self._turns[what, action.stage] += 1

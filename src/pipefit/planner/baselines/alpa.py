@@ -22,8 +22,7 @@ _SLOWEST = 24  # number of values that are tried
 
 
 def alpa(question: Question) -> Found:
-    """Return the plan with the fewest seconds by the formula that fits; if none fits, without regard to
-    memory.
+    """Return the plan with the fewest seconds by the formula that fits; if none fits, ignore memory.
 
     Raises:
         UsageError: no plan has the requested degrees.
@@ -49,7 +48,7 @@ def _values(search: Search) -> list[float]:
 
 
 def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
-    """Return the plan with the lowest sum whose stages are within `slowest` seconds and a memory level, or None."""
+    """Return the plan with the lowest sum within `slowest` seconds for each stage and a memory level."""
 
     def cost(left: int, choice: Choice) -> Cost:
         each = search.each(choice)

@@ -26,7 +26,7 @@ _ROUNDING = 1 + 1e-9
 
 
 def bisection(question: Question) -> Found:
-    """Return the split with the lowest peak of greedy filling, improved on both sides of the fullest stage."""
+    """Return the split with the lowest peak of greedy filling, improved around the fullest stage."""
     filling = _Filling(question)
     split = question.in_order(filling.best())
     value = question.value(stage_peaks(question, split), split.devices)
@@ -92,7 +92,10 @@ class _Filling:
         return part
 
     def _filled(self, part: _Part, level: float) -> _Part | None:
-        """Return stages filled to the level from the first on, with at least one block each; None if blocks remain."""
+        """Return stages filled to the level from the first on, with at least one block each.
+
+        None if blocks remain.
+        """
         end, stages = part.edges[-1], len(part.edges) - 1
         edges = [part.edges[0]]
         for number in range(stages):
@@ -107,7 +110,7 @@ class _Filling:
         return _Part(part.first, tuple(edges))
 
     def _column(self, stage: int, start: int) -> Floats:
-        """Return the costs of stage number `stage` from block `start` on, with one block, two blocks and so on."""
+        """Return the costs of stage number `stage` from block `start` on, with 1, 2, ... blocks."""
         if (stage, start) not in self.columns:
             rows = min(self.width, self.question.blocks - start)
             window = (slice(0, rows), slice(start, start + 1))

@@ -69,7 +69,7 @@ class Runs:
         self._lines = cache(self._lines_of)
 
     def predicted(self, degree: Degree, microbatches: int) -> Floats:
-        """Return the predicted peak of a worker that keeps this number of microbatches, for all ranges of blocks."""
+        """Return the predicted peaks of a worker that keeps these microbatches, for all ranges of blocks."""
         samples = self.question.training.microbatch_size / degree.data
         isolated, added = (
             fixed + slope * samples for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
@@ -84,7 +84,7 @@ class Runs:
         sequences: bool,
         microbatches: int,
     ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Return every block's lines, alone and added: the fixed part and the slope over samples in a microbatch."""
+        """Return lines (fixed part, slope over samples in a microbatch) of every block, alone and added."""
         of_degree = [one for one in self.question.profile.measurements if one.way[1:] == (tensor, sequences)]
         measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
@@ -92,7 +92,10 @@ class Runs:
         return _line(sizes, np.array([alone for alone, _ in runs])), _line(sizes, np.array([more for _, more in runs]))
 
     def _run(self, measurement: Measurement, microbatches: int) -> tuple[Floats, Floats]:
-        """Return the peak of every single block, and its addition to the block before (the first one's own peak)."""
+        """Return the peak of every single block, and its addition to the block before.
+
+        The first block adds its own peak.
+        """
         band = ranges_of(measurement, self.question.edges, microbatches).band(2)
         peaks = stage_peak(band, surroundings("gpipe", *_RUN, microbatches)).astype(float)
         alone = peaks[0]

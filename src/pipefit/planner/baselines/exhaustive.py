@@ -25,8 +25,7 @@ LIMIT = 2_000_000  # splits; about a minute
 
 
 def exhaustive(question: Question) -> Found:
-    """Return the split with the lowest highest peak, then the lowest second highest, and so on, by trying
-    all.
+    """Return the split with the lexicographically lowest list of peaks, highest first, by trying all.
 
     Raises:
         UsageError: more than `LIMIT` splits.
@@ -89,7 +88,10 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """Return a function from a stage's position and blocks to its peak, by the ledger over all distinct steps."""
+    """Return a function from a stage's position and blocks to its peak.
+
+    The peak is that of the simulator's ledger over all distinct steps.
+    """
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
 
     @cache
@@ -98,7 +100,10 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
         return step_programs(plan), range(distinct_steps(plan))
 
     def split(stage: int, start: int, stop: int) -> tuple[int, ...]:
-        """Return a split with this stage; any split if forwards are one action, since programs are then equal."""
+        """Return a split with this stage.
+
+        Any split serves if forwards are one action, since programs are then equal.
+        """
         if question.options.recompute != "always":
             return equal_lengths(question.blocks, question.stages)
         after = equal_lengths(question.blocks - stop, question.stages - stage - 1) if stop < question.blocks else (0,)

@@ -103,7 +103,7 @@ def search(
 
 
 def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
-    """Return edges of stages with lengths in proportion to `proposed`: at least one block each, `blocks` in total."""
+    """Return edges of stages with lengths in proportion to `proposed`, at least one block each."""
     count, sums = len(proposed), accumulate(map(int, proposed))
     more = sum(map(int, proposed)) - count  # blocks in addition to one for each stage
     if more == 0:
@@ -205,8 +205,7 @@ def mcap_bo(question: Question) -> Found:
 
 
 def estimates(costs: AdditiveCosts, blocks: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
-    """Return the splits that the optimisation evaluates, by their edges, each with its highest estimated
-    peak.
+    """Return the splits that the optimisation evaluates, each with its highest estimated peak.
 
     Raises:
         UsageError: scikit-optimize is not installed.

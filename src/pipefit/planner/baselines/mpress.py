@@ -4,12 +4,12 @@ The steps of the paper; a tensor is all that a block keeps of a microbatch:
 
     1. The split is that of `time`; one simulated step gives every tensor its live interval.
     2. Devices are mapped so that stages that lack memory have neighbours with some left (`planner.mapping`).
-    3. Each stage that lacks memory gets a first assignment: the host takes tensors with very long live intervals;
-       then tensors are recomputed if that adds less than a swap would, late blocks first and thus consecutive ones;
-       then the host takes the remaining excess, peers take what has no other place, and the host takes the optimizer
-       state of the fewest blocks needed if tensors are not enough.
-    4. A step is simulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
-       have memory; faster results are kept, until gains are negligible.
+    3. Each stage that lacks memory gets a first assignment: the host takes tensors with very long live
+       intervals; then tensors are recomputed if that adds less than a swap would, late blocks first and thus
+       consecutive ones; then the host takes the remaining excess, peers take tensors without another place,
+       and the host takes the optimizer state of the fewest blocks needed if tensors are not enough.
+    4. A step is simulated; on every stage the tensor that adds the most delay moves to peers instead, as long
+       as they have memory; faster results are kept, until gains are negligible.
 
 Choices that the paper leaves open are options (`MpressOptions`). Recomputation is of whole blocks, as in the
 paper. On symmetric links, step 2 is skipped. `joint` chooses the split too, and is never slower.
@@ -123,7 +123,7 @@ class _Assignment:
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
 
     def first(self) -> Evaluation | None:
-        """Return the first assignment that fits, after corrections by simulated bytes; else the leanest one."""
+        """Return the first assignment that fits, after corrections by simulated bytes, or the leanest."""
         best: Evaluation | None = None
         needs = [float(over) for over in self.kept.over]
         for _ in range(_CORRECTIONS):
@@ -201,7 +201,7 @@ class _Assignment:
         return sum(float(times[at + 1] - times[at]) for times in (self._prices.forward, self._prices.backward))
 
     def _interval(self, stage: int) -> float:
-        """Return the median seconds between a forward's end and its backward's start, over all microbatches."""
+        """Return the median seconds from a forward's end to its backward's start, over all microbatches."""
         simulation, device = self.kept.simulation, self.kept.candidate.split.devices[stage]
         ends = simulation.forwards_ended(device)
         waits = [begin - ends[m] for m, (begin, _) in simulation.backwards_run(device).items() if m in ends]

@@ -27,7 +27,10 @@ from pipefit.texts import counted
 
 
 class _Partial(NamedTuple):
-    """Split of the first blocks: its peaks, negated and rising, and its first blocks, from the last stage on."""
+    """Split of the first blocks.
+
+    `peaks` are negated and rising; `starts` are the first blocks of the stages, from the last stage on.
+    """
 
     peaks: tuple[int, ...]
     starts: tuple[int, ...]
@@ -77,8 +80,7 @@ def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
 
 
 def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
-    """Return the exact predictor for pipelines of `stages` stages: peaks in bytes at the stage's place in the
-    schedule.
+    """Return the exact predictor of peaks, in bytes, for pipelines of `stages` stages.
 
     Raises:
         UsageError: the schedule is unknown, or the microbatch size was not profiled.

@@ -46,11 +46,11 @@ def _lengths(blocks: int, stages: int) -> list[int]:
 
 
 def lightest_parts(weights: Sequence[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the lowest sum of the heaviest of `parts` parts, and their edges 0 = e0 < e1 < ... =
-    len(weights).
+    """Return the lowest sum of the heaviest of `parts` parts, and the edges of the parts.
 
-    Exact for non-negative integers: bisection on the weight of the heaviest part, with a greedy filling by
-    binary search for each try, in O(P log L). Of equal solutions, the first parts are as long as possible.
+    Edges are 0 = e0 < e1 < ... = len(weights). Exact for non-negative integers: bisection on the weight of
+    the heaviest part, with a greedy filling by binary search for each try, in O(P log L). Of equal solutions,
+    the first parts are as long as possible.
     """
     sums = [0, *accumulate(weights)]
     low, best = -1, (*range(parts), len(weights))
@@ -66,7 +66,7 @@ def lightest_parts(weights: Sequence[int], parts: int) -> tuple[int, tuple[int, 
 
 
 def _filled(sums: Sequence[int], parts: int, most: int) -> tuple[int, ...] | None:
-    """Return edges of parts of at most `most` each, the first ones as long as possible; None if impossible."""
+    """Return edges of parts of at most `most` each, the first ones as long as possible, or None."""
     count = len(sums) - 1
     edges = [0]
     for later in reversed(range(parts)):

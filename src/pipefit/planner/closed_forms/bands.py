@@ -1,5 +1,4 @@
-"""Bands: the bytes of all ranges of blocks up to some width, as arrays, and the peaks of stages that hold
-them.
+"""Bands: the bytes of all ranges of blocks up to some width, as arrays, and the peaks of stages.
 
 Row w, column c is the range of w + 1 blocks that starts at block `first + c`. `closed_forms.ranges` makes
 bands and describes the arrays.
@@ -35,7 +34,10 @@ class Recomputed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Bytes of ranges of blocks i to j - 1, i from `first` on, j up to i + width; arrays of shape (width, starts)."""
+    """Bytes of ranges of blocks i to j - 1, with i from `first` on and j up to i + width.
+
+    Arrays of shape (width, starts), described in `closed_forms.ranges`.
+    """
 
     first: int
     valid: NDArray[np.bool_]  # the range ends within the model
@@ -76,7 +78,7 @@ class Band:
         return self._sums["step"]
 
     def around(self, surroundings: Surroundings) -> Ints:
-        """Return the peak of one action in its surroundings, without other microbatches and weight versions."""
+        """Return the peak of one action in its surroundings, without other microbatches and versions."""
         total = self.static + self._own(surroundings)
         if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
             total += self.early if surroundings.early else self.state
@@ -89,7 +91,7 @@ class Band:
         return total + self._one(self._sending(surroundings.sending))
 
     def _one(self, messages: Ints | int) -> Ints | int:
-        """Return the bytes of messages during an action; for block-by-block stages, only in ranges of one block."""
+        """Return the bytes of messages during an action; block by block, only in ranges of one block."""
         if self.recomputed is None or isinstance(messages, int):
             return messages
         return np.where(np.arange(len(messages))[:, None] == 0, messages, 0)
@@ -126,7 +128,7 @@ class Band:
         return 0 if before is None else sends.get(before, 0)
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:
-        """Return the highest peak of actions in these surroundings with equal numbers of microbatches in flight."""
+        """Return the highest peak in these surroundings; all have the same microbatches in flight."""
         key = frozenset(s.alone for s in met)
         if key not in self._sums:
             first, *others = key

@@ -42,7 +42,10 @@ class Lifetime(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """All storages of a model. `fresh[n]` and `own[n]` are in the order of layer n's inputs and own storages."""
+    """All storages of a model.
+
+    `fresh[n]` and `own[n]` are in the order of layer n's inputs and own storages.
+    """
 
     layers: tuple[LayerCost, ...]  # the loss is the last
     fresh: tuple[tuple[Lifetime, ...], ...]

@@ -59,7 +59,7 @@ from pipefit.schema.profile import Measurement
 
 
 class OneByOne:
-    """Ranges of one measurement, by their first layer and the layer after their last; each computed as a stage."""
+    """Ranges of one measurement, by first layer and the layer after the last, each computed as a stage."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
@@ -224,12 +224,11 @@ def _running(of_block: Ints, starts: Ints, width: int) -> Ints:
 
 
 class Ranges:
-    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last
-    layer.
+    """Sums over layers, and lifetimes of storages, from which bands are made.
 
-    The model has `layers` layers without the loss, in `count` blocks; without `edges`, each layer is a block.
-    Arrays have an element for each layer, for each boundary (boundary n lies before layer n), or for each
-    event: a storage that is saved, or that is freed, at some boundary.
+    The model has `layers` layers without the loss, which counts as a last layer, in `count` blocks; without
+    `edges`, each layer is a block. Arrays have an element for each layer, for each boundary (boundary n lies
+    before layer n), or for each event: a storage that is saved, or that is freed, at some boundary.
     """
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
@@ -322,7 +321,7 @@ class Ranges:
         )
 
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
-        """Return the band of ranges up to `width` blocks that start at block `first` to `last` (default: all)."""
+        """Return the band of ranges up to `width` blocks that start at blocks `first` to `last` (or all)."""
         last = self.count - 1 if last is None else last
         alike = width, first, last, estimated
         key = *alike, self.loss_bytes
@@ -359,10 +358,10 @@ class Ranges:
         return owned[self.edges], gradients[self.edges]
 
     def floor(self) -> tuple[Ints, Ints]:
-        """Return two rising sums, saved and born: blocks i to j - 1 have at least saved[j] - born[i]
-        `retained` bytes.
+        """Return two rising sums, saved and born: lower bounds of `retained` bytes.
 
-        They count only own storages, which no cut changes.
+        Blocks i to j - 1 retain at least saved[j] - born[i] bytes. The sums count only own storages, which no
+        cut changes.
         """
         stop, birth, nbytes = self.own_saved
         saved, born = np.zeros(self.layers + 2, np.int64), np.zeros(self.layers + 2, np.int64)
@@ -374,7 +373,7 @@ class Ranges:
 def ranges_of(
     measurement: Measurement, edges: Sequence[int], microbatches: int, recompute: Recompute = "never"
 ) -> Ranges:
-    """Return the ranges of a measurement in a step of `microbatches`, for stages with this recomputation; cached."""
+    """Return the ranges of a measurement in a step of `microbatches`, with this recomputation; cached."""
     return _ranges_of(measurement, tuple(edges), recompute == "always").of_step(microbatches)
 
 
@@ -515,7 +514,7 @@ class _BandMaker:
         return sliding_window_view(padded, self.reach)[:, self._chosen]
 
     def _sums(self, cumulated: Ints, repeated: Events) -> Ints:
-        """Return the sums over the layers of every range, without bytes that the range would count repeatedly."""
+        """Return the sums over the layers of every range, without repeated bytes."""
         total = self._ended(self._at(cumulated)) - self._start(cumulated)
         if not len(repeated[0]):
             return total
@@ -528,25 +527,25 @@ class _BandMaker:
         return held
 
     def _live(self) -> Ints:
-        """Return the bytes after the layers before each boundary have run: saved tensors, and the values there."""
+        """Return the bytes at each boundary: those saved by the layers before it, and the values there."""
         change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
         change[0] = self._start(self.ranges.input_bytes)
         return np.cumsum(change, axis=0)
 
     def _travelling(self) -> Ints:
-        """Return the bytes of the values at each boundary in a forward that saves nothing, without its
-        inputs.
+        """Return the bytes of the values at each boundary in a forward that saves nothing.
 
-        The inputs are kept to recompute from. If the first layer changes them in place, it gets copies, which
-        count here as long as they are values.
+        Without the inputs, which are kept to recompute from. If the first layer changes them in place, it
+        gets copies, which count here as long as they are values.
         """
         change = self._at(self.ranges.handed_on) - self._summed(self.ranges.own_ended, self.ranges.copies_ended)
         change[0] = self._start(self.ranges.copied)
         return np.cumsum(change, axis=0)
 
     def _summed(self, own: Events, fresh: Events) -> Ints:
-        """Return the bytes of the events up to each boundary, of own storages and of fresh ones at the
-        range's start.
+        """Return the bytes of the events up to each boundary.
+
+        `own` are events of storages made in the range, `fresh` those of storages received at its start.
         """
         boundary, birth, nbytes = chosen(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
@@ -557,7 +556,7 @@ class _BandMaker:
         return total
 
     def _spans(self, spans: tuple[Ints, Events]) -> Ints:
-        """Return the layer's backward peak above its start, in a range that starts w layers before the layer."""
+        """Return a layer's backward peak above its start, in a range that starts w layers before it."""
         usual, (layer, depth, value) = spans[0], spans[1]
         row = np.full(self.columns, NOTHING, np.int64)
         there = usual[self.base : self.base + self.columns]
@@ -577,14 +576,14 @@ class _BandMaker:
         return vector[None, self.starts]
 
     def _ended(self, table: Ints) -> Ints:
-        """Return a boundary table's value at the end of every range, after the loss if the range ends the model."""
+        """Return a boundary table's value at the end of every range (at the model's end, after the loss)."""
         rows, columns = self.ends
         out = table[1:-1].copy()
         out[self.ends] = table[rows + 2, columns]
         return out
 
     def _highest(self, table: Ints) -> Ints:
-        """Return the highest value of a layer table over every range, with the loss if the range ends the model."""
+        """Return the highest value of a layer table over every range (at the model's end, with the loss)."""
         rows, columns = self.ends
         highest = np.maximum.accumulate(table, axis=0)
         out = highest[:-1].copy()
@@ -613,7 +612,7 @@ class _BandMaker:
         return array
 
     def _behind_first(self, vector: Ints) -> Ints:
-        """Return the vector's value at the start of every range; 0 if the range starts the model (no input)."""
+        """Return the vector's value at the start of every range; 0 at the start of the model."""
         row = self._start(vector).copy()
         row[0, self.starts == 0] = 0
         return row.repeat(self.longest, axis=0)

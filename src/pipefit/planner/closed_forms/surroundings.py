@@ -180,7 +180,11 @@ def _twice(action: Action, again: Container[int | None]) -> Iterator[Action]:
 
 
 def _covering(found: Iterable[Surroundings]) -> Iterator[Surroundings]:
-    """Yield the surroundings that no equal ones with at least as many in flight, checkpoints and versions cover."""
+    """Yield the surroundings that no others cover.
+
+    Others cover if they are equal but for at least the same numbers in flight, of checkpoints and of
+    versions.
+    """
     groups: dict[Surroundings, list[Surroundings]] = {}
     for one in found:
         groups.setdefault(one.alone, []).append(one)

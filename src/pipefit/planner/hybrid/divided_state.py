@@ -1,12 +1,11 @@
-"""Memory of stages whose replicas divide state (ZeRO): exact peaks from programs, and lower bounds for all
-ranges.
+"""Memory of stages whose replicas divide state (ZeRO): exact peaks, and lower bounds for all ranges.
 
 The sizes of a stage's layers decide which replica owns each layer (`memory.model_state`), and under ZeRO-2
 and 3 a stage's passes are cut into buckets, so an exact peak needs the stage's program (`Reader`). The tables
-of lower bounds (`least`) are made from those of whole replicas. The replica that owns the most of the divided
-bytes has
+of lower bounds (`least`) are made from those of whole replicas. Of the divided bytes, the replica that owns
+the most has
 
-    at least a d-th of all bytes, and (k + 1) times those of the layer that is the (k d + 1)-th largest, for every k
+    at least a d-th, and (k + 1) times the bytes of the (k d + 1)-th largest layer, for every k
 
 since k d + 1 layers among d replicas give one of them k + 1. For equal layers that is exact. One kind of an
 owner's state, such as gradients, is at least its divided bytes times the smallest fraction that this kind has
@@ -259,7 +258,7 @@ class Blocks:
         return np.where(np.isfinite(found), found, 0.0)
 
     def largest_share(self, of: Ints, data: int) -> Ints:
-        """Return, for every range, the least that the fullest of `data` replicas owns if whole layers are dealt out."""
+        """Return the least bytes of the fullest of `data` replicas that share a range's whole layers."""
         found, larger = -(-self.sums(of) // data), np.zeros(self.stops.shape, np.int64)
         for size in np.unique(of[of > 0])[::-1]:
             upto = larger + self.sums((of == size).astype(np.int64))

@@ -1,5 +1,4 @@
-"""The fastest plans that fit, by estimated seconds: exact dynamic programming, or a heuristic for long
-questions.
+"""The fastest plans that fit, by estimated seconds: exact, or by a heuristic for long questions.
 
 A question is long if the number of stages, blocks and devices is too large to distinguish all of them. Then
 the search looks for plans that take little longer than the lower bound of all plans (`Least`), and then for
@@ -145,7 +144,7 @@ class Labelled:
         note(self._states, take.before[there])
 
     def _costs(self, start: int, option: Option, rows: slice, before: Ints | slice) -> tuple[Floats, Floats]:
-        """Return the seconds of plans with this stage before each stop's best plan, and of one microbatch in them."""
+        """Return the seconds of plans with this stage before each stop's best plan, and of a microbatch."""
         width = rows.stop - rows.start
         head, each, longer, room = (
             table[start, :width, None] for table in (option.head, option.each, option.longer, option.room)
@@ -173,7 +172,7 @@ class Labelled:
 
 
 def counts_upto(most: int) -> list[int]:
-    """Return numbers of stages up to `most`: all small ones, later ones about a tenth larger than the one before."""
+    """Return numbers of stages up to `most`: all small ones, later ones about a tenth apart."""
     found = [1]
     while found[-1] < most:
         found.append(min(most, max(found[-1] + 1, int(found[-1] * 1.1))))

@@ -1,5 +1,4 @@
-"""Dynamic programming over (stages left, first block, devices used): every cut and every degree of every
-stage.
+"""Dynamic programming over (stages left, first block, devices used), for all cuts and degrees.
 
 The cost of a plan is built from its last stage to its first. A stage before others that cost `rest` makes the
 cost
@@ -37,12 +36,12 @@ from pipefit.schema.grids import Grid, Sharding
 def grids_of(
     stages: Sequence[tuple[Degree, int]], free: Sequence[Sequence[int]], hosts: Sequence[int]
 ) -> tuple[Grid, ...]:
-    """Return the grids of stages that take devices of a class or of larger ones, from the `free` ones of
-    each.
+    """Return the grids of stages on the `free` devices of each class.
 
-    Neighbours are near each other, and the tensor-parallel ranks of a replica on one host. Stages that need
-    the largest devices choose first, then those with the most tensor-parallel ranks, so that their groups
-    find hosts with room; others take devices in order. The first device of a grid is of its smallest class.
+    A stage takes devices of a class or of larger ones. Neighbours are near each other, and the
+    tensor-parallel ranks of a replica on one host. Stages that need the largest devices choose first, then
+    those with the most tensor-parallel ranks, so that their groups find hosts with room; others take devices
+    in order. The first device of a grid is of its smallest class.
     """
     left = [sorted(devices, key=lambda device: (hosts[device], device)) for devices in free]
     found: dict[int, Grid] = {}
@@ -87,7 +86,7 @@ class Take(NamedTuple):
 
 
 def states_of(sizes: Sequence[int]) -> float:
-    """Return the number of states of classes of these sizes, the smallest devices first, without listing them."""
+    """Return the number of states of classes of these sizes, the smallest devices first."""
     by_sum = np.ones(1)  # of the classes so far: the number of states by requested devices
     for size in reversed(sizes):
         by_sum = np.cumsum(np.pad(by_sum, (0, size)))
@@ -95,7 +94,10 @@ def states_of(sizes: Sequence[int]) -> float:
 
 
 class States:
-    """Numbered states: requested devices of each class; `sizes` are those of the classes, the smallest first."""
+    """Numbered states: the requested devices of each class.
+
+    `sizes` are the numbers of devices of the classes, the smallest devices first.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
@@ -304,7 +306,7 @@ def in_a_row(states: Indices) -> Indices | slice:
 
 
 def banded(square: Floats, width: int) -> Floats:
-    """Return the part of a table over ranges up to `width` blocks: row i, column w are the w + 1 blocks from i on."""
+    """Return a table over ranges with row i and column w for the w + 1 blocks from i on, up to `width`."""
     blocks = len(square)
     starts, stops = np.arange(blocks)[:, None], np.arange(blocks)[:, None] + 1 + np.arange(width)
     found: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)

@@ -168,7 +168,7 @@ def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
 
 
 def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int) -> Iterator[Decision]:
-    """Yield the decisions that recompute the first `blocks` blocks of a stage in its way, if it recomputes."""
+    """Yield the decisions that recompute the first `blocks` blocks of a stage in its way, if any."""
     if one.way.recompute == "never":
         return
     ends = question.edges[one.start], question.edges[one.start + blocks]
@@ -285,8 +285,7 @@ class Search:
         return self._made(programme.best(count), value)
 
     def fastest(self, level: float, at_most: float = _INFINITE, most: int | None = None) -> list[Hybrid]:
-        """Return the fastest plans whose stages stay within a level: up to `most`, one for each number of
-        stages.
+        """Return up to `most` fastest plans within a memory level, one for each number of stages.
 
         A plan must not be slower than the best one of few stages, nor than `at_most` seconds.
         """
@@ -331,7 +330,7 @@ class Search:
 
     @property
     def evaluated(self) -> int:
-        """Number of candidate stages: ranges of blocks at every place, with every degree, on all choices of devices."""
+        """Number of candidate stages: all ranges of blocks, places, degrees, and choices of devices."""
         return self._stages * len(self.choices)
 
     @property
@@ -360,7 +359,7 @@ class Search:
     # ---- Costs
 
     def unit(self, choice: Choice) -> int:
-        """Return the divisor of peaks: the smallest budget of a stage's devices, if budgets differ, else 1."""
+        """Return the divisor of peaks: the smallest budget of a stage's devices if budgets differ, else 1."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
     def shares(self, left: int, choice: Choice) -> Floats:
@@ -384,7 +383,7 @@ class Search:
         return Cost(best, each)
 
     def _quick(self, choice: Choice, most: float) -> list[tuple[Way, Floats, Floats]]:
-        """Return, for all ways to save memory, the seconds of a step, if at most `most`, and of a microbatch."""
+        """Return every way's seconds of a step, if at most `most`, and of a microbatch."""
         key = choice.degree, choice.take.lowest, most
         if key not in self._quickest:
             every = [self.seconds(choice, way) for way in self.ways(choice.degree)]

@@ -85,7 +85,7 @@ class DegreeTables:
         return found
 
     def rows(self, stages_left: int, way: Way, width: int) -> Floats:
-        """Return the peaks of ranges up to `width` blocks: row i and column w are the w + 1 blocks from i on."""
+        """Return peaks up to `width` blocks: row i and column w are the w + 1 blocks from i on."""
         met, bands = self._met(stages_left, way), self._bands(way, width)
         if (way, width) not in self._bars_of_rows:
             valid = bands[0].valid[:width].T
@@ -121,7 +121,7 @@ class DegreeTables:
         return found
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
-        """Return the known peak of the fullest replica of a stage of these blocks; None if only a bound is known."""
+        """Return the known peak of the fullest replica of these blocks; None if only a bound is known."""
         if not self._is_bound(way):
             return self._bound(stages_left, way, start, stop)
         return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
@@ -246,7 +246,7 @@ class DegreeTables:
 
     @cached_property
     def barred(self) -> Floats:
-        """Infinity for ranges with a layer that cannot have replicas, since it computes with state that it changes."""
+        """Infinity for ranges with a layer that cannot have replicas (`LayerCost.alone`), else zero."""
         edges, costs = self.question.edges, self.measurement.costs
         alone = [float(any(cost.alone for cost in costs[a:b])) for a, b in pairwise(edges)]
         alone[-1] += float(bool(self.measurement.loss.alone))
@@ -280,14 +280,17 @@ class DegreeTables:
 
 
 def together_seconds(ways: Sequence[Line], nbytes: Floats) -> Floats:
-    """Return the seconds of a collective of `nbytes` in the fastest of these ways, without other transfers."""
+    """Return the seconds of a collective of `nbytes` in the fastest of these ways, on idle wires."""
     every = np.minimum.reduce([way.delay_seconds + way.seconds_per_byte * nbytes for way in ways])
     found: Floats = np.where(nbytes > 0, every, 0.0)
     return found
 
 
 def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[int, Allowed]:
-    """Return the cuts at which values cannot be divided by samples between some degrees, and the test of degrees."""
+    """Return the cuts at which some degrees may not meet, and the test of degrees.
+
+    Values at such a cut cannot be divided by samples.
+    """
     judges = _Judges({degree.data: one.measurement for degree, one in tables.items()})
     pairs = [(a.data, b.data) for a in tables for b in tables if a.data != b.data]
     found: dict[int, Allowed] = {}
