@@ -431,7 +431,7 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         UsageError: no question has a plan; the error of the last one.
     """
     levels, refusal, best, known = list[tuple[float, int, Question]](), None, None, float("inf")
-    kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, of which much is known
+    kept: tuple[float, int, Sequence[Search]] = known, -1, ()  # of the lowest level, with cached tables
     for number, question in sorted(enumerate(questions), key=lambda one: one[1].options.recompute == "never"):
         try:
             alone = question.degrees == (SINGLE,) and question.options.recompute != "always"

@@ -287,8 +287,9 @@ def _best_in_order(
 ) -> Filled | None:
     """Return the best of these splits, of even splits with their order of devices, and of `best`.
 
-    Even splits are only useful if tensors must be recomputed or moved. So is optimizer state on the host, for
-    which a step waits at its end: that of all blocks if that is faster, or of the fewest blocks needed.
+    Even splits, and optimizer state on the host, are only tried if `best` does not keep everything within
+    memory. A step waits at its end for state on the host: that of all blocks is moved if that is faster, or
+    that of the fewest blocks needed.
     """
     means = filler.question.means
     best = _best_of(filler, others, best, budget)

@@ -259,9 +259,9 @@ def _send(flow: dict[tuple[int, int], int], way: Sequence[tuple[int, int]], nbyt
 #
 # A stage needs elsewhere the bytes that it recomputes; devices lend the memory that they have left. Device
 # mapping assigns lenders, and a stage's tensors are striped over them in these shares. Either all recomputing
-# stages borrow, or only the busiest, all or half of their bytes; and lenders lend their spare memory, or also
-# the memory of lenders' tensors, which filling then recomputes or moves to the host. The result is simulated
-# and used only if it is faster.
+# stages borrow, or only the busiest, all or half of their bytes; and lenders lend their spare memory, with or
+# without the memory of tensors that they keep, which filling then recomputes or moves to the host. The result
+# is simulated and used only if it is faster.
 
 _BUSIEST = 0.98  # relative to the busiest stage's share of a step: stages above that count as busiest too
 _USED = 0.95  # part of a device's remaining memory that is lent

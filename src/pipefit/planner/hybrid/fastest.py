@@ -189,8 +189,11 @@ class Least(NamedTuple):
     stages together use at least the work of all blocks, each at its cheapest degree and kind of device. In
     addition, not all devices can work during the whole step: a step of T seconds takes at least M c plus the
     seconds of one microbatch in the stages before. With at most w devices in a stage, each w further devices
-    leave at most (1 - 1 / M) of the remaining step, and all G devices do at most the work of 1 - (1 - 1 /
-    M)^(G / w) of T w M device seconds. An asynchronous schedule does not wait for a first microbatch.
+    leave at most the part (1 - 1 / M) of the remaining step, so that all G devices do at most
+
+        (1 - (1 - 1 / M)^(G / w)) T w M
+
+    device seconds in the step. An asynchronous schedule does not wait for a first microbatch.
 
     Cost: a sum over the blocks for each degree.
     """
