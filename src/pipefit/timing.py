@@ -28,10 +28,10 @@ from pipefit.schema.profile import Measurement
 #
 # An all-reduce over n members uses a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up
 # one part of the bytes, and in n - 1 more the finished parts travel on. Every member sends 2 (n - 1) / n of
-# the bytes to the next one, the least possible; and a part passes 2 (n - 1) hops. Gloo has no other algorithm
-# when torch calls it (`gloo::allreduce` without an algorithm), and NCCL none within a host.
+# the bytes to the next one, the least possible; and a part passes 2 (n - 1) hops. Gloo uses only the ring
+# when torch calls it (`gloo::allreduce` without an algorithm), and so does NCCL within a host.
 #
-# Over several hosts NCCL also has two trees, each of which adds up a half (Sanders, Speck and Traff, 2009):
+# Over several hosts NCCL also has two trees, and each adds up a half (Sanders, Speck and Traff, 2009):
 # in every host a chain to its first member, and between hosts a binary tree. Sums go up to the root and down
 # again. Inner members of one tree are leaves of the other, so no host sends more than twice the bytes. A part
 # passes twice the hops of the longest path to the root: between hosts, the logarithm of their number. NCCL

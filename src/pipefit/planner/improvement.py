@@ -246,9 +246,9 @@ def best_order(weights: tuple[int, ...], to_hosts: Rows, to_peers: Rows) -> tupl
         3. the sum of the squares of all wires' loads: the lowest
         4. the seconds of a byte from the first stage to the last: the fewest
 
-    The order of the devices themselves stays unless 2 and 3 improve. All orders of up to `MOST` devices are
-    tried, a tenth of a second for eight. For more devices, stages swap devices, with each other or with
-    unused ones, while a swap is better; this is a heuristic.
+    The order of the devices themselves stays unless 2 improves, or 3 with an equal 2. All orders of up to
+    `MOST` devices are tried, a tenth of a second for eight. For more devices, stages swap devices, with each
+    other or with unused ones, while a swap is better; this is a heuristic.
     """
     loads, rates = np.array(to_hosts).reshape(len(to_hosts), -1), np.array(to_peers)
     natural = np.arange(len(weights))[None]
