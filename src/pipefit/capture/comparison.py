@@ -160,7 +160,7 @@ def compared(
     untouched: Mapping[str, Tensor],
     precisions: Iterable[torch.dtype],
 ) -> Numbers:
-    """Compare what a chain computed with what the module `name` computed.
+    """Compare the results of a chain with those of the module `name`.
 
     `untouched` are the buffers before the runs: buffers that no layer uses keep these values. The coarsest of
     `precisions` determines the allowed difference.
@@ -618,7 +618,7 @@ class _Clones:
 
 
 def copies_of(modules: Sequence[nn.Module], loss: Any) -> tuple[list[nn.Module], Any]:
-    """Copy modules, and the loss if it is a module; copies share what the originals share."""
+    """Copy modules, and the loss if it is a module; tensors shared by originals are shared by copies."""
     whole = nn.ModuleList([*modules, *([loss] if isinstance(loss, nn.Module) else [])])
     own = list(copied(whole, _Clones(whole.parameters())).children())
     return own[: len(modules)], own[-1] if isinstance(loss, nn.Module) else loss

@@ -193,7 +193,7 @@ def sweep(graph: fx.Graph) -> None:
 
 
 def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
-    """Return whether a change of `target` matters: it, or what it is a view of, is used later or is an input."""
+    """Return whether a change of `target` matters: its storage is used later or belongs to an input."""
     while target not in live:
         if target.op == "placeholder":
             return True
