@@ -42,7 +42,7 @@ from pipefit.planner import Means, Options, Question, joint, solved
 from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "ablation.json"

@@ -60,7 +60,7 @@ from pipefit.schema.layer_costs import Collective
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import Group, layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "degrees_real.json"

@@ -40,7 +40,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Precision, Training, Versions
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 DEVICES, MICROBATCHES = 8, 16
 CONTEXT_BYTES = 400_000_000

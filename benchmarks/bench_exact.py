@@ -44,7 +44,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import cluster, keeping_layer
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"

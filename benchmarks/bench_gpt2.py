@@ -30,7 +30,7 @@ from pipefit.planner import ON_GRIDS, PLANNERS
 from pipefit.planner import plan as planned
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "gpt2.json"
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"

@@ -65,7 +65,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "grids.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planners" / "capture.md"

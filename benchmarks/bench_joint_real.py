@@ -58,7 +58,7 @@ from pipefit.schema.devices import DeviceKind, Link, Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import Seconds, layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "joint_real.json"

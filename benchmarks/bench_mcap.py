@@ -32,7 +32,7 @@ from pipefit.profiler.training_runs.runs import Edges, intervals
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import AdditiveCosts, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 SCHEDULE, RECOMPUTE = "torchgpipe", "except_last"
 MODELS = (("vgg11", {}, 92, 12), ("amoebanet", {"layers": 36, "filters": 544}, 8, 4))

@@ -46,7 +46,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "mpress.json"
 RESERVE = 2 << 30

@@ -35,7 +35,7 @@ import pipefit
 from measured_on import machine
 from overlap_plans import make_plan, make_task, named_plans, random_plans
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 STEPS = 4  # of a turn; the first is not counted
 

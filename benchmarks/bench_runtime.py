@@ -165,7 +165,7 @@ def torchgpipe_worker(settings: dict[str, Any], pipe: Connection) -> None:
 
 def predictor(settings: dict[str, Any], pipe: Connection) -> None:
     """Seconds of a steady step by schedule, simulated from a measured profile."""
-    from pipefit.simulate import simulate
+    from pipefit.simulator import simulate
 
     SETTINGS.update(settings)
     schedules = "1f1b", "gpipe"

@@ -45,7 +45,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 SIZES = ((30, 4), (42, 4), (64, 8), (96, 16), (1000, 64))
 CHAINS = (*((kind, seed) for kind in ("random", "skewed") for seed in range(3)), ("alike", 0), ("heavy", 0))

@@ -25,7 +25,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.schema.decisions import Microbatches
 from pipefit.schema.plan import Plan
-from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulator.assembled import Assembled, Parts
 from tight import EVERY, Case, plans, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream")

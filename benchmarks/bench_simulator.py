@@ -34,7 +34,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.simulate import Costs, Simulation, simulate
+from pipefit.simulator import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, offload_all
 from simulator_beside import least_seconds
 

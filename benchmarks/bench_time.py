@@ -32,7 +32,7 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Precision, Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import Seconds, layer_seconds
 
 COLUMNS = ("what", "on", "published", "estimated", "over")

@@ -47,7 +47,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 RESULTS = Path(__file__).parent / "results" / "zero.json"
 BATCH, DEVICES, SLICES = 64, 8, (1, 2, 4, 8)

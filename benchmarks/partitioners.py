@@ -28,7 +28,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from torchgpipe_balance import torchgpipe_split, torchgpipe_times
 
 Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1

@@ -12,7 +12,7 @@ from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 IN_BLOCKS = ("gradients", "parameters")  # of which planners divide a stage in a bucket for each block
 

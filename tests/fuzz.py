@@ -30,7 +30,7 @@ from pipefit.cli import app, main
 from pipefit.lowering import lower
 from pipefit.schema.json_io import save
 from pipefit.schema.presets import machine_names, preset_text
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import make_plan, offload_all, random_profile
 
 SECONDS, CODES = 20, {0, 2, 3, 4, 6}

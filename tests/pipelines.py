@@ -19,7 +19,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11, operation_seconds=0.0)
 

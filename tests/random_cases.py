@@ -22,7 +22,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import profile_of
 
 MODELS = ("mlp", "gpt", "bert", "vgg11")

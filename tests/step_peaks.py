@@ -11,7 +11,7 @@ from pipefit.capture import Task
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 Peaks = list[list[int]]  # by device in use, and by step
 

@@ -195,7 +195,7 @@ def test_a_fork_ends_when_nobody_asks_for_it() -> None:
 _PROGRAM = """
 import os, sys, time
 from unittest import mock
-from pipefit.beside import beside, forking, forks_left
+from pipefit.processes import beside, forking, forks_left
 from pipefit.cli.stopping import stoppable
 
 with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), stoppable(at_once=True), forking():

@@ -105,7 +105,7 @@ def test_a_fork_that_is_stopped_is_waited_for() -> None:
 
 _PROGRAM = """
 import os, time
-from pipefit.forks import Fork
+from pipefit.processes import Fork
 
 def work(writing):
     os.write(writing, str(os.getpid()).encode())

@@ -61,8 +61,8 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_a_module_does_not_replace_the_function_of_its_name() -> None:
     """No module of the package has the name of a public function, which its import would replace."""
     code = """if True:
-        import pipefit, pipefit.plans, pipefit.profiles
-        from pipefit.plans import Plan
+        import pipefit, pipefit.schema.plan, pipefit.schema.profile
+        from pipefit.schema.plan import Plan
         assert Plan is pipefit.Plan
         for function in (pipefit.plan, pipefit.profile):
             assert callable(function) and function.__module__ in ("pipefit.largest.task_plans", "pipefit.profiler")

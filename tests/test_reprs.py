@@ -14,7 +14,7 @@ from pipefit.report.traces import compare
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.program import Program
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import Table, html, plain
 from pipelines import make_plan, random_profile
 

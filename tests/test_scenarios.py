@@ -17,7 +17,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Category
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
 
 PEERS = "device2*1+device3*1"

@@ -22,8 +22,8 @@ from pipefit.schema.layer_costs import LayerCost, Origin
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
-from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
 
 INPUT = Origin(kind="input", index=0)
 KEEP, RECOMPUTE, JOINED, HOST, PEER = "keep", "recompute", "joined", "host", "peer"

@@ -38,7 +38,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision, Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 Scale = Literal["full", "small", "dry"]
 SMALL_GPT = {"layers": 4, "hidden": 256, "heads": 8, "vocabulary": 5000, "sequence": 256}

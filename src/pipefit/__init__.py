@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipefit.schema.program import Program
     from pipefit.schema.trace import Trace
     from pipefit.schema.training import Training
-    from pipefit.simulate import simulate
+    from pipefit.simulator import simulate
 
 
 __all__ = [
@@ -103,7 +103,7 @@ _HOMES = {
     "schema.program": ("Program",),
     "runtime": ("Trainer", "certify", "certify_numbers", "train"),
     "lowering": ("lower",),
-    "simulate": ("simulate",),
+    "simulator": ("simulate",),
     "schema.trace": ("Trace",),
     "schema.training": ("Training",),
 }

@@ -8,7 +8,7 @@ import pytest
 
 from bench_exact import case, plan_of, recomputations, solve
 from pipefit.schema.decisions import Decision, Run, What
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 
 @pytest.mark.parametrize("seed", [1, 4])

@@ -10,7 +10,7 @@ import bench_mpress
 from bench_demands import BERT
 from bench_mpress import WAYS, Asked, Freed, Row
 from pipefit.planner import Means
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 
 def row(way: str, speed: float | None, *, short: int = 0, model: str = "bert-1.67B", **more: object) -> Row:

@@ -12,7 +12,7 @@ from bench_overlap import Row, agreement, row
 from pipefit.lowering import lower
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 
 @pytest.fixture(scope="module")

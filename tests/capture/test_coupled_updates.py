@@ -22,7 +22,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import batch_of, task_of
 
 

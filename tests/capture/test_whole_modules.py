@@ -26,7 +26,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 
 HERE = rf"{Path(__file__).name}:"

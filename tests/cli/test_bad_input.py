@@ -16,7 +16,7 @@ from made_checkpoints import write
 from pipefit.cli import main
 from pipefit.lowering import lower
 from pipefit.schema.json_io import dumps, save
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile
 
 FACTORIES = """
@@ -441,7 +441,7 @@ def test_stopping_exits_as_shells_expect(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pipefit.simulate.simulate", interrupt)
+    monkeypatch.setattr("pipefit.simulator.simulate", interrupt)
     assert main(["simulate", "plan.json", "-o", "stopped.json"]) == 130
     assert "Traceback" not in capsys.readouterr().err
     assert not (folder / "stopped.json").exists()

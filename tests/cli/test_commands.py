@@ -34,7 +34,7 @@ from pipefit.schema.kernels import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(6), (2, 4))

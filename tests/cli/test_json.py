@@ -17,7 +17,7 @@ from pipefit.schema.answers import ANSWERS
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load, save
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile
 
 COMMANDS = [str(known.name) for known in app.registered_commands]

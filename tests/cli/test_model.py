@@ -51,7 +51,7 @@ def test_a_factory_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, mo
     package = tmp_path / "ownpackage"
     package.mkdir()
     (package / "inner.py").write_text(
-        "from pipefit import zoo\n"
+        "from pipefit import models as zoo\n"
         "class Models:\n"
         "    make = staticmethod(lambda width: zoo.build('mlp', widths=(width,)))\n"
     )

@@ -11,7 +11,7 @@ from pipefit.cli import main
 from pipefit.planner import plan
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import save
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import random_profile
 
 

@@ -14,7 +14,7 @@ import pytest
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member
 from pipefit.schema.layer_costs import Collective
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import Exchange, Group, Hop, brought_by_owners, sum_for_all, sum_for_owners, ways_of_sum
 from pipelines import make_cluster
 from profiles_in_slices import gridded

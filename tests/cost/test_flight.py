@@ -16,7 +16,7 @@ from pipefit.memory.storages import Effect, Residency, StageStorages
 from pipefit.schema.actions import parse_action
 from pipefit.schema.layer_costs import Origin, SharedParameter, Span
 from pipefit.schema.profile import Measurement
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"

@@ -32,11 +32,11 @@ print(early, here.sum().item())
 
 MOVED = """
 import torch
-from pipefit.places import Member
-from pipefit.runtime.copying import Part
-from pipefit.runtime.cuda_copying import OnStreams
-from pipefit.runtime.cuda_memory import _pinned, pinned_slots
-from pipefit.schedule.arenas import Arena
+from pipefit.schema.devices import Member
+from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.cuda import OnStreams
+from pipefit.runtime.offload.lending import _pinned, pinned_slots
+from pipefit.memory.arenas import Arena
 NBYTES, JOINED = 1 << 20, {joined}
 if not JOINED:
     OnStreams.join = lambda self, handle: None

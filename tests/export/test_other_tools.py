@@ -35,7 +35,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.json_io import save
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile
 
 LAYERS = 6

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pipefit.export.traces import perfetto
 from pipefit.schema.trace import Stream, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import equal_profile, make_cluster, make_plan, offload_all
 
 

@@ -28,7 +28,7 @@ SCRIPT = """
 from unittest import mock
 import torch
 import pipefit
-from pipefit.fake.target import follows_fake_streams
+from pipefit.fake_cuda.target import follows_fake_streams
 from tiny import task_of
 task = task_of(lambda: [torch.nn.Linear(8, 8) for _ in range(2)], outputs=8)
 def answers():

@@ -24,7 +24,7 @@ from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.json_io import load_cluster
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify, certify_numbers
 from pipefit.schema.cluster import Cluster
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 WIDTH = 16
 

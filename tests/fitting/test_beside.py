@@ -21,11 +21,11 @@ from pathlib import Path
 from unittest import mock
 
 import pipefit
-from pipefit.beside import forking
-from pipefit.fake import sizes
-from pipefit.fitting import reserving
-from pipefit.fitting.overview import fit
-from pipefit.fitting.reserving import certify
+from pipefit.processes import forking
+from pipefit.fake_cuda import chain as sizes
+from pipefit.largest import task_plans as reserving
+from pipefit.largest.overview import fit
+from pipefit.largest.task_plans import certify
 from pipefit.profiler import fake
 from fake.test_sizes import asking
 

@@ -22,7 +22,7 @@ from pipefit.report.fit import describe_overview
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Overview
 from pipefit.schema.grids import SHARDINGS
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.tables import plain
 
 KIB = 1024

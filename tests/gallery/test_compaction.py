@@ -25,7 +25,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schema.devices import Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 
 SAMPLE = (("encoder", "1f1b"), ("strided", "torchgpipe"))  # for every run of the tests

@@ -11,7 +11,7 @@ from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Compaction, Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import cluster, keeping_layer
 
 

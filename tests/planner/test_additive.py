@@ -16,7 +16,7 @@ from pipefit.schema.json_io import dumps, load, save
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 
 @pytest.mark.parametrize("seed", range(30))

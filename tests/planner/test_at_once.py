@@ -15,7 +15,7 @@ from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 DEVICES = """name = "made"
 backend = "cuda"

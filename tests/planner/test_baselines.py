@@ -29,7 +29,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
 from sampled import sampled, seeds
 from slice_sizes import sized

@@ -15,7 +15,7 @@ from made_up import layer, measurement, profile, training, value
 from pipefit.planner import Means, Question, bounds
 from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
 from pipefit.planner.choices import Within
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tight import HOST, JOINED, KEEP, PEER, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")

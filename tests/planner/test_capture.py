@@ -14,7 +14,7 @@ from pipefit.planner.baselines import alpa, capture
 from pipefit.planner.baselines.capture import CaptureOptions, Runs
 from pipefit.planner.degrees import Degree
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized, written
 
 

@@ -13,7 +13,7 @@ from pipefit.planner import plan
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized
 
 

@@ -22,7 +22,7 @@ from pipefit.planner.problem import Options, Question
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"

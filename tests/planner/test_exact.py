@@ -35,7 +35,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from sampled import seeds
 
 AMPLE = 1 << 40

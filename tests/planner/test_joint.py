@@ -18,7 +18,7 @@ from pipefit.planner.joint import Search, joint
 from pipefit.schema.decisions import What
 from pipefit.schema.devices import Host, Member
 from pipefit.schema.plan import Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from sampled import seeds
 from tight import Case, fastest, random_case
 

@@ -16,7 +16,7 @@ from pipefit.planner.hybrid import fastest as fitting
 from pipefit.planner.problem import Question
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
 from slice_sizes import sized, written
 

@@ -22,7 +22,7 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized, written
 from tight import cluster
 

@@ -17,7 +17,7 @@ from pipefit.planner.problem import Means, Split
 from pipefit.schema.decisions import Run, What
 from pipefit.schema.devices import Link, MemberKind
 from pipefit.schema.plan import Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe")

@@ -22,7 +22,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized, written
 
 HOW = Training(batch_size=12, microbatches=3)

@@ -14,7 +14,7 @@ from pipefit.planner.joint import joint
 from pipefit.planner.problem import Means
 from pipefit.schema.decisions import State, What
 from pipefit.schema.plan import Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import Case, cluster, keeping_layer, random_case
 
 WIDTH, KEPT = 1, 100

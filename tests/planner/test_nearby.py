@@ -19,8 +19,8 @@ from pipefit.planner.problem import Split
 from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
-from pipefit.simulate.assembled import Assembled
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled
 from slice_sizes import sized, written
 
 

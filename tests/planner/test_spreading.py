@@ -17,7 +17,7 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Device, Host, Link, Member, parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import KIND, cluster, keeping_layer
 
 

@@ -17,7 +17,7 @@ from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import Host, parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tight import Case, cluster, keeping_layer
 
 HOST = parse_place("host")

@@ -15,7 +15,7 @@ from pipefit.planner.mixed import Mixed, mixed
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized
 
 HOW = Training(batch_size=32, microbatches=8, schedule="gpipe")

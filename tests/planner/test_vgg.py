@@ -13,7 +13,7 @@ from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 
 @pytest.fixture(scope="module")

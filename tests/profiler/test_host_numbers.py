@@ -11,7 +11,7 @@ from torch import nn
 
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import plan_of, task_of
 
 NUMBERS, PARAMETERS = 8 * 8 + 8 + 8 * 4 + 4, 4

@@ -25,7 +25,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import AdditiveCosts, Block
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from sampled import seeds
 from tiny import plan_of, task_of
 

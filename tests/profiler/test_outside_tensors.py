@@ -20,7 +20,7 @@ from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.site import Site
 from pipefit.schema.grids import Grid, Stage
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import Case, accounts
 from tiny import alone, batch_of, plan_of
 

@@ -9,7 +9,7 @@ import pytest
 from pipefit.errors import UsageError
 from pipefit.report.traces import compare, describe_comparison, describe_trace
 from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile

@@ -17,7 +17,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile

@@ -18,7 +18,7 @@ from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan, Prediction
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import kept_together
 from pipefit.units import format_bytes, format_seconds
 from pipelines import equal_profile, make_cluster, make_plan, random_profile

@@ -29,7 +29,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Alternative, Plan
 from pipefit.schema.trace import CATEGORIES, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.units import format_bytes, format_seconds, parse_bytes
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 

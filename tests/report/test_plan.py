@@ -19,7 +19,7 @@ from pipefit.schema.kernels import Kernel, KernelMemory
 from pipefit.schema.plan import Plan, Prediction
 from pipefit.schema.profile import Block
 from pipefit.schema.trace import AllocatorPeaks, Stream, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_cluster, make_plan

@@ -23,8 +23,8 @@ from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem, of_dry_run
 from pipefit.schema.trace import MemorySample
-from pipefit.simulate import simulate
-from pipefit.simulate.simulation import contents_at
+from pipefit.simulator import simulate
+from pipefit.simulator.simulation import contents_at
 from pipefit.tables import Table, plain
 from tiny import batch_of, plan_of, task_of, trainer_of
 

@@ -27,7 +27,7 @@ from pipefit.schema.kernels import KernelMemory
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from slices import sliced_plan
 
 WIDTH, SIZE, COUNT = 8, 2, 2

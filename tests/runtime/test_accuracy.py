@@ -13,7 +13,7 @@ import gallery
 from gallery import CHAINS
 from oracle import measured_peaks
 from pipefit.runtime import certify
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import MODELS, SCHEDULES, Case, accounts, plan_for, random_case
 from sampled import sampled
 from tiny import plan_of, task_of

@@ -25,7 +25,7 @@ from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.schema.actions import Kind
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 from replicated import Table
 from sampled import sampled, seeds

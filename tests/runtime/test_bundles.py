@@ -26,7 +26,7 @@ from pipefit.schema.devices import Link, Member, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Stream
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import alone, batch_of, plan_of, task_of
 
 OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")

@@ -22,7 +22,7 @@ from pipefit.profiler import profile
 from pipefit.profiler.training_runs.incremental import train as train_once
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import alone, batch_of, plan_of, task_of
 
 

@@ -16,7 +16,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision, Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 2

@@ -27,7 +27,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import Stream
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import batch_of, plan_of
 
 Span = tuple[float, float]  # begin and end

@@ -31,7 +31,7 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.json_io import load_cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from replicated import MODELS, plain_task, precise, replicated, tied
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan

@@ -27,7 +27,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import save
 from pipefit.schema.kernels import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import accounts, random_case
 
 SETTINGS = {"widths": (8, 16, 16, 4)}

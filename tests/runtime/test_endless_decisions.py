@@ -34,7 +34,7 @@ from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.devices import Host, Member
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from replay import replayed
 from sampled import sampled
 from samples import samples, step_peaks_of

@@ -20,7 +20,7 @@ from pipefit.schema.decisions import Decision, Microbatches, Run, What
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import Case, accounts
 from sampled import sampled
 from tiny import batch_of, plan_of, task_of

@@ -19,7 +19,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 from step_peaks import step_peaks
 from tiny import alone, batch_of, plan_of, task_of

@@ -199,7 +199,7 @@ def test_losses_are_those_of_the_cpu(name: str, device: torch.device) -> None:
 
 RECORDED = """
 import torch
-from pipefit.allocator import AllocatorSettings, replay
+from pipefit.memory.cuda_allocator import AllocatorSettings, replay
 
 torch.cuda.memory._set_allocator_settings(SETTINGS)
 torch.cuda.memory._record_memory_history(max_entries=1_000_000)

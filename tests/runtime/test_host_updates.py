@@ -17,7 +17,7 @@ from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import Host, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.timing import HOST_BANDWIDTH_REACHED
 from tiny import batch_of, plan_of, task_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from pipefit.errors import PipefitWarning
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import batch_of, plan_of, task_of
 
 

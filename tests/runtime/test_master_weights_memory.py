@@ -23,7 +23,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import CATEGORIES, Category, MemorySample
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 
 PRECISIONS = ("master-bfloat16", "master-float16")

@@ -23,7 +23,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Precision
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 
 PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")

@@ -35,7 +35,7 @@ from pipefit.schema.devices import Host, Member, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Category, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 from samples import samples, step_peaks_of
 from tiny import alone, batch_of, plan_of, task_of

@@ -22,7 +22,7 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Host, Link, parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Stream, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from samples import samples
 from tiny import plan_of
 

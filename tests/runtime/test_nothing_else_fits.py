@@ -24,7 +24,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from tiny import batch_of
 
 DEVICES, SIZE, MICROBATCHES, STEPS = 2, 8, 6, 3

@@ -25,7 +25,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 from tiny import SGD
 

@@ -16,7 +16,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 from tiny import SGD, plan_of
 

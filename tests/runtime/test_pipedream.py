@@ -30,7 +30,7 @@ from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import CATEGORIES, Category
 from pipefit.schema.training import Versions
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from replay import Numbers, replayed
 from sampled import sampled
 from tiny import plan_of, task_of

@@ -23,7 +23,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import accounts, plan_for, random_case
 from sampled import sampled, seeds
 from tiny import plan_of, profile_of

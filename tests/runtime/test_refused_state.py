@@ -16,7 +16,7 @@ from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import State, What
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from state_away import away, one_stage, task_named
 from tiny import batch_of, plan_of, profile_of, task_of
 

@@ -18,10 +18,11 @@ _PROGRAM = """
 from contextlib import nullcontext
 from unittest import mock
 
-from pipefit.allocator import AllocatorSettings
-from pipefit.beside import beside, forking
+from pipefit.memory.cuda_allocator import AllocatorSettings
+from pipefit.processes import beside, forking
 from pipefit.profiler import profile
-from pipefit.runtime import certify, rehearsal
+from pipefit.runtime import certify
+from pipefit.runtime.dry_run import rehearsal
 from tiny import plan_of
 from wide import on_gpus, wide
 

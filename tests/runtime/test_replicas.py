@@ -23,7 +23,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.decisions import Decision, Microbatches, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
 from sampled import sampled, seeds
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan

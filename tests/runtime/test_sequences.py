@@ -23,7 +23,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 from slices import Plain, batches, equal
 from step_peaks import step_peaks

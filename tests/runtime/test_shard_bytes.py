@@ -23,7 +23,7 @@ from pipefit.schema.decisions import Decision, Microbatches, Run, SavedTensors, 
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from sampled import sampled
 from step_peaks import step_peaks
 

@@ -35,7 +35,7 @@ from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import SHARDINGS
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tensor_parallel.tracing import blocks_begin
 from sampled import sampled
 from sharded import InDouble

@@ -17,7 +17,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.runtime.engine.buffers import move
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from step_peaks import step_peaks
 from tiny import SGD, alone, batch_of, plan_of, task_of
 

@@ -23,7 +23,7 @@ from pipefit.schema.devices import Member
 from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from replicated import precise, replicated
 from slices import batches, equal, sliced_plan
 from state_away import away

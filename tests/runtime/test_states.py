@@ -19,7 +19,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.devices import Host, Member
 from pipefit.schema.trace import Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from random_cases import random_plan
 from samples import samples, step_peaks_of
 from state_away import EACH, KINDS, STEPS, assert_same, away, clipping, found, one_stage, task_named, trained

@@ -30,8 +30,8 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Category
 from pipefit.schema.training import Training
-from pipefit.simulate import simulate
-from pipefit.simulate.simulation import contents
+from pipefit.simulator import simulate
+from pipefit.simulator.simulation import contents
 from pipefit.tensor_parallel.lockstep import Turn, pause
 from sampled import sampled
 from slices import sliced_plan

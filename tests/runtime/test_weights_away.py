@@ -18,8 +18,8 @@ from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.simulate import Simulation
-from pipefit.simulate.ledger import Ledger
+from pipefit.simulator import Simulation
+from pipefit.simulator.ledger import Ledger
 from tiny import plan_of
 
 Rearrange = Callable[[list[Action]], list[Action]]

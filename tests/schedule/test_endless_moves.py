@@ -20,7 +20,7 @@ from pipefit.schema.layer_costs import Parameter, SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program, parse_program
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 
 HOST = parse_place("host")

@@ -12,7 +12,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from profiles_in_slices import gridded
 
 

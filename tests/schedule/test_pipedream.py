@@ -15,7 +15,7 @@ from pipefit.schema.actions import Action, Kind
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipelines import equal_profile, make_plan
 from sampled import sampled
 

@@ -12,7 +12,7 @@ from pipefit.lowering.schedules import computes
 from pipefit.schema.actions import Kind
 from pipefit.schema.grids import Grid
 from pipefit.schema.program import parse_program
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipelines import equal_profile, make_cluster, make_plan
 from sampled import sampled
 

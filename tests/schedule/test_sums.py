@@ -19,7 +19,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from profiles_in_slices import gridded
 
 

@@ -40,7 +40,7 @@ from pipefit.schema.profile import Measurement
 from pipefit.schema.program import Program, parse_program, shifted
 from pipefit.schema.trace import Category, MemorySample
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 from sampled import seeds
 from slice_sizes import sized

@@ -18,9 +18,9 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
-from pipefit.simulate.assembled import Assembled, Parts
-from pipefit.simulate.equal_devices import alike
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
+from pipefit.simulator.equal_devices import alike
 from pipefit.timing import sum_for_all, ways_of_sum
 
 DEVICES = 16

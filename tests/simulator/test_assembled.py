@@ -21,8 +21,8 @@ from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import Simulation
-from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
 from random_cases import random_plan
 
 Answer = tuple[object, ...]

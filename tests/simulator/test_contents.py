@@ -9,8 +9,8 @@ import pytest
 from compaction import compacted
 from pipefit.schema.decisions import Decision, State, StateKind, What
 from pipefit.schema.devices import parse_place
-from pipefit.simulate import Simulation, simulate
-from pipefit.simulate.simulation import all_contents, contents
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.simulation import all_contents, contents
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 

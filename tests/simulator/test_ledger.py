@@ -22,7 +22,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
 from pipefit.schema.trace import Category, MemorySample
-from pipefit.simulate import Costs, Simulation, simulate
+from pipefit.simulator import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 # Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not saved),

@@ -17,7 +17,7 @@ from pipefit.schema.layer_costs import Origin, SavedTensor
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category, Stream, Trace
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan, offload_all
 
 # One stage of two layers: each keeps 16 bytes of its own as tensor 0 and its input of 8 as tensor 1.

@@ -10,7 +10,7 @@ from made_up import parameter
 from pipefit.schema.actions import Kind, parse_action
 from pipefit.schema.devices import Backend
 from pipefit.schema.plan import Plan
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipelines import equal_profile, make_cluster, make_plan
 from profiles_in_slices import gridded
 

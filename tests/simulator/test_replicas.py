@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipefit.report.page.charts import traffic
-from pipefit.simulate import Simulation, simulate
-from pipefit.simulate.simulation import contents
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.simulation import contents
 from profiles_in_slices import gridded
 
 

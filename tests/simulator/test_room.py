@@ -10,7 +10,7 @@ from moving_plans import make_chain
 from pipefit.errors import PipefitWarning
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from tiny import plan_of
 
 

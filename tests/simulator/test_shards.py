@@ -12,8 +12,8 @@ from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Link
 from pipefit.schema.layer_costs import Collective
 from pipefit.schema.trace import Trace
-from pipefit.simulate import Simulation, simulate
-from pipefit.simulate.simulation import contents
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.simulation import contents
 from pipefit.timing import Group, sum_for_all
 from pipelines import make_cluster
 from shards import sharded

@@ -14,7 +14,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.layer_costs import Origin
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from slice_sizes import sized
 
 OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))

@@ -10,7 +10,7 @@ from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category, Trace
-from pipefit.simulate import Simulation, simulate
+from pipefit.simulator import Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan
 
 # One stage of two layers, each with 8 bytes of parameters, 8 of gradients and 16 of optimizer state.

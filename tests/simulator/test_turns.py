@@ -26,10 +26,10 @@ from pipefit.schema.decisions import Microbatches, State
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulate import Simulation
-from pipefit.simulate import assembled as lowering
-from pipefit.simulate.assembled import Assembled, Parts, Turns
-from pipefit.simulate.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
+from pipefit.simulator import Simulation
+from pipefit.simulator import assembled as lowering
+from pipefit.simulator.assembled import Assembled, Parts, Turns
+from pipefit.simulator.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
 from random_cases import ROOM, random_plan
 
 MICROBATCHES = 24

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.copying import is_empty
 from pipefit.capture.refused import copy_of, refuse_module
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.torch_internals import pytree, saved_tensors_hooks_on_top
+from pipefit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, active_fake_mode
 
 # ---- State that a loss keeps between its calls
 #
@@ -134,7 +133,7 @@ def recording(what: str) -> Iterator[None]:
             f"{what} inside torch.autocast is not what the plan says: leave it, and use Task(..., "
             "precision='mixed-bfloat16') or 'mixed-float16', which plans know"
         )
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if saved_tensors_hooks_on_top(False) is not None:
         raise UsageError(
             f"{what} inside hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) is not what "
             "the plan says: leave them, for plans say themselves what is moved and what is computed again"

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain, autocasting
@@ -38,6 +37,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.profile import Target
 from pipefit.texts import counted
+from pipefit.torch_internals import pytree
 
 # ---- Results of a comparison
 #

@@ -20,14 +20,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.storages import flat, placed, storage_key
+from pipefit.torch_internals import pytree, without_dispatch_modes
+from pipefit.torch_internals.fake_tensors import FakeTensor, active_fake_mode
 
 # ---- Fake stand-ins for real tensors in a loss, such as class weights
 #
@@ -103,7 +101,7 @@ def is_faking() -> bool:
 
 def real() -> AbstractContextManager[object]:
     """Make real tensors in the body, even if a fake mode is active."""
-    return _disable_current_modes() if is_faking() else nullcontext()
+    return without_dispatch_modes() if is_faking() else nullcontext()
 
 
 class _StandIns(TorchFunctionMode):
@@ -129,7 +127,7 @@ class _StandIns(TorchFunctionMode):
         if tensor.requires_grad:
             raise Refusal(*STRANGER)
         if id(tensor) not in self._made:
-            with _disable_current_modes(), self._like.fake_mode:
+            with without_dispatch_modes(), self._like.fake_mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._like.device)
             self._made[id(tensor)] = tensor, made
         return self._made[id(tensor)][1]
@@ -267,7 +265,7 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: di
         storages[key] = flat(made)
         return made
     if key not in storages:
-        with _disable_current_modes():
+        with without_dispatch_modes():
             whole = flat(tensor.detach())
         storages[key] = convert(whole)
     return placed(tensor, storages[key])
@@ -299,7 +297,7 @@ _COPIED: dict[type, Callable[..., Any]] = {**_AS_IT_IS, dict: _mapping, OrderedD
 
 
 def _generator(generator: torch.Generator, memo: dict[int, Any]) -> torch.Generator:
-    with _disable_current_modes():
+    with without_dispatch_modes():
         return generator.clone_state()
 
 

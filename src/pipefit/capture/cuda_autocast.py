@@ -26,6 +26,8 @@ from torch.amp import autocast_mode
 
 from pipefit.errors import UsageError
 from pipefit.schema.profile import Target
+from pipefit.torch_internals import without_torch_function
+from pipefit.torch_internals.dispatcher import DispatchKey, DispatchKeySet, registrations, without_dispatch_keys
 
 # ---- CUDA's casts: which operators cast their arguments, to which dtype, and which fail
 #
@@ -108,12 +110,12 @@ class CudaCasts:
 
     def __init__(self, device_type: str, key: str) -> None:
         self.device_type, self.key = device_type, key
-        self._off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        self._off = DispatchKeySet(getattr(DispatchKey, key))
         self._copies: dict[int, tuple[ref[Tensor], Tensor]] = {}
 
     def kernels(self, *, known: Collection[str] = ()) -> Iterator[tuple[str, Kernel]]:
         """Yield every operator that casts on CUDA, except the `known` ones, with an equivalent kernel."""
-        registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        registered = registrations("AutocastCUDA")
         for name in set(registered).difference(known):
             policy = policies().get(name)
             yield name, _refusing(name) if policy is None else self._kernel(name, policy)
@@ -134,7 +136,7 @@ class CudaCasts:
         }[policy]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(self._off):
+            with without_torch_function(), without_dispatch_keys(self._off):
                 return rule(operator, args, kwargs)
 
         return kernel
@@ -270,7 +272,7 @@ def casting_for(target: Target) -> Iterator[None]:
 def _casts_on_the_cpu() -> Iterator[CudaCasts]:
     """Replace the CPU's autocast kernels by CUDA's in the body."""
     casts = CudaCasts("cpu", _CPU_KEY)
-    own = torch._C._dispatch_get_registrations_for_dispatch_key(_CPU_KEY)
+    own = registrations(_CPU_KEY)
     kernels = dict.fromkeys(own, torch.library.fallthrough_kernel) | dict(casts.kernels())
     libraries: dict[str, torch.library.Library] = {}
     with warnings.catch_warnings():

@@ -20,15 +20,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
@@ -43,6 +40,8 @@ from pipefit.capture.whole_modules import call_the_modules, call_them, kept_whol
 from pipefit.errors import PipefitError, UsageError
 from pipefit.schema.profile import Target
 from pipefit.texts import kind_of
+from pipefit.torch_internals import pytree, without_dispatch_modes
+from pipefit.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 
 # ---- Attention masks of Hugging Face models, as in eager runs
 #
@@ -73,7 +72,7 @@ def _unless_known(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor],
 
     def found(position_ids: Tensor) -> Tensor | None:
         known = _constant(position_ids)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             counts_up = known is not None and bool((known.diff(dim=-1) == 1).all())
         return None if counts_up else find(position_ids)
 
@@ -92,7 +91,7 @@ def _constant(tensor: Tensor) -> Tensor | None:
     if changed & needed or not all(node.op == "call_function" and not draws(node) for node in needed):
         return None
     values: dict[fx.Node, Any] = {}
-    with _disable_current_modes():
+    with without_dispatch_modes():
         for node in end.graph.nodes:
             if node in needed:
                 args, keywords = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -322,7 +321,7 @@ def export(
         UsageError: the module cannot be exported. The message names the part, the line and the reason.
     """
     with (
-        _disable_current_modes(),
+        without_dispatch_modes(),
         torch.enable_grad(),
         put_back(),
         without_gpus(),

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.refusals import refuse_object, refuse_operation, refuse_shape, refuse_sparse, refuse_transform
 from pipefit.capture.storages import storage_key
 from pipefit.capture.whole_modules import call_whole
+from pipefit.torch_internals import HigherOrderOperator, OpOverload, is_functorch_tensor, pytree
 
 # ---- Values that share memory, and operations that write into it
 #
@@ -35,7 +35,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the values that `node` writes into, running statistics of norms in training included."""
     if node.target is call_whole:
         return list(node.args[2])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     if node.target in _NORMS and node.args[5]:  # in training
         return [item for item in node.args[3:5] if isinstance(item, fx.Node)]
@@ -73,7 +73,7 @@ def sources(node: fx.Node) -> Iterable[fx.Node]:
     if node.target is call_whole:  # a view of an argument, not of the module's tensors
         yield from (leaf for leaf in pytree.tree_leaves(node.args[3:5]) if isinstance(leaf, fx.Node))
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         yield from node.all_input_nodes  # getitem
         return
     if not any(result.alias_info is not None for result in node.target._schema.returns):
@@ -165,14 +165,14 @@ def nbytes(node: fx.Node) -> int:
 def draws(node: fx.Node) -> bool:
     """Return whether the operation may draw from torch's default generator; a whole module counts as drawing."""
     return node.target is call_whole or (
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     )
 
 
 def operator_name(node: fx.Node) -> str:
     """Return the operator's name without overload, such as `add`; for a plain function, the node's name."""
     target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else node.name
 
 
 def sweep(graph: fx.Graph) -> None:
@@ -332,7 +332,7 @@ def _refuse(name: str, node: fx.Node) -> None:
     made = pytree.tree_leaves(node.meta.get("val"))
     if any(map(_by_value, made)):
         refuse_shape(name, node)
-    if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if node.target in _SCALARS or isinstance(node.target, HigherOrderOperator):
         refuse_operation(name, node)
     if any(map(_transformed, made)):
         refuse_transform(name, node)
@@ -342,7 +342,7 @@ def _refuse(name: str, node: fx.Node) -> None:
 
 def _transformed(item: Any) -> bool:
     """Return whether `item` is a tensor inside torch.vmap or another transform of torch.func."""
-    return isinstance(item, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(item)
+    return isinstance(item, Tensor) and is_functorch_tensor(item)
 
 
 def _by_value(item: Any) -> bool:

@@ -22,6 +22,7 @@ from pipefit.capture.flat import draws, groups, mutated_arguments, nbytes, role,
 from pipefit.capture.refusals import line_of, refuse_value
 from pipefit.capture.storages import is_dense
 from pipefit.capture.whole_modules import call_whole
+from pipefit.torch_internals import OpOverload
 
 _EXPANDING = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default, torch.ops.aten.broadcast_to.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
@@ -214,7 +215,7 @@ def _kind(node: fx.Node) -> str | None:
 
 def _repeatable(node: fx.Node) -> bool:
     """Return whether the operation is deterministic: no random draws, which custom functions may make."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return not draws(node)
     return node.target is operator.getitem
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import ChainLayer, own_module
 from pipefit.capture.flat import Context, Role, context, plain, role, value
@@ -25,6 +24,7 @@ from pipefit.capture.flow import Flow
 from pipefit.capture.storages import dense_order
 from pipefit.capture.structure import Values
 from pipefit.capture.whole_modules import call_whole
+from pipefit.torch_internals.fake_tensors import FakeTensor
 
 # ---- Names of a model's parameters and buffers in its layers
 #

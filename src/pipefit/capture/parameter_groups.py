@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import ParameterOptions, Task
 from pipefit.errors import UsageError, in_one_line
 from pipefit.texts import shortened
+from pipefit.torch_internals import without_dispatch_modes
 
 
 def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[list[dict[str, Any]]]:
@@ -92,7 +92,7 @@ def couples(task: Task, module: nn.Module) -> bool:
     or hold other parameters than they were given.
     """
     kinds = [kind for kind in _kinds(task, module) for _ in range(_EACH)]
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         try:
             alone, again = (_updated(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
             together = _updated(task, kinds, at_once=True, seed=0)

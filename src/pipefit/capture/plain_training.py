@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.sample import Sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.torch_internals import TorchDispatchMode, pytree
 
 # ---- Shared random draws of two runs that compute in another order
 #

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipefit.capture.hugging_face import advice
 from pipefit.errors import UsageError
+from pipefit.torch_internals import HigherOrderOperator
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
 VALUES = (
@@ -158,7 +159,7 @@ def refuse_object(name: str, what: str) -> NoReturn:
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Raise an error: the operation `node` of model `name` cannot be part of a layer."""
     reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         reason, remedy = f"{node.target} holds a function of its own", REMEDY
     _refuse_node(name, node, reason, remedy)
 

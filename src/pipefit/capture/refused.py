@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from pipefit.capture.copying import copied
 from pipefit.capture.refusals import PADDED, REMEDY, Refusal
 from pipefit.capture.storages import extent, storage_key
 from pipefit.errors import UsageError, in_one_line
+from pipefit.torch_internals import pytree
 
 # ---- Calls that a forward may not make, which raise with the module and the line
 #

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
 from pipefit.capture.copying import real
@@ -16,6 +15,7 @@ from pipefit.capture.structure import opened
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import counted, kind_of
+from pipefit.torch_internals import pytree
 
 Sample = tuple[Any, Any]
 

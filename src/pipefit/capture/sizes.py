@@ -19,11 +19,10 @@ from itertools import zip_longest
 from types import ModuleType
 from typing import NamedTuple
 
-from torch._ops import OpOverload
-
 from pipefit.capture.chain import Chain, ChainLayer, layout
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.whole_modules import CustomFunction
+from pipefit.torch_internals import OpOverload
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.storages import Orders, laid_out, sample_order
 from pipefit.errors import UsageError
 from pipefit.texts import dtype_name
+from pipefit.torch_internals import pytree
 
 # ---- Dataclasses and mappings in batches and outputs
 #

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.training import Precision
 from pipefit.schema.validation import check_types
 from pipefit.texts import kind_of
+from pipefit.torch_internals.fake_tensors import DataDependentOutputException
 
 # ---- Limit on the size of a model under construction, such as a trillion layers by mistake
 #

@@ -18,11 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.function import Function, FunctionMeta
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import Reading, assumed, otherwise, reading
 from pipefit.capture.copying import copied
@@ -30,6 +27,12 @@ from pipefit.capture.refusals import LooksAtValues, Refusal
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.texts import dtype_name, kind_of
+from pipefit.torch_internals import pytree, without_dispatch_modes, without_torch_function
+from pipefit.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 # ---- Calls that stay whole: their arguments, and the operations that stand for them
 
@@ -391,7 +394,7 @@ class _Whole:
 
     def _once(self, given: Given) -> Any:
         """Return the results of a call over separate fake tensors."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), not_kept(), reading(Reading()):
+        with without_dispatch_modes(), without_torch_function(), not_kept(), reading(Reading()):
             fakes = [self._argument(tensor) for tensor in given.tensors]
             args, kwargs = given.with_tensors(fakes)
             with self._mode:
@@ -410,7 +413,7 @@ class _Whole:
             return made.clone()
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        with _disable_current_modes(), self._mode:
+        with without_dispatch_modes(), self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _refuse(self, reason: str) -> NoReturn:

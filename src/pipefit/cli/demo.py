@@ -46,7 +46,7 @@ def command(
         from pipefit.planner import plan
         from pipefit.profiler import profile
         from pipefit.runtime import certify, train
-        from pipefit.simulate import simulate
+        from pipefit.simulator import simulate
 
         task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
         costs = profile(task(), microbatch_size=_MICROBATCH, progress=report)

@@ -29,7 +29,7 @@ def command(
     from pipefit.schema.json_io import load, name_of_kind
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
-    from pipefit.simulate import simulate
+    from pipefit.simulator import simulate
     from pipefit.tables import write
 
     one, two = load(first), load(second)

@@ -111,7 +111,7 @@ def _trace(file: Path, document: Document) -> Trace:
     from pipefit.errors import UsageError
     from pipefit.schema.plan import Plan
     from pipefit.schema.trace import Trace
-    from pipefit.simulate import simulate
+    from pipefit.simulator import simulate
 
     if isinstance(document, Plan):
         with used(file):

@@ -19,7 +19,7 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     from pipefit.report.traces import describe_trace
     from pipefit.schema.json_io import load
     from pipefit.schema.plan import Plan
-    from pipefit.simulate import simulate
+    from pipefit.simulator import simulate
 
     check_output(output, plan)
     document = load(plan, Plan)

@@ -22,9 +22,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend
 
 from pipefit.errors import UsageError
+from pipefit.torch_internals.attention import enabled_kernels
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BIAS_ALIGNMENT = 8  # elements: the efficient kernel reads its bias in blocks of this size
@@ -45,7 +46,7 @@ def choose_kernel(
     Raises:
         UsageError: `sdpa_kernel` (or `torch.backends.cuda.enable_*_sdp`) left no kernel that can.
     """
-    enabled: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
+    enabled: list[SDPBackend] = enabled_kernels(with_priority=True)
     fusable = _fusable(query, key, value, mask, enable_gqa)
     able = {
         SDPBackend.FLASH_ATTENTION: fusable and _flash_can(query, key, value, mask, is_causal),

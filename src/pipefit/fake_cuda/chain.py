@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 import torch.fx.config
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import capture
 from pipefit.capture.chain import Chain, ChainLayer
@@ -26,6 +24,8 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.processes import beside
 from pipefit.schema.profile import Target
+from pipefit.torch_internals import without_dispatch_modes
+from pipefit.torch_internals.fake_tensors import DataDependentOutputException
 
 
 def fake_chain(
@@ -71,7 +71,7 @@ def built_without_bytes(task: Task, fake: FakeTarget) -> nn.Module:
         with fake.assuming_nothing():
             return task.build()
     except DataDependentOutputException:
-        with _disable_current_modes(), torch.device("meta"):
+        with without_dispatch_modes(), torch.device("meta"):
             return task.build()
 
 
@@ -206,7 +206,7 @@ class Chains:
     def _sketched(self, samples: int, target: Target) -> Sketch | None:
         """Return the sketch of a trace over separate tensors: those of `_begin` may no longer exist."""
         if samples not in self._traced:
-            with _disable_current_modes(), FakeTarget(target) as fake:
+            with without_dispatch_modes(), FakeTarget(target) as fake:
                 self._trace(samples, fake)
         return Sketch.of(self._traced[samples])
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import left_as_found
 from pipefit.capture.chain import Chain, ChainLayer, layout, module_settings
@@ -30,6 +29,7 @@ from pipefit.fake_cuda.target import FakeTarget
 from pipefit.schema.profile import Fingerprint, Measurement, digest
 from pipefit.schema.training import Precision
 from pipefit.texts import dtype_name, kind_of
+from pipefit.torch_internals import pytree
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 _DIGITS = 12  # digits of a layer's digest

@@ -17,7 +17,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from pipefit.torch_internals import OpOverload
+from pipefit.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    default_device,
+    in_kernel_invocation_manager,
+    without_torch_dispatch,
+)
 
 _DEVICE = torch.ops.prim.device.default  # torch's C++ code calls it more often than all other operations
 _PLAIN = frozenset(
@@ -112,7 +120,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """
         if torch.is_inference_mode_enabled():
             return None
-        found: list[object] = [torch.get_default_dtype(), torch._C._get_default_device()]
+        found: list[object] = [torch.get_default_dtype(), default_device()]
         if not self._describe(args, found, tensors):
             return None
         if kwargs:
@@ -160,7 +168,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _made(self, known: Any, tensors: list[FakeTensor]) -> Any:
         """Return the cached results for these tensors among the arguments."""
         if isinstance(known, _Fresh):
-            with torch._C._DisableTorchDispatch():  # sufficient without fake arguments, at a third of the cost
+            with without_torch_dispatch():  # sufficient without fake arguments, at a third of the cost
                 empty = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=_META)
             return FakeTensor(self, empty, known.device)
         if isinstance(known, _View):
@@ -176,7 +184,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _follows_from_forms(func: Any) -> bool:
     """Return whether the form of an operation's result may follow from the forms of its arguments."""
     return (
-        isinstance(func, torch._ops.OpOverload)
+        isinstance(func, OpOverload)
         and func.namespace == "aten"
         and not any(tag in func.tags for tag in _BY_VALUE)
         and func not in FakeTensorMode.lift_fns

@@ -45,16 +45,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, _meta_registrations, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorConverter,
-)
+from torch import Tensor, nn
 from torch.optim import optimizer as optim_optimizer
-from torch.utils import _foreach_utils, backend_registration
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import backend_registration
 
 from pipefit.capture.by_value import assumed, is_named, unknown
 from pipefit.capture.cuda_autocast import CudaCasts, as_on_cuda
@@ -65,6 +58,18 @@ from pipefit.fake_cuda.results import Known, QuickFakeMode
 from pipefit.schema.kernels import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
+from pipefit.torch_internals import without_dispatch_modes
+from pipefit.torch_internals.dispatcher import has_kernel
+from pipefit.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    PrivateUse1Hooks,
+    foreach_utils,
+    meta_registrations,
+    privateuse1_name,
+)
 
 # ---- Decisions by which torch distinguishes CUDA tensors, made equally for `fakecuda`
 #
@@ -113,10 +118,10 @@ def counting_as_cuda(device_type: str) -> Iterator[None]:
         found: str = hint(tensor)
         return "cuda" if found == device_type else found
 
-    hint = _meta_registrations.device_hint
+    hint = meta_registrations.device_hint
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(is_cuda)))
-        stack.enter_context(mock.patch.object(_meta_registrations, "device_hint", device_hint))
+        stack.enter_context(mock.patch.object(meta_registrations, "device_hint", device_hint))
         yield
 
 
@@ -165,7 +170,7 @@ def register_missing_shapes() -> torch.library.Library:
     """Register the functions that this torch lacks, once. They last as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, shapes in _SHAPES.items():
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+        if not has_kernel(f"aten::{name}", "Meta"):
             library.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
     return library
 
@@ -290,7 +295,7 @@ FAKE_CUDA = "fakecuda"
 _FREE_SLOT = "privateuseone"  # torch's name for the open device slot while it is free
 _CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
 _NUMBERS = frozenset((aten.zeros.default, aten.ones.default, aten.full.default))  # if they make a single number
-_FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+_FOREACH_TYPES = (optim_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types)
 
 
 class FakeTarget:
@@ -341,11 +346,11 @@ class FakeTarget:
     def again(self, tensor: Tensor) -> Tensor:
         """Return a copy of a model's tensor: like `fake`, with a known number's value; real ones stay real."""
         if not isinstance(tensor, FakeTensor):
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 return tensor.detach().clone()
         made = self.fake(tensor)
         if tensor.constant is not None:
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 known = tensor.constant.detach().clone()
             self._mode.know(made, known)
         return made
@@ -366,14 +371,14 @@ class FakeTarget:
 
     def set_value(self, tensor: Tensor, value: int) -> None:
         """Give one fake number a value, for models that read it; numbers computed from it have values too."""
-        with _disable_current_modes():
+        with without_dispatch_modes():
             known = torch.full(tensor.shape, value, dtype=tensor.dtype)
         self._mode.know(tensor, known)
 
 
 def follows_fake_streams() -> bool:
     """Return whether a `cuda` target was used in this process, so autograd uses streams of `fakecuda`."""
-    found: str = torch._C._get_privateuse1_backend_name()
+    found: str = privateuse1_name()
     return found == FAKE_CUDA
 
 
@@ -405,7 +410,7 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
         try:
             made = super()._run(func, types, args, kwargs)
             if func in _NUMBERS and made.shape == () and made.device.type == "cpu":
-                with _disable_current_modes():
+                with without_dispatch_modes():
                     self.know(made, func(*args, **kwargs))
             return made
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -471,7 +476,7 @@ def _device_of(target: Target) -> torch.device:
 @functools.cache
 def _fill_slot() -> torch.library.Library:
     """Register `fakecuda`, once per process; the returned library keeps the overrides alive."""
-    holder = torch._C._get_privateuse1_backend_name()
+    holder = privateuse1_name()
     if holder != _FREE_SLOT:
         raise UsageError(
             f"target 'cuda' needs torch's one open device slot, which {holder!r} holds: "
@@ -513,7 +518,7 @@ class _DeviceModule:
         return [torch.float16, torch.bfloat16]
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
+class _Hooks(PrivateUse1Hooks):
     """Autograd's queries before it starts the device's thread."""
 
     def is_available(self) -> bool:

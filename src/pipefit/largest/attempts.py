@@ -25,7 +25,7 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 
 _PARTS = 1.0, 0.75, 0.5, 0.25  # shares of every stage's layers that hosts update; less if hosts lack room
 

@@ -38,7 +38,7 @@ from pipefit.schema.profile import Measurement, ModelProfile, Target
 from pipefit.schema.trace import Category
 from pipefit.schema.training import ENDLESS, Precision, Training
 from pipefit.schema.validation import check_arguments, instance
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.texts import counted
 from pipefit.units import format_bytes
 

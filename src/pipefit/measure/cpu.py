@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.measure.kernels import Kernels
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, MemorySample
+from pipefit.torch_internals import TorchDispatchMode, backward_id, saved_tensors_hooks_on_top
 from pipefit.units import format_bytes
 
 # ---- Forwards that record a graph but save nothing, for runs that will be recomputed
@@ -42,7 +42,7 @@ def saving_nothing() -> Iterator[None]:
 
 def saves_nothing() -> bool:
     """Return whether the caller is inside `saving_nothing`."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_hooks_on_top(False)
     return hooks is not None and hooks[0] is _drop
 
 
@@ -210,7 +210,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._scalars[key] += 1
             self._hold_scalars(1)
-        elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
+        elif backward_id() >= 0 and self._scalars[key]:
             self._scalars[key] -= 1
             self._spent += 1  # freed with its graph node, before the next operation
             return SCALAR_BYTES

@@ -23,15 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import (  # type: ignore[attr-defined]
-    ProfilerConfig,
-    ProfilerState,
-    _disable_profiler_legacy,
-    _enable_profiler_legacy,
-)
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from pipefit.errors import PipefitWarning
@@ -40,6 +31,8 @@ from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
 from pipefit.schema.kernels import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
+from pipefit.torch_internals import below_autograd, legacy_profiler, negative_view, pytree
+from pipefit.torch_internals.fake_tensors import FakeTensor
 from pipefit.units import format_bytes
 
 # ---- The user's cache of kernel memory, so that no operation is measured twice
@@ -234,19 +227,19 @@ class Recipe:
     """A description from which arguments like those of a call can be made later and on another thread."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> None:
-        self._described = tree_map(
+        self._described = pytree.tree_map(
             lambda arg: _Description(arg, grad) if isinstance(arg, Tensor) else arg, (args, dict(kwargs))
         )
         self.has_masks = any(tensor.dtype in _MASKS for tensor in tensors((args, kwargs)))
 
     def make(self, mask: bool) -> Arguments:
         """Return the arguments; masks are true everywhere, or nowhere."""
-        return tree_map(partial(_made, mask), self._described)  # type: ignore[no-any-return]
+        return pytree.tree_map(partial(_made, mask), self._described)  # type: ignore[no-any-return]
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return all tensors in `tree`."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _Description:
@@ -262,7 +255,7 @@ class _Description:
         everything = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
         floating = self.dtype.is_floating_point or self.dtype.is_complex
         everything.fill_(0.5 if floating else mask if self.dtype in _MASKS else 0)
-        made = torch._neg_view(made) if self.negated else made
+        made = negative_view(made) if self.negated else made
         return (made.conj() if self.conjugated else made).requires_grad_(self.differentiable)
 
 
@@ -421,12 +414,12 @@ def apart(call: Callable[[], T]) -> T:
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     """Return the most bytes that `call` held at once, and its result. Call it inside `apart`."""
     state = torch.get_rng_state()
-    _enable_profiler_legacy(_memory_only())
+    legacy_profiler.start(_memory_only())
     try:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out = call()
     finally:
-        threads = _disable_profiler_legacy()
+        threads = legacy_profiler.stop()
         torch.set_rng_state(state)
     changes = [
         event.cpu_memory_usage() for events in threads for event in events if str(event.kind()) == "memory_alloc"
@@ -434,9 +427,11 @@ def peak_of(call: Callable[[], T]) -> tuple[int, T]:
     return max(accumulate(changes), default=0), out
 
 
-def _memory_only() -> ProfilerConfig:
+def _memory_only() -> legacy_profiler.ProfilerConfig:
     """Return a profiler configuration for memory only, without shapes, stacks, FLOPs or modules."""
-    return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    return legacy_profiler.ProfilerConfig(
+        legacy_profiler.ProfilerState.CPU, False, True, False, False, False, legacy_profiler.ExperimentalConfig()
+    )
 
 
 # ---- Measurement of a kernel: one run on synthetic data, while the allocator's events are read

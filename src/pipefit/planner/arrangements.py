@@ -42,7 +42,7 @@ from pipefit.processes import beside
 from pipefit.schema.plan import Alternative
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
-from pipefit.simulate.assembled import Assembled, assembled
+from pipefit.simulator.assembled import Assembled, assembled
 
 _SHORT = 0.1  # part of its budget with which joint tries an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions of all short searches, and of all searches

@@ -27,7 +27,7 @@ from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Compaction, Plan, Prediction, Provenance
-from pipefit.simulate.assembled import Assembled, Parts, assembled
+from pipefit.simulator.assembled import Assembled, Parts, assembled
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes, format_seconds
 

@@ -1,7 +1,7 @@
 """Candidates (a split with a choice for each stage) and their cached evaluation by the simulator.
 
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share
-the programs of equal stages (`simulate.assembled`). A long step under 1F1B is simulated with 2P + 2
+the programs of equal stages (`simulator.assembled`). A long step under 1F1B is simulated with 2P + 2
 microbatches; each further one adds the time between two backwards of the last stage. Under PipeDream 5P are
 simulated from an empty pipeline, and each microbatch takes that time. `Evaluator.whole` simulates all
 microbatches.
@@ -37,7 +37,7 @@ from pipefit.schema.decisions import Decision
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
-from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulator.assembled import Assembled, Parts
 from pipefit.texts import counted
 
 # ---- Seconds of many splits at once, with numpy

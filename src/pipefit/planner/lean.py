@@ -42,8 +42,8 @@ from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.grids import Sharding
 from pipefit.schema.layer_costs import LayerCost
-from pipefit.simulate import Simulation
-from pipefit.simulate.assembled import assembled
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from pipefit.texts import counted
 
 _WORK = 250_000  # limit of actions read

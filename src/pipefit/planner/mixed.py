@@ -37,7 +37,7 @@ from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
 from pipefit.schema.plan import Objective
-from pipefit.simulate.assembled import Assembled
+from pipefit.simulator.assembled import Assembled
 
 # ---- Recomputed tensors moved to hosts or peers
 #

@@ -35,7 +35,7 @@ from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.problem import Planner, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
-from pipefit.simulate.assembled import Assembled, Parts
+from pipefit.simulator.assembled import Assembled, Parts
 from pipefit.timing import layer_seconds
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
@@ -47,7 +47,7 @@ class Simulations:
     """Simulator of a question's splits; `work` is the work so far, in new actions.
 
     Compared plans differ in a stage or two, so the programs of their other devices are shared
-    (`simulate.assembled`).
+    (`simulator.assembled`).
 
     Cost: some ten microseconds for each new action of a device, and half a microsecond for each other action.
     """

@@ -20,7 +20,7 @@ from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.schema.validation import check_types
-from pipefit.simulate.assembled import Assembled
+from pipefit.simulator.assembled import Assembled
 from pipefit.texts import counted
 
 # ---- Cost rule of the MPress paper (Zhou et al., "MPress", HPCA 2023, and its table of six tensors)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.comparison import evaluated
 from pipefit.capture.model import built, is_chain
@@ -31,6 +30,7 @@ from pipefit.runtime.checks.comparison import host_bytes, host_seconds
 from pipefit.runtime.checks.loss import SMALLEST, left_out, rounding
 from pipefit.runtime.hardware import free_bytes
 from pipefit.schema.profile import Measurement, ModelProfile
+from pipefit.torch_internals import pytree
 
 LONGEST_SECONDS = 1.0
 MOST_BYTES, MOST_LOGITS_BYTES = 1 << 30, 1 << 28

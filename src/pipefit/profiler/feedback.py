@@ -26,14 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.by_value import reads_a_number
 from pipefit.capture.copying import is_empty, named_constants
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.storages import storage_key
 from pipefit.profiler.coupling import coupling, draws
+from pipefit.torch_internals import TorchDispatchMode, pytree
 
 # ---- State in which a forward may count: numbers, strings, flags, containers of these, random generators
 #

@@ -16,8 +16,6 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.by_value import assumptions
 from pipefit.capture.caller import reachable
@@ -46,6 +44,7 @@ from pipefit.runtime.optim.half_precision import WeightCopy, cast_by, using
 from pipefit.schema.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.schema.trace import Category
 from pipefit.texts import dtype_name
+from pipefit.torch_internals import TorchDispatchMode, pytree
 
 # ---- Saved tensors: which operation saved each, and whose storage each has
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.by_value import NUMBERS, Reading, reading, updating
 from pipefit.capture.random_state import torch_draws_alone
@@ -27,6 +26,7 @@ from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of
 from pipefit.runtime.optim.updates import Undivided, check_state_apart, step_part
 from pipefit.schema.layer_costs import Work
 from pipefit.texts import dtype_name
+from pipefit.torch_internals import without_dispatch_modes
 
 # ---- Names of layers, the loss and the optimizer in errors
 
@@ -160,7 +160,7 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
     It is tried on two small layers, with the first step in parts too. Returns "" if the optimizer fails
     without its model.
     """
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         tried = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(2)]
         try:
             whole = optimizer([[options | {"params": [parameter]}] for parameter in tried])

@@ -19,7 +19,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import differences
 from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
-from pipefit.simulate import simulate
+from pipefit.simulator import simulate
 from pipefit.tables import Block, Shown, Table
 from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_number, format_seconds

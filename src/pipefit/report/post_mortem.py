@@ -15,8 +15,8 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan, fullness, is_tight
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import MemorySample
-from pipefit.simulate import Simulation, simulate
-from pipefit.simulate.simulation import Contents, LayerContents, contents_at
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.simulation import Contents, LayerContents, contents_at
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes, format_seconds

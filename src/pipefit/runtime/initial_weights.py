@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.copying import constants, copied
@@ -44,6 +43,7 @@ from pipefit.runtime.comm.transport import check_members
 from pipefit.runtime.dry_run.devices import kept_layers
 from pipefit.runtime.engine.tensor_groups import lost
 from pipefit.schema.plan import Plan
+from pipefit.torch_internals.fake_tensors import FakeTensor
 
 _PIECE_BYTES = 64 << 20  # between two calls of `on_weights`
 _PATIENCE = timedelta(days=1)  # building may take any time, and a worker that ends breaks the connection

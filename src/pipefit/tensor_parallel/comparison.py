@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain, ChainLayer, as_values, module_settings, packing_of
@@ -48,6 +46,7 @@ from pipefit.tensor_parallel.stage import ShardedChain
 from pipefit.tensor_parallel.tracing import blocks_begin
 from pipefit.tensor_parallel.writing import tensors_of
 from pipefit.texts import counted
+from pipefit.torch_internals import TorchDispatchMode, pytree
 from pipefit.units import format_bytes
 
 # ---- Shorter batches for traced layers, so that large layers can be compared cheaply

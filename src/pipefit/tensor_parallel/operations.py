@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from pipefit.capture.flat import operator_name, value
 from pipefit.tensor_parallel.forms import C, Form, R, Split, divides, local_shape
+from pipefit.torch_internals import OpOverload
 
 # ---- Equations of Einstein sums
 
@@ -107,7 +107,7 @@ class Operation:
     @property
     def _schema(self) -> list[Any]:
         target = self.node.target
-        return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
+        return list(target._schema.arguments) if isinstance(target, OpOverload) else []
 
     def operand(self, name: str) -> fx.Node | None:
         """Return the value given as argument `name`; None if it is not a value."""

@@ -19,7 +19,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packed, packing_of
 from pipefit.capture.exporting import export
@@ -29,6 +28,7 @@ from pipefit.capture.storages import Orders, as_made, contiguous, orders_of
 from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import Packing
+from pipefit.torch_internals import OpOverload, pytree
 
 _NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch lacks a derivative of the out-of-place operator
 
@@ -291,10 +291,10 @@ def _made_anew(graph: fx.Graph) -> None:
             old.replace_all_uses_with(node, lambda user, node=node: order[user] > order[node])
 
 
-def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
+def _out_of_place(node: fx.Node) -> OpOverload | None:
     """Return the out-of-place operator of an in-place `node`; None if the dtype would change."""
     target = node.target
-    if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
+    if not mutated_arguments(node) or not isinstance(target, OpOverload) or without_gradient(node):
         return None  # a change without gradient keeps the value's gradient; a new value would have none
     if target in _NOT_MADE_ANEW:
         return None

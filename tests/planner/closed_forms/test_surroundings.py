@@ -30,7 +30,7 @@ from pipefit.schema.layer_costs import Span
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.trace import Category
-from pipefit.simulate import Simulation
+from pipefit.simulator import Simulation
 from sampled import seeds
 
 

@@ -19,7 +19,7 @@ from pipefit.planner.baselines.simple import equal_lengths
 from pipefit.planner.driver import plan_of
 from pipefit.planner.problem import Found, Question, Split
 from pipefit.schema.program import Program
-from pipefit.simulate.ledger import Ledger, at_rest, highest
+from pipefit.simulator.ledger import Ledger, at_rest, highest
 
 LIMIT = 2_000_000  # splits; about a minute
 

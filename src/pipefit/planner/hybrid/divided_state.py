@@ -34,7 +34,7 @@ from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.simulate.assembled import Part, Parts
+from pipefit.simulator.assembled import Part, Parts
 
 # ---- Exact peaks, read from programs
 

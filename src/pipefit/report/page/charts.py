@@ -26,8 +26,8 @@ from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Attempt, Fit, named_value
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
-from pipefit.simulate import simulate
-from pipefit.simulate.timed_program import Collected, DeviceReader, exchange_of
+from pipefit.simulator import simulate
+from pipefit.simulator.timed_program import Collected, DeviceReader, exchange_of
 from pipefit.tables import kept_together
 from pipefit.texts import counted
 from pipefit.timing import Hop

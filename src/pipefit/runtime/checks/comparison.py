@@ -21,7 +21,6 @@ from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
@@ -56,6 +55,7 @@ from pipefit.tensor_parallel.comparison import LONGEST_SECONDS as LONGEST_DIVIDE
 from pipefit.tensor_parallel.comparison import compare_blocks
 from pipefit.texts import counted
 from pipefit.timing import seconds
+from pipefit.torch_internals import pytree
 from pipefit.units import format_bytes
 
 LONGEST_SECONDS = 10.0

@@ -14,7 +14,6 @@ from math import isfinite
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.chain import Chain
 from pipefit.capture.comparison import NotComparable, evaluated
@@ -24,6 +23,7 @@ from pipefit.errors import UsageError
 from pipefit.runtime.engine.batches import Cut
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision
+from pipefit.torch_internals import pytree
 
 ROUNDED, ROUNDED_HALF = 1e-4, 0.03  # relative; models of float64 use float32 too
 LEFT_OUT = -100  # the default target that losses ignore

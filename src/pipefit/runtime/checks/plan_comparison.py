@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
@@ -60,6 +59,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.tensor_parallel.stage import ShardedChain
 from pipefit.texts import counted
+from pipefit.torch_internals import pytree
 
 STEPS = 2
 _EXACT = 1e-4  # of an update: the tolerated difference between two ways to train

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.fake_cuda.target import is_fake
+from pipefit.torch_internals import unscale_gradients
 
 _EPSILON = 1e-6  # as in clip_grad_norm_
 
@@ -97,7 +98,7 @@ class Agreement:
             factor = torch.full_like(overflow, unscaling)
             numbers = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
             if numbers:
-                torch._amp_foreach_non_finite_check_and_unscale_(numbers, overflow, factor)
+                unscale_gradients(numbers, overflow, factor)
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:

@@ -29,6 +29,7 @@ from pipefit.schema.actions import SENDS, Action, Kind, Message, Placement, coll
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Channel, Program, channel, channels
 from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives
+from pipefit.torch_internals.process_groups import end_coalescing, start_coalescing
 
 # ---- Transfers of several tensors
 # NCCL executes a message or collective of several tensors as one, in one kernel with one latency. A message
@@ -47,16 +48,16 @@ def begin_together(
     """
     together = len(tensors) > 0 and tensors[0].is_cuda
     if together:
-        torch.distributed.ProcessGroup._start_coalescing(group, tensors[0].device)
+        start_coalescing(group, tensors[0].device)
     try:
         begun = [begin() for begin in begins]
     except BaseException:
         if together:
             with suppress(RuntimeError):  # the first error is the one to report
-                torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)
+                end_coalescing(group, tensors[0].device)
         raise
     if together:
-        begun = [torch.distributed.ProcessGroup._end_coalescing(group, tensors[0].device)]
+        begun = [end_coalescing(group, tensors[0].device)]
     assert None not in begun, "this worker is in the group"
     return [work for work in begun if work is not None]
 

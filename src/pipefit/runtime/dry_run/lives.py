@@ -26,6 +26,7 @@ from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, RepeatedMeter, stora
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action
 from pipefit.schema.trace import CATEGORIES, Category
+from pipefit.torch_internals import backward_id
 
 Life = tuple[int, int]  # a storage, and its bytes at birth or 0 at death
 Lives = tuple[Life, ...]
@@ -85,7 +86,7 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         return out
 
     def _compute_in_workspace(self) -> None:
-        backward = torch._C._current_graph_task_id() >= 0
+        backward = backward_id() >= 0
         name = BACKWARD_WORKSPACE if backward else FORWARD_WORKSPACE
         if name not in self._workspaces:
             self._workspaces.add(name)

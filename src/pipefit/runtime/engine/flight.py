@@ -26,6 +26,7 @@ from pipefit.runtime.optim.weight_versions import Version
 from pipefit.schema.actions import Action
 from pipefit.schema.layer_costs import Value
 from pipefit.texts import counted, layers_text
+from pipefit.torch_internals import storage_uses
 
 # ---- The two ends of a piece of the autograd graph
 # Ordinarily a pipeline stage keeps its outputs until the backward, which starts from them, and the received
@@ -194,7 +195,7 @@ def _give_memory(parameter: Tensor) -> None:
     gradient = parameter.grad
     if gradient is not None and gradient.layout is torch.strided:
         storage = gradient.untyped_storage()
-        users = torch._C._storage_Use_Count(storage._cdata)  # the gradient, the object `storage`, and others
+        users = storage_uses(storage._cdata)  # the gradient, the object `storage`, and others
         if storage.nbytes() > gradient.nbytes or users > 2:
             parameter.grad = gradient.clone()
 

@@ -22,8 +22,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import needed_bytes, storage_key
@@ -37,6 +35,7 @@ from pipefit.runtime.optim.half_precision import WeightCopies
 from pipefit.runtime.optim.updates import Gradients, Updates
 from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.devices import Member
+from pipefit.torch_internals import TorchDispatchMode, pytree
 
 Storages = list[tuple[torch.UntypedStorage, int]]
 

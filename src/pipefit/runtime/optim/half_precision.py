@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.chain import ChainLayer, autocasting
 from pipefit.capture.storages import without_memory
@@ -32,6 +31,7 @@ from pipefit.runtime.comm.agreement import Agreement
 from pipefit.schema.layer_costs import LayerCost
 from pipefit.tensor_parallel.lockstep import at_each_turn
 from pipefit.texts import counted, kind_of
+from pipefit.torch_internals import TorchDispatchMode
 
 # ---- Half-precision copies of weights for autocast
 # `torch.autocast` casts a weight in every forward, and the graph of every microbatch keeps the copy for its

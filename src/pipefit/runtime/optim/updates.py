@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
 from pipefit.capture.by_value import updating
@@ -37,6 +35,7 @@ from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.offload.copying import Pace
 from pipefit.runtime.optim.half_precision import Group, MasterWeights, copies_of, make_optimizer, make_scheduler
 from pipefit.tensor_parallel import Shard
+from pipefit.torch_internals import TorchDispatchMode, pytree, without_dispatch_modes
 
 # ---- Steps of some of an optimizer's parameters
 # A torch optimizer loops over its `param_groups` and keeps state by parameter, so a step of some groups is
@@ -222,7 +221,7 @@ def check_elementwise(
         for local, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
     draws, tried = torch.Generator().manual_seed(0), list[tuple[Group, list[_Tried]]]()
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         for given, kinds in _different(parameter_groups(layers, task.groups), names, shards):
             tried.append((given, [_tried(kind, draws, device) for kind in kinds]))
         found = _coupled(task, tried, draws) if tried else ""

@@ -10,6 +10,7 @@ from torch import fx
 from pipefit.capture.flat import draws, operator_name
 from pipefit.tensor_parallel.forms import C, Split
 from pipefit.tensor_parallel.operations import Operation, Strategy, Wishes, shape, wished
+from pipefit.torch_internals import OpOverload
 
 # ---- Norms: over features undivided features are needed; over channels, channels are divided
 
@@ -79,7 +80,7 @@ def pointwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether the operator is elementwise, by torch's tag or by our list."""
-    if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
+    if not isinstance(node.target, OpOverload) or draws(node):
         return False
     return torch.Tag.pointwise in node.target.tags or operator_name(node) in UNTAGGED
 

@@ -6,6 +6,6 @@ Simulation(plan).step_seconds     only the time
 """
 
 from pipefit.memory.stage import Costs
-from pipefit.simulate.simulation import Simulation, simulate
+from pipefit.simulator.simulation import Simulation, simulate
 
 __all__ = ["Costs", "Simulation", "simulate"]

@@ -11,7 +11,7 @@ not compute during these. Gloo sends every tensor of a collective separately, ea
 sends all tensors as one.
 
 Of transfers that become ready at once, the one with the lower number goes first; collectives come after all
-others. If devices represent others (`simulate.equal_devices`), so do transfers and wires.
+others. If devices represent others (`simulator.equal_devices`), so do transfers and wires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipefit.schema.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Actio
 from pipefit.schema.cluster import Cluster, opposite
 from pipefit.schema.devices import Member, Place
 from pipefit.schema.program import UncheckedProgram
-from pipefit.simulate.equal_devices import Alike
+from pipefit.simulator.equal_devices import Alike
 from pipefit.timing import Exchange, brought_by_owners, sum_for_all, sum_for_owners
 
 # ---- One device

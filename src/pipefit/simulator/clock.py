@@ -20,7 +20,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-from pipefit.simulate.timed_program import COMPUTE, COPY, JOIN, NOTHING, STREAMS, TimedProgram
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, STREAMS, TimedProgram
 
 _END, _READY = 0, 1  # kinds of events, in the order of simultaneous ones
 
@@ -100,8 +100,7 @@ class Clock:
                 if end < 0.0:
                     self._waiting.setdefault(base + transfers[at], []).append(device)
                     break
-                if end > now:
-                    now = end
+                now = max(now, end)
             elif code == COMPUTE:
                 now += seconds[at]
             elif code == COPY:

@@ -28,9 +28,9 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, joined
 from pipefit.schema.trace import MOST_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance, whole
-from pipefit.simulate.clock import Clock, Times
-from pipefit.simulate.ledger import Change, Effects, Ledger, Levels, Reading, Row, at_rest, highest, peaks, reading
-from pipefit.simulate.timed_program import COMPUTE, COPY, JOIN, NOTHING, DeviceReader, TimedProgram
+from pipefit.simulator.clock import Clock, Times
+from pipefit.simulator.ledger import Change, Effects, Ledger, Levels, Reading, Row, at_rest, highest, peaks, reading
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, DeviceReader, TimedProgram
 from pipefit.texts import counted
 
 

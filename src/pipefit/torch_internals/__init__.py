@@ -1,0 +1,36 @@
+"""Every private name of torch that pipefit uses, under a public name.
+
+`tests/test_private_torch.py` checks that this torch still has each of them, and that no other module uses one. This
+module has names that are cheap to import; `fake_tensors`, `dispatcher` and `legacy_profiler` have the others.
+"""
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "backward_id",
+    "below_autograd",
+    "is_functorch_tensor",
+    "negative_view",
+    "pytree",
+    "saved_tensors_hooks_on_top",
+    "storage_uses",
+    "unscale_gradients",
+    "without_dispatch_modes",
+    "without_torch_function",
+]
+
+backward_id = torch._C._current_graph_task_id  # of the backward pass that runs in this thread; -1 if none does
+saved_tensors_hooks_on_top = torch._C._autograd._top_saved_tensors_default_hooks
+storage_uses = torch._C._storage_Use_Count  # references to a storage, by its `_cdata`
+unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
+negative_view = torch._neg_view
+below_autograd = torch._C._AutoDispatchBelowAutograd
+without_torch_function = torch._C.DisableTorchFunction
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
