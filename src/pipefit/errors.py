@@ -62,7 +62,7 @@ class OutOfMemory(PipefitError):
 
 
 class WorkerFailed(PipefitError):
-    """A worker died, hung or raised: the one that failed first, and what it was doing."""
+    """A worker died, hung or raised: the one that failed first, and its action at that time."""
 
     exit_code = 5
 

@@ -62,8 +62,7 @@ class Table:
         """The number of leading columns that name a row: counters such as `3` or `3-5`, and the names after
         them.
 
-        It includes as many name columns as distinguish all rows, or one if none do; at least the first
-        column.
+        It includes enough name columns to distinguish all rows, or one if none do; at least the first column.
         """
         counting = [
             bool(self.rows) and all(_COUNT_LIKE.fullmatch(row[place]) for row in self.rows)

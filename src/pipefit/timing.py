@@ -31,7 +31,7 @@ from pipefit.schema.profile import Measurement
 # the bytes to the next one, the least possible; and a part passes 2 (n - 1) hops. Gloo uses only the ring
 # when torch calls it (`gloo::allreduce` without an algorithm), and so does NCCL within a host.
 #
-# Over several hosts NCCL also has two trees, and each adds up a half (Sanders, Speck and Traff, 2009):
+# Over several hosts NCCL also has two trees, and each tree adds up a half (Sanders, Speck and Traff, 2009):
 # in every host a chain to its first member, and between hosts a binary tree. Sums go up to the root and down
 # again. Inner members of one tree are leaves of the other, so no host sends more than twice the bytes. A part
 # passes twice the hops of the longest path to the root: between hosts, the logarithm of their number. NCCL
@@ -104,7 +104,7 @@ def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchan
 
 
 def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> Exchange:
-    """Return a reduce-scatter over the ring, in which every member gets its share, of so many bytes."""
+    """Return a reduce-scatter over the ring, in which every member gets its share; `shares` are in bytes."""
     whole = sum(shares)
     hops = _around(members, [whole - share for share in shares])
     return _exchange(cluster, hops, _ring_delay(cluster, members, 1))

@@ -3,7 +3,7 @@
 A layer's own peak is in its `LayerCost`, in bytes above the memory that exists when the layer begins: before
 its forward, its inputs; before its backward, the results of the forward and the gradients of its outputs. The
 spans of a `LayerCost` also say which inputs a backward has released before it peaks; their bytes are
-subtracted if nothing else holds them.
+subtracted if they have no other holder.
 """
 
 from __future__ import annotations

@@ -495,10 +495,10 @@ def _gradient(
 # Holders that each action adds and removes:
 #
 #     LOAD, RECV_F          holds the inputs (and targets) for the first forward; the first of several receives does
-#     F[a:b]                every layer holds what it saves, and drops what only it read
+#     F[a:b]                every layer holds its saved tensors, and drops the values that it read
 #     N[a:b]                holds the inputs and copies of buffers that feed back, for recomputation, and saves nothing
 #     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
-#     B[a:b]                every layer, from the last to the first, drops what it saved; then the copies are dropped
+#     B[a:b]                every layer, from the last to the first, drops its saved tensors; then copies are dropped
 #     WAIT_SEND_F, _B       drops the outputs or gradients that were sent; the last of several does
 #     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 

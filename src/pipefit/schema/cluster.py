@@ -50,7 +50,7 @@ class Route(NamedTuple):
 class Tier(NamedTuple):
     """A target for offloading, as a device sees it: capacity, rate and latency.
 
-    Peers, hosts, disks and hosts with a coherent link (NVLink-C2C) differ in nothing else.
+    Peers, hosts, disks and hosts with a coherent link (NVLink-C2C) differ only in these figures.
     """
 
     capacity_bytes: int
@@ -219,7 +219,7 @@ class Cluster(Shown):
         """Check that the cluster has `member`; `who` names the user of the member in errors.
 
         Raises:
-            UsageError: the cluster has no such member; says how many of that kind it has.
+            UsageError: the cluster does not have it; says how many members of that kind it has.
         """
         numbers = self._numbers[member.kind]
         if member.number is not None and member.number not in numbers:
@@ -306,7 +306,7 @@ class Cluster(Shown):
         """Return the bytes that tensors may use on a device, or the bytes of a host or disk.
 
         Raises:
-            UsageError: the cluster has no such member.
+            UsageError: the cluster does not have the member.
         """
         self.check(member, "a place")
         assert member.number is not None
@@ -320,7 +320,7 @@ class Cluster(Shown):
         host or disk.
 
         Raises:
-            UsageError: the cluster has no such member, or nothing joins the two.
+            UsageError: the cluster does not have the member, or no link joins the two.
         """
         there = member if member.number is not None else Member(member.kind, self.devices[device].host)
         route = self.route(Member.device(device), there)

@@ -227,8 +227,7 @@ class InPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """A plan in which every device has the whole model and computes one sample of each of its own
-    microbatches.
+    """A plan in which every device has the whole model and computes one sample of each of its microbatches.
 
     `way` says how the devices divide its state, and whether hosts hold some of it; with `recompute`, every
     block is recomputed separately. `need_bytes` is the peak of the fullest device, or a lower bound of it if
@@ -278,7 +277,9 @@ class Overview(Shown):
 
     @property
     def here(self) -> Reach:
-        """The row of the whole cluster, or of as many devices as the model has blocks."""
+        """The row of the whole cluster; if the model has fewer blocks than the cluster has devices, the row
+        of that many devices.
+        """
         count = len(self.cluster.devices)
         return max((row for row in self.reaches if row.devices <= count), key=lambda row: row.devices)
 

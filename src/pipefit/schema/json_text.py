@@ -145,7 +145,7 @@ class JsonText:
         return (_made(kind, values, path) if known is not None else values), self._after
 
     def _array(self, kind: Any, at: int, path: Path) -> tuple[tuple[Any, ...], int]:
-        """Read a list of one element type, in runs of as many elements as a piece holds."""
+        """Read a list of one element type, in runs of elements that fit into a piece."""
         found: list[Any] = []
         pool: dict[Any, Any] = {}
         at = self._skip_space(at + 1)

@@ -146,8 +146,7 @@ class SharedParameter(SharedTensor):
     """One parameter that several layers use, such as a tied embedding.
 
     Across devices each has a copy, and gradients are all-reduced before the update. Users in `copying`
-    compute with its half-precision autocast copy, of `copy_bytes`; users in `cast_only` read nothing else of
-    it.
+    compute with its half-precision autocast copy, of `copy_bytes`; users in `cast_only` read only this copy.
 
     Raises:
         UsageError: fewer than two users, users out of order, or some in `cast_only` that are not in

@@ -345,7 +345,7 @@ class Measurement(Shown):
         )
 
     def _check_values(self) -> None:
-        """Check that every layer and the loss take at least as many values as the previous layer returns."""
+        """Check that every layer and the loss take at least the number of values that the previous layer returns."""
         for number, (before, after) in enumerate(pairwise((*self.costs, self.loss))):
             if not before.inputs:
                 raise UsageError(f"layer {number} takes no inputs: each takes at least one")
@@ -551,7 +551,7 @@ class ModelProfile(Shown):
         return self._first(lambda cost: "draws random numbers" if cost.draws else "")
 
     def _first(self, told: Callable[[LayerCost], str]) -> str:
-        """Return the first layer, or the loss, for which `told` returns a phrase, with this phrase; or an
+        """Return the first layer, or the loss, with a nonempty phrase from `told`, and this phrase; or an
         empty text.
         """
         for measurement in self.measurements:

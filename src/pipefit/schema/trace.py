@@ -1,7 +1,7 @@
 """Traces: timed actions by stream, and memory over time by category, for every device.
 
 The simulator, the dry run and the runtime all return a `Trace`, so predictions and measurements can be
-compared. The dry run has no clock: its times are positions in the program (`Trace.has_clock`).
+compared. The dry run is without a clock: its times are positions in the program (`Trace.has_clock`).
 """
 
 from __future__ import annotations

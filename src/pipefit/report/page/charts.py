@@ -141,7 +141,7 @@ def _own(plan: Plan) -> str:
 
 
 def lesson(plan: Plan) -> str:
-    """Return the section's content: a control for each axis, figures, and the data; empty if there is no grid."""
+    """Return the section's content: a control for each axis, figures, and the data; empty without a grid."""
     axes = axes_of(plan)
     if axes is None:
         return ""

@@ -1,8 +1,8 @@
 """A trace as compact data for the page's script: events by lane and memory by category.
 
-Times are whole ticks, of which the shown steps have ten million, and rows of numbers are stored as
-differences, so that 100,000 events take a few hundred kilobytes compressed. Bytes are exact. Of a longer
-trace, only the last steps are shown.
+Times are whole ticks, ten million of them in the shown steps, and rows of numbers are stored as differences,
+so that 100,000 events take a few hundred kilobytes compressed. Bytes are exact. Of a longer trace, only the
+last steps are shown.
 """
 
 from __future__ import annotations

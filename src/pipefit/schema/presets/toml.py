@@ -1,4 +1,4 @@
-"""The TOML that people write for a cluster: sizes with units, devices in groups, links by pattern.
+"""The TOML format of a cluster: sizes with units, devices in groups, links by pattern.
 
 name = "two-boxes"
 backend = "cuda"
@@ -6,39 +6,39 @@ backend = "cuda"
 [kinds.v100]
 flops = { float32 = 15.7e12, float16 = 125e12 }
 memory_bandwidth = "900GB/s"
-flops_reached = { float16 = 0.5 }        # what times are estimated by, where none were measured: optional, all three
+flops_reached = { float16 = 0.5 }        # for estimates of unmeasured times: optional, all three
 bandwidth_reached = 0.8
 operation_seconds = 5e-6
-context = "512MiB"                       # what a process takes besides its tensors: optional, all three
+context = "512MiB"                       # non-tensor memory of a process: optional, all three
 communicator = "100MB"
-cublas_workspace = ":4096:2:16:8"        # a size, or as in CUBLAS_WORKSPACE_CONFIG: pairs of KiB and how many
+cublas_workspace = ":4096:2:16:8"        # a size, or as in CUBLAS_WORKSPACE_CONFIG: pairs of KiB and number
 
 [[devices]]                              # devices 0 to 7, in the order of the groups
 count = 8
 kind = "v100"
 memory = "32GB"
 host = 0
-reserve = "5%"                           # left to what a process takes besides tensors: optional, or a size
+reserve = "5%"                           # kept free for non-tensor memory: optional, or a size
 
 [[hosts]]
 memory = "512GB"
 memory_bandwidth = "150GB/s"             # optional, as are disk = "4TB" and disk_folder = "/scratch"
 
-[[links]]                                # three ways to say whom a link joins:
+[[links]]                                # three ways to name the members of links:
 pairs = ["0-1:1", "0-3:2"]               # a link for each pair of devices, with its number of lanes
 bytes_per_second = "25GB/s"              # of one lane, one way
 
 [[links]]
-members = ["device*"]                    # one switch with all of them; device0-3 is a range
+members = ["device*"]                    # one switch with all devices; device0-3 is a range
 bytes_per_second = "300GB/s"
 
 [[links]]
-each = "device0-1"                       # a link from each of them
-to = "host0"                             # to this one; a link from host0 to disk0 is written so too
+each = "device0-1"                       # a link from each of these
+to = "host0"                             # to this one; also for a link from host0 to disk0
 bytes_per_second = "16GB/s"
-efficiency = 0.8                         # the part of it that copies reach; 1 unless given
-duplex = 0.7                             # the part of that which is left while both directions are busy; 1 unless given
-wire = "pcie0"                           # and all of them share a wire
+efficiency = 0.8                         # the share that copies reach; default 1
+duplex = 0.7                             # the share of that while both directions are busy; default 1
+wire = "pcie0"                           # all of these links share a wire
 """
 
 from __future__ import annotations
