@@ -16,6 +16,7 @@ from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.largest.task_plans import plan
 from pipefit.models import build
+from pipefit.planner import PLANNERS
 from pipefit.planner import plan as planned
 from pipefit.profiler import profile
 from pipefit.report.fit import describe_overview
@@ -77,6 +78,50 @@ def test_the_clusters_own_count_of_devices_is_among_them() -> None:
     """Three devices, where there are three."""
     assert [row.devices for row in seen(96, 3).reaches] == [1, 2, 3, 4, 7]
     assert seen(96, 3).here.devices == 3
+
+
+def _look_at_little(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Look at one size of microbatches in one precision."""
+    for name, value in ({"_SIZES": (1,), "_PRECISIONS": ()} | settings).items():
+        monkeypatch.setattr(f"pipefit.largest.overview.{name}", value)
+
+
+@pytest.mark.parametrize("cluster", ["emulated:1x48KiB+1x96KiB", "emulated:1x20KiB+1x88KiB+1x30KiB"])
+def test_of_devices_that_differ_the_largest_are_used_first(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device is the largest, and no more are looked at than there are; the peak is the lowest share of budgets that
+    a plan has, and the device that limits has its number in the cluster.
+    """
+    _look_at_little(monkeypatch)
+    found = pipefit.fit(TASK, cluster, microbatches=2, target="cuda")
+    have = found.cluster
+    assert [row.devices for row in found.reaches] == list(range(1, len(have.devices) + 1))
+    assert found.reaches[0].one.budget_bytes == max(have.budgets)
+    assert found.reaches[0].one.need_bytes == lowest_peak(1, 1)
+    made = plan(profile(TASK, microbatch_size=1, target="cuda"), have, microbatches=2, data=1, objective="peak")
+    peaks = made.prediction.peak_bytes if made.prediction is not None else ()
+    share = max(peak / budget for peak, budget in zip(peaks, have.budgets, strict=True))
+    assert found.here.one.need_bytes == pytest.approx(share * found.here.one.budget_bytes)
+    text = " ".join(plain(describe_overview(found), 80).split())
+    assert "Rows of fewer devices have those with the most memory." in text
+    assert f"device {found.limiting.device} limits" in text
+
+
+def test_a_sample_that_one_device_holds_fits_though_not_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second device of a kibibyte has no room for any stage."""
+    _look_at_little(monkeypatch)
+    found = pipefit.fit(TASK, "emulated:1x1KiB+1x96KiB", microbatches=2, target="cuda")
+    assert found.fits and found.here.devices == 1 and str(found).startswith("Fits: mlp of")
+
+
+def test_recomputing_all_blocks_is_among_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the search finds nothing, as one that ends at its limit of work may, that plan is still looked at."""
+    _look_at_little(monkeypatch, _COUNTS=(1,), PLANNERS=PLANNERS | {"joint": PLANNERS["uniform"]})
+    task = build("gpt-stdlib", layers=4, hidden=64, heads=4, sequence=128)
+    costs = profile(task, microbatch_size=1, target="cuda")
+    made = planned(costs, Cluster.emulated((1, 1 << 30)), microbatches=4, planner="uniform", recompute="always")
+    least = max(made.prediction.peak_bytes) if made.prediction is not None else 0
+    found = pipefit.fit(task, Cluster.emulated((1, least + 1024)), target="cuda")
+    assert found.reaches[0].largest[0] is None and found.reaches[0].largest[1] is not None
 
 
 def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:

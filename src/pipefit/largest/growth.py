@@ -6,7 +6,7 @@ For the first two, the largest value that fits is searched; for the others, the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -236,7 +236,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             limit.
     """
     cluster = demand.cluster
-    if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
+    if not cluster.is_uniform:
         raise UsageError(
             f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
             "are used: name a cluster of equal devices"
@@ -290,16 +290,17 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:
-    """Return a cluster of the first `count` devices; additional ones reach all others at the rate of its
-    slowest link.
+    """Return a cluster of the `count` devices with the most memory; additional ones reach all others at the rate
+    of its slowest link.
     """
     have = len(cluster.devices)
     if count == have:
         return cluster
     if _is_named(cluster):
         return Cluster.emulated((count, cluster.devices[0].memory_bytes))
-    kept = tuple(cluster.devices[number % have] for number in range(count))
-    return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, count))
+    numbers = (*cluster.largest(count), *(number % have for number in range(have, count)))
+    kept = tuple(cluster.devices[number] for number in numbers)
+    return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, numbers))
 
 
 def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
@@ -319,17 +320,19 @@ def _is_named(cluster: Cluster) -> bool:
     return cluster.backend == "emulated" and cluster == Cluster.emulated(alike)
 
 
-def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
-    """Return the links among the first `count` devices and the hosts, and one for all if there are additional
-    devices.
+def _links(cluster: Cluster, numbers: Sequence[int]) -> tuple[Link, ...]:
+    """Return the links among the devices of these numbers, renumbered, and the hosts, and one for all if there
+    are additional devices.
     """
-    present = {*map(Member.device, range(count)), *map(Member.host, range(len(cluster.hosts)))}
+    have = len(cluster.devices)
+    new = {Member.device(number): Member.device(place) for place, number in enumerate(numbers[:have])}
     among = (
-        (link, tuple(member for member in link.members if member in present or member.kind is MemberKind.DISK))
+        (link, tuple(new.get(one, one) for one in link.members if one in new or one.kind is not MemberKind.DEVICE))
         for link in cluster.links
     )
     kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
-    if count <= len(cluster.devices):
+    if len(numbers) <= have:
         return kept
+    present = {*map(Member.device, range(len(numbers))), *map(Member.host, range(len(cluster.hosts)))}
     rate = min((link.copy_rate for link in kept if present.issuperset(link.members)), default=_RATE_WITHOUT_LINKS)
     return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

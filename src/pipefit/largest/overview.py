@@ -72,14 +72,15 @@ def fit(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Overview:
-    """Show what fits of `model` on devices like those of `cluster`, which must be of equal kind and memory.
+    """Show what fits of `model` on devices like those of `cluster`.
 
-    `cluster` may be a name or a file, as for `load_cluster`; `microbatches` None means four for each device.
-    Other arguments are those of `pipefit.plan`. Print the result, or end a notebook's cell with it.
+    If the devices differ in kind or memory, fewer of them are those with the most memory, and no more devices
+    than the cluster has are compared. `cluster` may be a name or a file, as for `load_cluster`; `microbatches`
+    None means four for each device. Other arguments are those of `pipefit.plan`. Print the result, or end a
+    notebook's cell with it.
 
     Raises:
-        UsageError: not a task or cluster, a cluster of devices of different kinds or sizes, or a task that
-            cannot be profiled.
+        UsageError: not a task or cluster, or a task that cannot be profiled.
     """
     instance("model", model, Task, "pipefit.Task says how a module is trained")
     check_arguments(
@@ -88,11 +89,6 @@ def fit(
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
     instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
-    if len({(device.kind.key, device.memory_bytes) for device in cluster.devices}) > 1:
-        raise UsageError(
-            f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
-            "fits on a few: name a cluster of equal devices, or ask pipefit plan"
-        )
     each = 1 if microbatches is None else microbatches
     training = Training(batch_size=each, microbatches=each, schedule=schedule)
     check_first(training, cluster, Options(), (1,))
@@ -161,8 +157,9 @@ class _Look:
     @cached_property
     def counts(self) -> list[int]:
         """The numbers of devices to compare; each device has at least one block."""
-        most = len(self.profiles(1).edges) - 1
-        return sorted({min(count, most) for count in {*_COUNTS, len(self.cluster.devices)}})
+        most, have = len(self.profiles(1).edges) - 1, len(self.cluster.devices)
+        counts = _COUNTS if self.cluster.is_uniform else [count for count in _COUNTS if count < have]
+        return sorted({min(count, most) for count in {*counts, have}})
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -198,10 +195,11 @@ class _Look:
         first = replace(question, means=_MEANS[how])
         name = "uniform" if step_bound(first) == float("inf") else "joint"  # no search makes it fit
         plan = solved(first, PLANNERS[name], name=name)
-        if how == "moved" and question.training.microbatch_size == 1 and not attempt(1, plan).fits:
-            soon = soon_fitting(1, question)
-            return plan if soon is None else soon.plan
-        return plan
+        size = question.training.microbatch_size
+        if (how == "moved" and size > 1) or attempt(size, plan).fits:
+            return plan
+        soon = soon_fitting(size, first if how == "recomputed" else question)
+        return plan if soon is None else soon.plan
 
     def reach(self, devices: int) -> Reach:
         """Return the capacity of `devices` devices; each technique begins at the largest size that fits without it."""

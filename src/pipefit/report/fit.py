@@ -84,13 +84,19 @@ def _explained(overview: Overview) -> str:
     return (
         f"Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is {among}: where "
         "all is kept for the backward, where runs of layers may be recomputed, and where tensors and optimizer state "
-        f"may move to the host as well.{_replicas_take_the_others(overview)}"
+        f"may move to the host as well.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
     )
+
+
+def _largest_first(overview: Overview) -> str:
+    """Say which devices the rows of unequal clusters have; empty for equal devices."""
+    return "" if overview.cluster.is_uniform else " Rows of fewer devices have those with the most memory."
 
 
 def _replicas_take_the_others(overview: Overview) -> str:
     """Say that there are more devices than stages; empty if there are not."""
-    stages, devices = overview.here.devices, len(overview.cluster.devices)
+    devices = len(overview.cluster.devices)
+    stages = max(row.devices for row in overview.reaches if row.devices <= devices)
     if stages == devices:
         return ""
     return (
@@ -152,7 +158,8 @@ def _limits(overview: Overview) -> str:
     one = overview.limiting
     held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
     what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
-    size = f"With microbatches of {counted(one.value, 'sample')}, all kept, device {one.device} limits"
+    device = overview.cluster.largest(overview.here.devices)[one.device]
+    size = f"With microbatches of {counted(one.value, 'sample')}, all kept, device {device} limits"
     holds = f"stage {one.stage} ({first_to_last(one.blocks)}) needs {format_bytes(one.need_bytes)}: {what}."
     return f"{size}: {holds}"
 

@@ -151,6 +151,15 @@ class Cluster(Shown):
         """
         return tuple(map(self._reserve, self.devices))
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices have the same kind and memory."""
+        return len({(device.kind.key, device.memory_bytes) for device in self.devices}) == 1
+
+    def largest(self, count: int) -> tuple[int, ...]:
+        """The numbers of the `count` devices of the largest budgets, in rising order; of equal ones the first."""
+        return tuple(sorted(sorted(range(len(self.devices)), key=lambda number: -self.budgets[number])[:count]))
+
     def _budget(self, device: Device) -> int:
         return max(1, device.memory_bytes - self._reserve(device))
 

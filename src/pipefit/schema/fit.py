@@ -277,11 +277,9 @@ class Overview(Shown):
 
     @property
     def here(self) -> Reach:
-        """The row of the whole cluster; if the model has fewer blocks than the cluster has devices, the row
-        of that many devices.
-        """
-        count = len(self.cluster.devices)
-        return max((row for row in self.reaches if row.devices <= count), key=lambda row: row.devices)
+        """The widest row of the cluster's devices that fits; the widest of all if none does."""
+        rows = [row for row in self.reaches if row.devices <= len(self.cluster.devices)]
+        return max(rows, key=lambda row: (row.fastest is not None, row.devices))
 
     @property
     def fits(self) -> bool:
