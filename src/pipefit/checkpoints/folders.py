@@ -1,10 +1,9 @@
-"""Folders of checkpoints: `step-00000800` is a whole checkpoint, `step-00000800.partial` one that is being
-written.
+"""Folders of checkpoints.
 
-A checkpoint becomes whole by one rename, after all of its files are on the disk, so that the end of a process
-or a machine never leaves half of one. Only folders with these names are touched, only files with a
-checkpoint's names in them are removed, and links are not followed. A folder holds the checkpoints of one
-training (`checkpoints.hold`).
+`step-00000800` is a whole checkpoint, `step-00000800.partial` one that is being written. A checkpoint becomes
+whole by one rename, after all of its files are on the disk, so that the end of a process or a machine never
+leaves half of one. Only folders with these names are touched, only files with a checkpoint's names in them
+are removed, and links are not followed. A folder holds the checkpoints of one training (`checkpoints.hold`).
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ class Checkpoint:
     manifest: Manifest
 
     def read(self, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
-        """Read the tensors `wanted` by their keys; only the shards that hold them are read, and each is
-        verified.
+        """Read the tensors `wanted` by their keys.
+
+        Only the shards that hold them are read, and each is verified.
 
         Raises:
             DamagedCheckpoint: a shard is missing or damaged; names the previous checkpoint, if there is one.
@@ -150,9 +150,7 @@ class Candidates:
         raise FileError(f"there is no whole checkpoint in {_named(self.path)}: {why}")
 
     def _is_of_another(self, owner: Owner) -> bool:
-        """Return whether the owner is another training than the newest readable one's, or another run than
-        requested.
-        """
+        """Return whether the owner is neither the newest readable training nor the requested run."""
         if self._run is not None:
             return owner.run != self._run
         self._training = self._training or owner.training
@@ -184,8 +182,9 @@ class Entry:
 
 
 def survey(directory: Path) -> list[Entry]:
-    """Return all entries of `directory` with the name of a whole checkpoint, the newest last; none if it does
-    not exist.
+    """Return all entries of `directory` with the name of a whole checkpoint, the newest last.
+
+    The list is empty if `directory` does not exist.
 
     Raises:
         FileError: the folder cannot be read.
@@ -203,8 +202,9 @@ def survey(directory: Path) -> list[Entry]:
 
 
 def whole(directory: Path) -> list[tuple[int, Path]]:
-    """Return steps and folders of the whole checkpoints in `directory`, the newest last; none if it does not
-    exist.
+    """Return steps and folders of the whole checkpoints in `directory`, the newest last.
+
+    The list is empty if `directory` does not exist.
 
     Raises:
         FileError: the folder cannot be read.
@@ -213,8 +213,9 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _obstacle(folder: Path) -> str:
-    """Return why an entry with the name of a checkpoint is not one, without reading its content; empty if it
-    may be one.
+    """Return why an entry with the name of a checkpoint is not one, without reading its content.
+
+    The text is empty if it may be one.
 
     Raises:
         UnreadableCheckpoint: access is denied.
@@ -305,11 +306,11 @@ def check_writable(directory: Path) -> None:
 
 
 def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Collection[Path] = ()) -> Path:
-    """Make the folder into which the checkpoint after `step` batches is written; remove leftovers of earlier
-    ones.
+    """Make the folder into which the checkpoint after `step` batches is written.
 
-    The caller has the `Hold` of `directory`, until the checkpoint is whole or cleared. The run of `owner`
-    began after `first` steps; the damaged folders `aside`, which it skipped then, are renamed.
+    Leftovers of earlier ones are removed. The caller has the `Hold` of `directory`, until the checkpoint is
+    whole or cleared. The run of `owner` began after `first` steps; the damaged folders `aside`, which it
+    skipped then, are renamed.
 
     Raises:
         FileError: the checkpoint, or one of a later step or of another training, exists already, or the

@@ -91,9 +91,7 @@ def new_owner(plan: str, *, training: str | None = None) -> Owner:
 
 
 def restarted_since() -> float | None:
-    """Return the time of the first start of this worker's run, in seconds since 1970, if torchrun has
-    restarted it.
-    """
+    """Return the first start of this worker's run, in seconds since 1970, if torchrun has restarted it."""
     agent = _agent()
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return agent.started_seconds if agent is not None and again else None
@@ -105,8 +103,9 @@ def utc(seconds: float) -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """Return the start of a process of this machine, in seconds since 1970; None if there is none, or it is
-    unknown.
+    """Return the start of a process of this machine, in seconds since 1970.
+
+    Return None if there is none, or it is unknown.
     """
     try:
         ticks = int(
@@ -291,7 +290,7 @@ def _lock(file: int) -> bool:
     Raises:
         BlockingIOError: another process has the lock.
     """
-    import fcntl  # not on Windows, where checkpoints are read and none is saved
+    import fcntl  # missing on Windows, which only reads checkpoints
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -198,8 +198,9 @@ class Manifest:
 
 
 def tensor_key(kind: Kind, name: str, state: str = "") -> str:
-    """Return a tensor's name in a shard: of a parameter or buffer its own, of others one such as
-    `optimizer/fc.weight/exp_avg`.
+    """Return a tensor's name in a shard.
+
+    Parameters and buffers have their own names, other tensors names such as `optimizer/fc.weight/exp_avg`.
     """
     if kind == "model":
         return name

@@ -84,11 +84,11 @@ _LARGEST_INDEX = 64 << 20
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return parameters and buffers of the checkpoint in `path`, or of the newest in a folder, by original
-    names.
+    """Return parameters and buffers of a checkpoint by original names.
 
-    Tied parameters have all of their names, as in a module's state dict. All read shards are verified; in a
-    folder of checkpoints, damaged ones are skipped with a warning.
+    `path` is the checkpoint, or a folder whose newest checkpoint is meant. Tied parameters have all of their
+    names, as in a module's state dict. All read shards are verified; in a folder of checkpoints, damaged ones
+    are skipped with a warning.
 
     Raises:
         FileError: there is no whole checkpoint, or it is damaged.

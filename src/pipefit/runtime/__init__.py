@@ -1,6 +1,4 @@
-"""Execution of programs: over fake tensors (the dry run), in one process, or in one worker process per
-device.
-"""
+"""Execution of programs: in dry runs over fake tensors, in one process, or in one worker per device."""
 
 from pipefit.runtime.checks.comparison import certify_numbers
 from pipefit.runtime.dry_run.certify import certify

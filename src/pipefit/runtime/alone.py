@@ -1,8 +1,8 @@
-"""Trains one stage of a plan without its neighbors, for profiling: it receives zeros, and its messages are
-dropped.
+"""Trains one stage of a plan without its neighbors, for profiling.
 
-The stage runs its own program with tensors of the true shapes, so its memory is, to the byte, its memory in
-the whole pipeline, and no other part of the model needs a device. The computed values mean nothing.
+It receives zeros, and its messages are dropped. The stage runs its own program with tensors of the true
+shapes, so its memory is, to the byte, its memory in the whole pipeline, and no other part of the model needs
+a device. The computed values mean nothing.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class LoneStages:
     def train(
         self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int | None = None
     ) -> int:
-        """Return the peak bytes of a stage of `plan` over `steps` steps on `device`; its layers then return
-        to the host.
+        """Return the peak bytes of a stage of `plan` over `steps` steps on `device`.
 
-        Default of `steps`: the number of distinct steps of the plan.
+        Its layers then return to the host. Default of `steps`: the number of distinct steps of the plan.
 
         Raises:
             OutOfMemory: the stage passed the meter's cap.

@@ -1,6 +1,4 @@
-"""Hardware for the devices of a cluster: GPUs or the CPU, with backend and memory meter; free memory of the
-host.
-"""
+"""Hardware for a cluster's devices: torch devices, backends, memory meters and free host memory."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ _MEMINFO, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
-    """Return the bytes that a process may still allocate within the limits of the machine and of its
-    container.
+    """Return the bytes that a process may still allocate on the machine and in its container.
 
     If the system does not report free memory, half of the machine's memory.
     """
@@ -65,8 +62,9 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 class Moment(NamedTuple):
-    """Memory of a device that ran out, including the failed allocation, and that allocation's bytes, 0 if
-    unknown.
+    """Memory of a device that ran out, including the failed allocation, and that allocation's bytes.
+
+    The bytes are 0 if unknown.
     """
 
     sample: MemorySample
@@ -92,8 +90,9 @@ def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: 
 
 
 def named(error: BaseException, device: int, action: str) -> str:
-    """Return the message of an out-of-memory error with device and action; the project's meters already name
-    them.
+    """Return the message of an out-of-memory error with device and action.
+
+    The project's meters already name them.
     """
     if isinstance(error, OverCap):
         return str(error)
@@ -166,10 +165,10 @@ class Hardware:
         return torch.device("cuda", there)
 
     def cap_bytes(self, program: Program, number: int) -> int | None:
-        """Return the bytes a GPU's allocator may reserve for a device: its memory minus CUDA context and
-        communicators.
+        """Return the bytes that a GPU's allocator may reserve for a device.
 
-        None if one GPU is all devices: its allocator needs memory for all of them.
+        These are its memory minus CUDA context and communicators. None if one GPU is all devices: its
+        allocator needs memory for all of them.
         """
         if self.shared:
             return None
@@ -181,9 +180,9 @@ class Hardware:
     def meter(
         self, number: int, device: torch.device, kernels: Kernels, *, gpu_bytes: int | None = None
     ) -> MemoryMeter | None:
-        """Return the memory meter of a device: capped for emulated devices, the allocator's for GPUs, None
-        for a plain CPU.
+        """Return the memory meter of a device.
 
+        Emulated devices have a capped meter, GPUs that of their allocator, and plain CPU workers None.
         `gpu_bytes` is the limit of memory that a GPU's allocator may reserve; None leaves the limit to the
         process.
         """
@@ -195,8 +194,9 @@ class Hardware:
 
 
 def _number_here(cluster: Cluster, number: int) -> int:
-    """Return a device's number on this machine: its own, or its index on its host if other machines run
-    workers too.
+    """Return a device's number on this machine.
+
+    It is the device's number, or its index on its host if other machines run workers too.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return number
@@ -205,8 +205,9 @@ def _number_here(cluster: Cluster, number: int) -> int:
 
 
 def check_hosts(plan: Plan, rank: int) -> None:
-    """Check that the workers which torchrun started on the machine of `rank` are exactly those of one host of
-    the plan.
+    """Check that the workers on the machine of `rank` are exactly those of one host of the plan.
+
+    torchrun has started them.
 
     Raises:
         UsageError: they are not; says which workers belong together.

@@ -60,12 +60,11 @@ class Start(NamedTuple):
 
 
 def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWeights) -> Start:
-    """Return the model for this worker, captured with the microbatch `first`, with memory at least for its
-    own layers.
+    """Return the model for this worker, captured with the microbatch `first`.
 
-    All workers must call it. `on_weights` is called repeatedly with whether this worker waits for another. In
-    a single process, and if the task has an existing module, it is the whole model; all workers train the
-    first worker's weights.
+    At least the worker's own layers have memory. All workers must call it. `on_weights` is called repeatedly
+    with whether this worker waits for another. In a single process, and if the task has an existing module,
+    it is the whole model; all workers train the first worker's weights.
 
     Raises:
         UsageError: the model cannot be built or captured.
@@ -105,8 +104,9 @@ def _whole(task: Task, plan: Plan, seed: int, first: Sample) -> Start:
 
 
 def _without_bytes(task: Task, plan: Plan, seed: int, first: Sample) -> Start | None:
-    """Return the model with uninitialised memory for this worker's layers alone; None if it needs the whole
-    model.
+    """Return the model with uninitialised memory for this worker's layers alone.
+
+    Return None if it needs the whole model.
     """
     target = plan.cluster.target
     try:
@@ -123,9 +123,7 @@ def _without_bytes(task: Task, plan: Plan, seed: int, first: Sample) -> Start | 
 
 
 def _is_new(module: nn.Module) -> bool:
-    """Return whether a module was built without bytes and none of its parameters shares memory with another
-    tensor.
-    """
+    """Return whether a module was built without bytes and its parameters do not share memory."""
     parameters = list(module.parameters())
     keys = [storage_key(parameter) for parameter in parameters]
     others = {storage_key(tensor) for tensor in _strided((*module.buffers(), *constants(module)))}
@@ -134,8 +132,9 @@ def _is_new(module: nn.Module) -> bool:
 
 
 def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start | None:
-    """Copy a module and its chain with memory for the layers `own`; None if one of them still holds a fake
-    tensor.
+    """Copy a module and its chain with memory for the layers `own`.
+
+    Return None if one of them still holds a fake tensor.
     """
     assert isinstance(bare.module, nn.Module)
     modules = [layer.module for layer in own]
@@ -213,9 +212,7 @@ def _form(tensor: Tensor) -> Form:
 def _compared(
     forms: list[Form], chain: Chain, plan: Plan, group: dist.ProcessGroup, kept: Mapping[int, Container[int]]
 ) -> list[bool]:
-    """Return for every worker whether its tensors have the shapes and dtypes (`forms`) that worker 0 has for
-    it.
-    """
+    """Return for every worker whether its tensors have the shapes and dtypes that worker 0 has for it."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, forms, group=group)
     same: list[Any] = [None]
@@ -250,8 +247,9 @@ def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnW
 
 
 def _receive(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:
-    """Receive a tensor from worker 0; equal bytes are not written, because pages of a mapped file may be
-    shared.
+    """Receive a tensor from worker 0.
+
+    Equal bytes are not written, because pages of a mapped file may be shared.
     """
     dense, differs = tensor.contiguous(), False
     for piece in _pieces(dense):

@@ -75,8 +75,9 @@ def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 class Entry(NamedTuple):
-    """Key of one state tensor: a tensor of the `model`, a `master` copy, or an `optimizer` tensor, called
-    `state` there.
+    """Key of one state tensor.
+
+    It is a tensor of the `model`, a `master` copy, or an `optimizer` tensor, called `state` there.
     """
 
     kind: Literal["model", "master", "optimizer"]
@@ -229,8 +230,9 @@ class Told:
 
     @staticmethod
     def of(stages: Iterable[Ranks], *, once: bool = False) -> Told:
-        """Return the whole state of stages; with `once`, a tensor of several replicas only for the replica
-        that stores it.
+        """Return the whole state of stages.
+
+        With `once`, a tensor of several replicas is included only for the replica that stores it.
         """
         return Told.joined([_of_stage(ranks, once=once) for ranks in stages])
 
@@ -250,8 +252,7 @@ class Told:
 
 
 def held_by(stage: StageRunner, layer: ChainLayer) -> dict[str, Tensor]:
-    """Return the tensors of a stage's layer that are in no state dict, by their names in the whole layer, as
-    on the stage.
+    """Return the tensors of a stage's layer that are in no state dict, by names in the whole layer.
 
     Tensors that only the code of a tensor-parallel rank computes with are not state and are left out.
     """
@@ -281,8 +282,7 @@ def _held(stage: StageRunner) -> dict[str, Tensor]:
 
 
 def _joined(first: StageRunner, name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the whole tensor from the parts of all ranks: those in this process, or gathered from other
-    workers.
+    """Return the whole tensor from the parts of all ranks in this process, or of all workers.
 
     State on the host is gathered through the device, because NCCL gathers only there, and then returned to
     the host.

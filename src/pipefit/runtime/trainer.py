@@ -101,8 +101,7 @@ def report_of(stage: StageRunner, step: int, seconds: float, samples: int) -> St
 def add_post_mortem(
     error: BaseException, plan: Plan, runners: Sequence[DeviceRunner], step_seconds: Sequence[float]
 ) -> None:
-    """Attach a post-mortem to an out-of-memory error if a device of this process ran out of memory at an
-    action.
+    """Attach a post-mortem to an out-of-memory error of a device of this process.
 
     The post-mortem holds the traces of the devices of this process only.
     """
@@ -258,11 +257,10 @@ class Trainer:
         return f"<Trainer: {self.plan.headline}, after {counted(self.steps_done, 'step')}{worker}>"
 
     def step(self, batch: tuple[Any, Any]) -> float:
-        """Train one step on a pair (inputs, targets) on the host, or a dictionary of inputs; return the mean
-        loss.
+        """Train one step on a pair (inputs, targets) on the host, or a dictionary of inputs.
 
-        Every worker returns the same loss. Under an asynchronous schedule it is the loss of the batch `late`
-        calls ago, and nan in the first `late` calls.
+        Return the mean loss. Every worker returns the same loss. Under an asynchronous schedule it is the
+        loss of the batch `late` calls ago, and nan in the first `late` calls.
 
         A batch may be smaller than the plan's, as the last batch of an epoch often is. With `accumulate`,
         only the last of that number of batches makes an update. Older gradients are dropped before the first
@@ -322,8 +320,9 @@ class Trainer:
         return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """Return the mean loss on `batch` without training: dropout is off, and batch norm uses its running
-        statistics.
+        """Return the mean loss on `batch` without training.
+
+        Dropout is off, and batch norm uses its running statistics.
         """
         refuse_elsewhere("evaluating")
         self._drain()
@@ -367,8 +366,9 @@ class Trainer:
         return dict(state.tensors) | (self._checkpoints.tensors() if optimizer else {})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors by the names of `state_dict`; without optimizer tensors, the optimizer's state stays
-        as it is.
+        """Load tensors by the names of `state_dict`.
+
+        Without optimizer tensors, the optimizer's state stays as it is.
 
         Raises:
             UsageError: a parameter or buffer of this process is missing, or has another shape.
@@ -378,8 +378,7 @@ class Trainer:
         self._follow()
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Load this process's parameters and buffers from a safetensors file, or a folder with a sharded
-        model.
+        """Load this process's parameters and buffers from a safetensors file or a sharded model.
 
         Raises:
             FileError: the file cannot be used, or its tensors do not fit the model.
@@ -428,13 +427,12 @@ class Trainer:
         return self._checkpoints.saved
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Continue from a checkpoint, or from the newest whole one in a folder of them; return the number of
-        batches trained.
+        """Continue from a checkpoint, or from the newest whole one in a folder of them.
 
-        The plan may differ from the plan that saved the checkpoint. Training continues as if it had never
-        stopped: everything that decides the next step comes from the checkpoint, including the optimizer's
-        options and the seed. In a folder of checkpoints, a damaged one is skipped with a warning, and the one
-        before it is loaded; all workers load the same one.
+        Return the number of batches trained. The plan may differ from the plan that saved the checkpoint.
+        Training continues as if it had never stopped: everything that decides the next step comes from the
+        checkpoint, including the optimizer's options and the seed. In a folder of checkpoints, a damaged one
+        is skipped with a warning, and the one before it is loaded; all workers load the same one.
 
         Raises:
             FileError: there is no checkpoint, it is damaged, or it is of another task; or torchrun has
@@ -445,11 +443,11 @@ class Trainer:
         return self._goes_on(self._checkpoints.load(path))
 
     def resume(self, directory: str | os.PathLike[str]) -> int:
-        """Hold `directory` for this training and continue from its newest checkpoint, if any; return the
-        batches trained.
+        """Hold `directory` for this training and continue from its newest checkpoint, if any.
 
-        A script that may be restarted begins with this call: another training that saves there is refused
-        from then on, until `finish` or the end of the process. All workers call it together.
+        Return the number of batches trained. A script that may be restarted begins with this call: another
+        training that saves there is refused from then on, until `finish` or the end of the process. All
+        workers call it together.
 
         Raises:
             FileError: another training saves there; or as `load`.
@@ -462,9 +460,7 @@ class Trainer:
     # ---------------------------------------------------------------- private
 
     def _captured(self, seed: int, on_weights: OnWeights) -> tuple[Task, Chain]:
-        """Return the task with its module built, and its chain cut as in the plan and compared with the
-        module if traced.
-        """
+        """Return the task with its module built, and its chain, compared with the module if traced."""
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
@@ -498,9 +494,7 @@ class Trainer:
         return cut
 
     def _drain(self) -> None:
-        """Complete the microbatches in flight, if any, and bring the trained copy up to date with the task's
-        module.
-        """
+        """Complete the microbatches in flight, if any, and update the trained copy from the module."""
         if self._entered.steps:
             with undisturbed():  # the caller may be evaluating
                 self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
@@ -515,8 +509,9 @@ class Trainer:
             self._whole.follow()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
-        """Run `program` on one of the `batches` of an update; return its mean loss, still on its way to all
-        workers.
+        """Run `program` on one of the `batches` of an update.
+
+        Return its mean loss, still on its way to all workers.
         """
         with self._running(training=training):
             return self._execution.run(cut, program, batches, training=training)

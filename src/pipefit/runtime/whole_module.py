@@ -45,8 +45,9 @@ class WholeModule:
         checkpoints.told()
 
     def lead(self) -> None:
-        """Copy the user's changes of the module into the trained copy; after a failed step, update the module
-        first.
+        """Copy the user's changes of the module into the trained copy.
+
+        After a failed step, update the module first.
 
         Raises:
             UsageError: a parameter that was frozen when the plan was made is trained now.

@@ -110,8 +110,9 @@ class Checkpointing:
         return self._saver.last
 
     def save(self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool) -> None:
-        """Begin to save the state after `step` batches; with `background`, training goes on while it is
-        written.
+        """Begin to save the state after `step` batches.
+
+        With `background`, training goes on while it is written.
 
         Raises:
             FileError: this worker or another cannot begin the checkpoint.
@@ -157,10 +158,9 @@ class Checkpointing:
         self._saver.release()
 
     def resume(self, directory: Path) -> int | None:
-        """Hold a folder for this training and load its newest checkpoint; return the batches trained, None
-        without one.
+        """Hold a folder for this training and load its newest checkpoint.
 
-        All workers call it together.
+        Return the number of batches trained, None without a checkpoint. All workers call it together.
 
         Raises:
             FileError: another training holds the folder, or worker 0 could not hold it; or as `load`.
@@ -181,8 +181,9 @@ class Checkpointing:
         return self.load(directory, seed=self._all[0].seed) if there else None
 
     def load(self, path: str | os.PathLike[str], *, seed: int | None = None) -> int:
-        """Load the checkpoint in `path`, or the newest whole one of a folder; return the number of batches
-        trained.
+        """Load the checkpoint in `path`, or the newest whole one of a folder.
+
+        Return the number of batches trained.
 
         Raises:
             FileError: there is no checkpoint; it is damaged, or of another task, or of a training that took
@@ -210,9 +211,7 @@ class Checkpointing:
         return manifest.step
 
     def _read(self, candidates: Candidates, seed: int | None) -> tuple[Checkpoint, dict[str, Tensor]]:
-        """Return the newest checkpoint that all workers can read, and the tensors of it that this worker
-        needs.
-        """
+        """Return the newest checkpoint that all workers can read, and the tensors that this worker needs."""
         while True:
             checkpoint = candidates.take()
             step = checkpoint.manifest.step
@@ -236,8 +235,7 @@ class Checkpointing:
             candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
 
     def _check_run(self, checkpoint: Checkpoint) -> None:
-        """Check that a restart by torchrun does not load a checkpoint that another training has saved
-        meanwhile.
+        """Check that a restart by torchrun does not load a checkpoint saved meanwhile by another training.
 
         Raises:
             FileError: it does.
@@ -262,8 +260,9 @@ class Checkpointing:
         return Told.of([ranks for _, ranks in self._ranks], once=self._alone)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that this process would store, by their keys; workers of a tensor group call it
-        together.
+        """Return all tensors that this process would store, by their keys.
+
+        Workers of a tensor group call it together.
         """
         devices = {number: 0 for number, _ in self._ranks}
         return dict(snapshot(self._ranks, self.names, devices, self._rank, once=self._alone).tensors)
@@ -301,8 +300,9 @@ class Checkpointing:
             _count(runner)
 
     def _shortage(self, found: Snapshot) -> str:
-        """Return why the plan's hosts, or the free memory of this host, lack room for a copy of the state;
-        empty if they do not.
+        """Return why the plan's hosts, or the free memory of this host, lack room for a copy of the state.
+
+        The text is empty if there is room.
         """
         needed, free = found.nbytes * self._beside, free_bytes()
         missing = self._plan_shortage or (
@@ -368,9 +368,7 @@ def _warn(failure: SaveFailed) -> None:
 
 
 def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
-    """Return for every replica of a stage in this process the stage's number and the replica's ranks in this
-    process.
-    """
+    """Return the number of the stage and the ranks of every replica of a stage in this process."""
     found: dict[tuple[int, int], list[StageRunner]] = {}
     for runner in runners:
         for number, stage in runner.stages.items():

@@ -75,12 +75,11 @@ class Snapshot:
 def snapshot(
     stages: Sequence[tuple[int, Ranks]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
 ) -> Snapshot:
-    """Return the present state of the numbered `stages`, not copied: `copied` makes it independent of the
-    training.
+    """Return the present state of the numbered `stages`, without copies.
 
-    Stages with the same number are replicas. With `once`, a tensor of several replicas is included only for
-    the replica that stores it. Workers with ranks of one replica call it together; with `once`, the first of
-    them gets the whole state.
+    `copied` makes it independent of the training. Stages with the same number are replicas. With `once`, a
+    tensor of several replicas is included only for the replica that stores it. Workers with ranks of one
+    replica call it together; with `once`, the first of them gets the whole state.
 
     Raises:
         UsageError: a value cannot be written: a tensor's dtype or layout, an option, a scheduler's state.
@@ -132,8 +131,9 @@ def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: No
 
 
 def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
-    """Map the tensors that a stage's optimizer updates, parameters or their float32 copies, to their stored
-    names.
+    """Map the tensors that a stage's optimizer updates to their stored names.
+
+    These tensors are parameters or their float32 copies.
     """
     found = dict[Tensor, str]()
     for layer in stage.layers:
@@ -143,9 +143,7 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
 
 
 def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
-    """Yield every tensor that these stages store, once, after its kind, its name and its name in the
-    optimizer.
-    """
+    """Yield kind, name and name in the optimizer of every tensor that these stages store, with the tensor."""
     state = told.state
     own = [name for name in state.tensors if _stores(stages, names, name)]
     yield from (("model", name, "", state.tensors[name]) for name in own)
@@ -227,8 +225,7 @@ def read_for(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names
 
 
 def restore(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], stages: Sequence[StageRunner], names: Names) -> None:
-    """Restore `stages` from `checkpoint`, which is known to be of their task, and its `tensors` from
-    `read_for`.
+    """Restore `stages` from `checkpoint`, whose task was checked, and its `tensors` from `read_for`.
 
     Tensors and settings are checked before any tensor is changed.
 
@@ -284,8 +281,9 @@ def stage_state_of(
 
 
 def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
-    """Check that a tensor of a file fits the model's tensor `into`; floating-point dtypes may differ and are
-    cast.
+    """Check that a tensor of a file fits the model's tensor `into`.
+
+    Floating-point dtypes may differ and are cast.
 
     Raises:
         FileError: it is missing, or has another shape or kind of numbers.
@@ -409,8 +407,9 @@ def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
 
 
 def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
-    """Return the batches that a stage has trained: those of the same stage, or of all if equal; None if
-    unknown.
+    """Return the batches that a stage has trained: those of the same stage, or of all if equal.
+
+    Return None if unknown.
     """
     same = [old.batches for old in manifest.stages if (old.start, old.stop) == (stage.start, stage.stop)]
     every = {old.batches for old in manifest.stages}

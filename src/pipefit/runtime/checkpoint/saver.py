@@ -1,11 +1,10 @@
-"""Saves checkpoints during training: a snapshot between two steps, which a thread writes during the next
-steps.
+"""Saves checkpoints during training.
 
-Several workers save together. Each writes its own shard and then its part of the manifest; the first worker
-waits for all parts and makes the checkpoint whole. The workers exchange a few numbers before a save, so that
-all of them or none begin it, and again before the next save, so that a failure of one ends the attempt
-everywhere. A failed write costs the checkpoint, not the training: it is reported at the end of the next step,
-and the caller decides.
+A snapshot is taken between two steps, and a thread writes it during the next steps. Several workers save
+together. Each writes its own shard and then its part of the manifest; the first worker waits for all parts
+and makes the checkpoint whole. The workers exchange a few numbers before a save, so that all of them or none
+begin it, and again before the next save, so that a failure of one ends the attempt everywhere. A failed write
+costs the checkpoint, not the training: it is reported at the end of the next step, and the caller decides.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ OnSave = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Target of a save: the folder of all checkpoints, the batches trained so far, and the number of
-    checkpoints to keep.
+    """Target of a save: the folder of all checkpoints, the batches trained, and the checkpoints to keep.
 
     `owner` is the run that saves, which began after `first` steps and skipped the damaged checkpoints
     `aside`. `held` says that another process holds the folder for it.

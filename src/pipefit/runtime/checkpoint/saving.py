@@ -19,12 +19,11 @@ from pipefit.texts import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Settings for saving to `directory` after every `every` steps and after the last; the newest `keep`
-    stay.
+    """Settings for saving to `directory` after every `every` steps and after the last.
 
-    `on_failure` says whether a checkpoint that cannot be written stops the training or raises a warning. With
-    `in_foreground`, training stands still while a checkpoint is written, which takes no host memory for
-    copies.
+    The newest `keep` stay. `on_failure` says whether a checkpoint that cannot be written stops the training
+    or raises a warning. With `in_foreground`, training stands still while a checkpoint is written, which
+    takes no host memory for copies.
 
     Raises:
         UsageError: a number is out of range.
@@ -47,8 +46,9 @@ class Saving:
         return step % self.every == 0 or step == last
 
     def check_owner(self, first: int, owner: Owner) -> None:
-        """Check that `directory`, held by `owner`, has no checkpoint of another training or of a step later
-        than `first`.
+        """Check that `directory` has no checkpoint of another training, or of a step later than `first`.
+
+        `owner` holds the directory.
 
         Raises:
             FileError: its newest checkpoint cannot be read.
@@ -76,8 +76,7 @@ class Saving:
             )
 
     def check(self, plan: Plan) -> None:
-        """Check that `directory` can be written to, and that hosts have room for copies, unless
-        `in_foreground`.
+        """Check that `directory` is writable, and that hosts have room for copies, unless `in_foreground`.
 
         Raises:
             OutOfMemory: a host has too little memory.

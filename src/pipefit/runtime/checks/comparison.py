@@ -1,5 +1,4 @@
-"""Comparison of a model's chain with the model before training, for a certificate and at the start of a
-trainer.
+"""Comparison of a model's chain with the model, for a certificate and at the start of a trainer.
 
 Training by the plan is compared with plain training (`runtime.checks.plan_comparison`), and layers that
 tensor-parallel ranks divide with whole layers, block by block (`tensor_parallel.comparison`).
@@ -129,10 +128,9 @@ def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sam
 
 
 def _certified(whole: Task, plan: Plan) -> Iterator[str]:
-    """Compare layers that the plan's tensor-parallel ranks divide with whole layers; yield a sentence for
-    each division.
+    """Compare layers that the plan's tensor-parallel ranks divide with whole layers.
 
-    All blocks are compared, however long it takes.
+    Yield a sentence for each division. All blocks are compared, however long it takes.
 
     Raises:
         UsageError: ranks compute other numbers; names the block.
@@ -289,8 +287,9 @@ PLANS = "PIPEFIT_COMPARE_PLANS"  # environment variable: with 0, trainers do not
 
 @dataclass(slots=True)
 class Comparisons:
-    """Comparisons at the start of a trainer, and the reasons for skipped ones: `not_compared`, also given as
-    warnings.
+    """Comparisons at the start of a trainer, and the reasons for skipped ones.
+
+    `not_compared` has these reasons, which are also given as warnings.
     """
 
     plan: Plan
@@ -362,8 +361,7 @@ def _degrees(plan: Plan) -> list[int]:
 
 
 def _slices_apart(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> str:
-    """Return a sentence if a microbatch's loss is not the mean of its local batches' losses for `data`
-    replicas.
+    """Return a sentence if a microbatch's loss is not the mean of its `data` local batches' losses.
 
     Losses are computed in evaluation mode.
 
@@ -397,8 +395,9 @@ def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int
 
 
 def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
-    """Compare values that local batches for `data` replicas send to a stage of another degree with the
-    microbatch's rows.
+    """Compare values that local batches for `data` replicas send with the rows of the whole microbatch.
+
+    Only values between stages of different degrees are compared.
 
     Raises:
         NotComparable: the chain has fewer layers than the plan.
@@ -450,8 +449,9 @@ def _lack_of_memory(costs: Sequence[LayerCost], loss: LayerCost) -> str:
 
 
 def host_bytes(measurement: Measurement) -> int:
-    """Return host bytes of a comparison: copies of the module, gradients, and activations of two
-    microbatches.
+    """Return host bytes of a comparison.
+
+    It has copies of the module, gradients, and activations of two microbatches.
     """
     return _bytes(measurement.costs, measurement.loss)
 
@@ -462,9 +462,7 @@ def module_bytes(measurement: Measurement) -> int:
 
 
 def host_seconds(measurement: Measurement) -> float:
-    """Estimate the seconds of a comparison on one core by operations and bytes, independent of the profile's
-    timings.
-    """
+    """Estimate the seconds of a comparison on one core by operations and bytes, without timings."""
     return _seconds(measurement.costs)
 
 

@@ -41,8 +41,7 @@ def tolerance(plan: Plan) -> float:
 
 
 def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """Return a sentence if the loss of the two microbatches `batches` is not that of all their samples
-    together.
+    """Return a sentence if the loss of two microbatches is not that of all their samples together.
 
     Empty if an update takes one microbatch, and if the comparison is impossible: the module fails in
     evaluation, its loss is not finite there, or it draws random numbers.
@@ -69,11 +68,10 @@ def what_microbatches_change(whole: Task, plan: Plan, chain: Chain, batches: Seq
 
 
 def left_out(tensors: Sequence[Tensor], parts: int) -> list[int]:
-    """Count the targets that losses ignore in each of `parts` equal parts of a batch; empty if the counts are
-    equal.
+    """Count the targets that losses ignore in each of `parts` equal parts of a batch.
 
-    The first integer tensor with unequal counts decides. Losses of torch and of Hugging Face's models ignore
-    -100.
+    The list is empty if the counts are equal. The first integer tensor with unequal counts decides. Losses of
+    torch and of Hugging Face's models ignore -100.
     """
     for tensor in tensors:
         if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim:
@@ -84,8 +82,7 @@ def left_out(tensors: Sequence[Tensor], parts: int) -> list[int]:
 
 
 def check_left_out(plan: Plan, cut: Cut) -> None:
-    """Check that the losses of automatically chosen replicas have equal numbers of targets in every
-    microbatch.
+    """Check that automatically chosen replicas have equal numbers of targets in every microbatch.
 
     Raises:
         UsageError: they differ, so the mean of the replicas' means is not that of the microbatch.

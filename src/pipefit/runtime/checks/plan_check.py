@@ -27,8 +27,7 @@ TRAINED = "what this run takes may differ from its plan"
 
 
 def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None, callers: int = 1) -> None:
-    """Warn once (`PipefitWarning`) if the profile was made for another torch, processor or number of
-    `threads`.
+    """Warn once if the profile was made for another torch, processor or number of `threads`.
 
     Processor and threads matter only for kernels of the CPU; None means the profile's number of threads. The
     warning points to the caller of the last of `callers` internal frames.
@@ -60,8 +59,9 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
 
 
 def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None) -> None:
-    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`; default: the plan's
-    microbatches.
+    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`.
+
+    Default of `samples`: the size of the plan's microbatches.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
@@ -85,8 +85,9 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
 
 
 def check_casts(plan: Plan, task: Task) -> None:
-    """Check that autocast casts the same operators on the plan's devices as in its profile, so that dtypes
-    are equal.
+    """Check that autocast casts the same operators on the plan's devices as in its profile.
+
+    Otherwise values would have other dtypes.
 
     Raises:
         UsageError: it casts others.

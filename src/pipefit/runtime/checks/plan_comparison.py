@@ -1,5 +1,6 @@
-"""Comparison of a whole plan with plain training, which covers schedules, collectives, shards, updates and
-offloading.
+"""Comparison of a whole plan with plain training.
+
+It covers schedules, collectives, shards, updates and offloading.
 
 All devices of the plan train two steps in turn in this process, on copies of the model, with real numbers and
 the task's optimizer, clipping and precision. A plain loop trains a copy of the module on the same
@@ -70,11 +71,10 @@ _TOLD = 3  # differences that are printed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNumbers:
-    """Result of a comparison of a plan with plain training; `differences` describe unequal tensors and by how
-    much.
+    """Result of a comparison of a plan with plain training.
 
-    `tensors` counts the compared tensors, and `noisy` those that rounding alone decides; `without_draws` says
-    that means stood for random draws.
+    `differences` describe unequal tensors and by how much. `tensors` counts the compared tensors, and `noisy`
+    those that rounding alone decides; `without_draws` says that means stood for random draws.
     """
 
     name: str
@@ -123,11 +123,11 @@ def _not_held(divided: ShardedChain, batch: Sample) -> None:
 def compare_plan(
     whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample], microbatches: int, *, held: Held = _not_held
 ) -> PlanNumbers:
-    """Compare two steps of `plan`, with `microbatches` microbatches each, with plain training of the module
-    of `whole`.
+    """Compare two steps of `plan` with plain training of the module of `whole`.
 
-    `chain` was made from this module; both train copies. The samples are those of the microbatches `batches`.
-    Chains that ranks divide are first compared with whole ones by `held`.
+    Each step has `microbatches` microbatches. `chain` was made from this module; both train copies. The
+    samples are those of the microbatches `batches`. Chains that ranks divide are first compared with whole
+    ones by `held`.
 
     Raises:
         NotComparable: plain training cannot give the expected numbers; says why.
@@ -148,8 +148,9 @@ def compare_plan(
 
 
 def host_bytes(plan: Plan, microbatches: int) -> int:
-    """Return host bytes of a comparison: the state of the plan's devices, three plain trainings, and
-    activations.
+    """Return host bytes of a comparison.
+
+    It has the state of the plan's devices, three plain trainings, and activations.
     """
     measurement, kept = plan.measurement, 0
     for number, stage in enumerate(plan.stages):

@@ -85,9 +85,7 @@ class Agreement:
         self.norm = 0.0  # norm of all gradients before clipping; not on the device
 
     def contribution(self, device: torch.device) -> Tensor:
-        """Return this stage's vector: norms of its gradients and, as last element, 1 if any of them
-        overflowed, else 0.
-        """
+        """Return this stage's vector: norms of its gradients and, last, 1 if any of them overflowed, else 0."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, dtype=torch.float32, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
@@ -106,10 +104,10 @@ class Agreement:
         return vector
 
     def conclude(self, total: Tensor) -> None:
-        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages'
-        vectors.
+        """Clip the gradients, and decide whether this step is skipped.
 
-        The host reads all values at once: on a GPU it waits there for the computations.
+        `total` is the sum of all stages' vectors. The host reads all values at once: on a GPU it waits there
+        for the computations.
         """
         norm = torch.linalg.vector_norm(total[:-1])
         factor = torch.ones_like(norm) if self.clip_norm is None else self._factor(norm, self.clip_norm)
@@ -132,9 +130,7 @@ class Agreement:
         return (clip_norm / (norm + _EPSILON)).clamp(max=1.0)
 
     def _clip(self, factor: Tensor, on_host: float) -> None:
-        """Multiply the gradients by `factor` (`on_host`: its value), or leave that to the update with master
-        weights.
-        """
+        """Multiply the gradients by `factor`, or with master weights only `gradient_factor` by `on_host`."""
         if self.master_weights:
             self.gradient_factor *= on_host
             return

@@ -24,14 +24,15 @@ from pipefit.schema.profile import ModelProfile
 
 # ---- Exchanged tensors
 # Replicas of a stage sum the gradients of all their parameters, and stages those of a parameter that they
-# share. Each has the gradients of its own samples, scaled by their part in the batch, so their sum is the
+# share. Each has the gradients of its local samples, scaled by their part in the batch, so their sum is the
 # gradient of the whole batch. All participants must exchange the same tensors in the same order. If replicas
 # shard the state of a stage (`memory.model_state`), only the owner of a layer gets the sum.
 
 
 class Exchanged(NamedTuple):
-    """The tensors of a collective, and for each the replica that owns its layer; without ZeRO `owners` is
-    empty.
+    """The tensors of a collective, and for each the replica that owns its layer.
+
+    Without ZeRO `owners` is empty.
     """
 
     tensors: list[Tensor]
@@ -39,8 +40,9 @@ class Exchanged(NamedTuple):
 
 
 def summed_gradients(stage: StageRunner, action: Action, summed: Container[int]) -> Exchanged:
-    """Return the gradients of a stage that a REDUCE sums; `summed` are the parameters that stages sum
-    separately.
+    """Return the gradients of a stage that a REDUCE sums.
+
+    `summed` are the parameters that stages sum separately.
     """
     if isinstance(action.subject, Subject):
         parameter = stage.shared[action.subject.layer]
@@ -169,10 +171,10 @@ def may_be_absent(profile: ModelProfile) -> bool:
 
 
 def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProfile) -> list[Tensor | None]:
-    """Return the gradients of a stage's outputs, removed from the message `tensors`; None for absent
-    gradients.
+    """Return the gradients of a stage's outputs, removed from the message `tensors`.
 
-    If only some replicas' local batches have a gradient, zeros stand for the others.
+    Absent gradients are None. If only some replicas' local batches have a gradient, zeros stand for the
+    others.
     """
     found = [tensors.pop(0) if value.has_gradient else None for value in outputs]
     if may_be_absent(profile):

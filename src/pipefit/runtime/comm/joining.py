@@ -89,8 +89,9 @@ _ADVICE = (
 
 
 def joins_workers(hardware: Hardware, timeout_seconds: float) -> bool:
-    """Return whether this process is one of a plan's workers; join the process group that a launcher has set
-    up.
+    """Return whether this process is one of a plan's workers.
+
+    Join the process group that a launcher has set up.
 
     Raises:
         PeerLost: the workers do not find each other.
@@ -164,8 +165,9 @@ def groups_of(plan: Plan, transport: Transport) -> TensorGroups:
 
 
 def _part() -> None:
-    """Leave the process group that the trainer joined, whose threads may otherwise abort the process at its
-    exit.
+    """Leave the process group that the trainer joined.
+
+    Its threads may otherwise abort the process at its exit.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -47,8 +47,9 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Whole:
-    """The tensors of all messages of one kind about one microbatch of a stage; `left` counts the rows not yet
-    joined.
+    """The tensors of all messages of one kind about one microbatch of a stage.
+
+    `left` counts the rows not yet joined.
     """
 
     tensors: list[Tensor]
@@ -69,8 +70,9 @@ class Transfers:
         self._waiting[_name(action)] = tensors
 
     def send(self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None) -> None:
-        """Begin to send the tensors of `action`, or a part of them; the receiver has allocated memory for
-        `values`.
+        """Begin to send the tensors of `action`, or a part of them.
+
+        The receiver has allocated memory for `values`.
 
         Raises:
             UsageError: the tensors have other shapes or dtypes.
@@ -114,8 +116,9 @@ class Transfers:
         return self._transport.ready(self._under_way[join.start][1])
 
     def join(self, join: Action) -> list[Tensor] | None:
-        """Wait for the end of a transfer; return its tensors, or None while other parts of them are in
-        transfer.
+        """Wait for the end of a transfer.
+
+        Return its tensors, or None while other parts of them are in transfer.
         """
         tensors, handle, rows = self._under_way.pop(join.start)
         self._transport.join(join, handle)

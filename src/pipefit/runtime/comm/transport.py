@@ -82,8 +82,9 @@ def new_token() -> str:
 
 
 def check_members(group: dist.ProcessGroup | None, name: str) -> None:
-    """Check that all members of a group know the token; every member must call it, with the same `name` for
-    the group.
+    """Check that all members of a group know the token.
+
+    Every member must call it, with the same `name` for the group.
 
     Raises:
         PeerLost: one does not, or is silent.
@@ -156,8 +157,7 @@ class Transport(Protocol):
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> Any:
-        """Begin to sum `tensors` over the devices `members` in place, or, for an UNSHARD, to broadcast them
-        from their owners.
+        """Begin to sum `tensors` over the devices `members` in place, or to broadcast them for an UNSHARD.
 
         The sum goes to all members, or only to the `owners` of the tensors. `device` is this one.
         """
@@ -266,12 +266,12 @@ class InProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Network:
-    """The transport between processes: `torch.distributed` point to point, first in first out in every
-    channel.
+    """The transport between processes.
 
-    Messages between two stages of this process's device never leave it. `timeout` limits a join. It is None
-    on GPUs, where a join makes the device wait, not the process: with a timeout the process would poll
-    instead, and could not run ahead.
+    It uses `torch.distributed` point to point, first in first out in every channel. Messages between two
+    stages of this process's device never leave it. `timeout` limits a join. It is None on GPUs, where a join
+    makes the device wait, not the process: with a timeout the process would poll instead, and could not run
+    ahead.
     """
 
     timeout: timedelta | None
@@ -361,11 +361,10 @@ class Network:
 
 
 def connect(plan: Plan, program: Program, device: torch.device, timeout: timedelta) -> Network:
-    """Return the network of a plan's workers, one per device; this one sends tensors on `device`. All must
-    call it.
+    """Return the network of a plan's workers, one per device; this one sends tensors on `device`.
 
-    Every worker makes all communicators in the same order: one for each channel of `program`, and one for
-    each set of devices that sum tensors or hold the shards of one replica.
+    All must call it. Every worker makes all communicators in the same order: one for each channel of
+    `program`, and one for each set of devices that sum tensors or hold the shards of one replica.
 
     Raises:
         UsageError: the GPU is set up in a way that would make messages block computations.
@@ -437,8 +436,9 @@ def groups_in_order(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_queues() -> None:
-    """Check that a GPU's messages and computations do not share one queue, in which a receive could block its
-    sender.
+    """Check that a GPU's messages and computations do not share one queue.
+
+    In a shared queue, a receive could block its sender.
 
     Raises:
         UsageError: the environment says that they do.

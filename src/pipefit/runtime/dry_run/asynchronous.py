@@ -1,13 +1,12 @@
-"""Folding of asynchronous schedules: a dry run executes a few microbatches, whose effects stand for those of
-all.
+"""Folding of asynchronous schedules.
 
-The effect of an action on a device's memory depends on previous actions of its microbatch, on whether
-gradients and optimizer state exist, and on the version of weights that it frees; the effect of a copy of
-state, on whether an update has been before it. The program determines all of these. So every action gets a
-label, and actions with equal labels have equal effects. A dry run executes steps of fewer microbatches that
-contain all labels of the plan's steps, in the requested numbers; if there are none, it executes the plan's
-steps. A device stops after its last needed label. `EndlessLives` extends the lives of storages in the same
-way.
+A dry run executes a few microbatches, whose effects stand for those of all. The effect of an action on a
+device's memory depends on previous actions of its microbatch, on whether gradients and optimizer state exist,
+and on the version of weights that it frees; the effect of a copy of state, on whether an update has been
+before it. The program determines all of these. So every action gets a label, and actions with equal labels
+have equal effects. A dry run executes steps of fewer microbatches that contain all labels of the plan's
+steps, in the requested numbers; if there are none, it executes the plan's steps. A device stops after its
+last needed label. `EndlessLives` extends the lives of storages in the same way.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from pipefit.schema.trace import MemorySample
 
 
 class Label(NamedTuple):
-    """Determinants of an action's effect: its stage, the actions of its microbatch up to itself, and the
-    context.
+    """Determinants of an action's effect.
+
+    These are its stage, the actions of its microbatch up to itself, and the context.
     """
 
     stage: int
@@ -102,8 +102,9 @@ class Labels:
 
 
 def _flight(action: Action) -> tuple[int, int] | None:
-    """Return the stage and microbatch of an action; None for copies of state, which only carry a microbatch's
-    name.
+    """Return the stage and microbatch of an action.
+
+    Return None for copies of state, which only carry a microbatch's name.
     """
     return None if action.moves_state or action.microbatch is None else (action.stage, action.microbatch)
 
@@ -115,8 +116,9 @@ def labels(plan: Plan, programs: Sequence[UncheckedProgram]) -> list[list[list[L
 
 
 def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int]:
-    """Return for each label of a device the number of its actions in one turn of microbatches through all
-    shares.
+    """Return how many actions with each label a device has in one period of the plan's decisions.
+
+    A period is the number of microbatches after which all decisions repeat.
     """
     turn, counts = period(plan), Counter(one.label for one in of_steps[-1])
     every = {one.label for step in of_steps for one in step}
@@ -124,11 +126,10 @@ def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int
 
 
 def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> list[UncheckedProgram]:
-    """Return steps with the fewest microbatches that contain every label of the steps `programs`, or these
-    steps.
+    """Return steps with the fewest microbatches that contain every label of the steps `programs`.
 
-    With `again`, each label comes twice and then in two turns, or as often as in the plan's steps. A device
-    stops after its last needed label.
+    Return these steps themselves if fewer microbatches do not suffice. With `again`, each label comes twice
+    and then in two turns, or as often as in the plan's steps. A device stops after its last needed label.
     """
     of_devices = list(zip(*labels(plan, programs), strict=True))
     wanted = [_counted(of_steps, turns(plan, of_steps) if again else {}) for of_steps in of_devices]
@@ -151,8 +152,9 @@ def _streams(of_steps: Sequence[Sequence[Sequence[Labelled]]]) -> list[list[Labe
 
 
 def _counted(of_steps: Sequence[Sequence[Labelled]], turn: Mapping[Label, int]) -> dict[Label, int]:
-    """Return the needed number of each label of a device: 1, or 2 and two turns, at most its number in the
-    steps.
+    """Return how often each label of a device is needed: once, or twice and in two turns.
+
+    It is not needed more often than it comes in the steps.
     """
     counts = Counter(one.label for step in of_steps for one in step)
     return {label: min(count, 2 + 2 * turn[label] if turn else 1) for label, count in counts.items()}
@@ -253,8 +255,9 @@ _Deeds = tuple[_Deed, ...]
 
 
 class _Birth(NamedTuple):
-    """A birth of a storage: its action, the action's numbers by own label and flight, and the birth's number
-    in it.
+    """A birth of a storage.
+
+    It has its action, the action's numbers by own label and flight, and the birth's number in it.
     """
 
     action: Labelled
@@ -331,8 +334,9 @@ class EndlessLives:
                 return
 
     def _deeds(self, label: Label, number: int, turn: int) -> _Deeds | None:
-        """Return the births and deaths of an action with this number among those with its label; None if
-        unknown.
+        """Return the births and deaths of an action with this number among those with its label.
+
+        Return None if unknown.
         """
         known = self._told[label]
         if number < len(known):
@@ -342,8 +346,9 @@ class EndlessLives:
 
 
 def _name(what: _Where, first: Sequence[int]) -> int:
-    """Return the name of a storage from the names of the `first` births of actions; -1 if there are too few
-    actions.
+    """Return the name of a storage from the names of the `first` births of actions.
+
+    Return -1 if there are too few actions.
     """
     number = what.action if what.own is None else len(first) - what.action
     return first[number] + what.place if 0 <= number < len(first) else -1

@@ -289,8 +289,9 @@ class PutTogether:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Devices by the layers that they own, and their representatives: one, or two that own all layers and
-    none.
+    """Devices by the layers that they own, and their representatives.
+
+    There is one representative, or two that own all layers and none.
     """
 
     run: tuple[int, ...]

@@ -124,9 +124,7 @@ class Shortened:
 
 
 def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[object]:
-    """Return for every layer a key that is equal for layers with equal effects on memory, given equal
-    neighbors.
-    """
+    """Return keys of layers, equal for layers with equal effects on memory, given equal neighbors."""
     sharing = {user for shared in chain.shared for user in shared.users}
     held = [list(map(id, (*layer.module.buffers(), *constants(layer.module)))) for layer in chain.layers]
     users = Counter(tensor for own in held for tensor in set(own))
@@ -259,8 +257,9 @@ def _program(program: Program, kept: Sequence[int]) -> Program:
 def _swept(
     plan: Plan, program: Program, copies: Sequence[Copy | None], layers: Sequence[ChainLayer]
 ) -> dict[str, frozenset[int]]:
-    """Map the text of every computing action to the repeats that it passes through; of an update, the trained
-    ones.
+    """Map the text of every computing action to the repeats that it passes through.
+
+    For an update, these are the repeats with trained parameters.
     """
     found: dict[str, frozenset[int]] = {}
     for action in (action for actions in program.actions for action in actions if action.kind in COMPUTE):
@@ -464,9 +463,7 @@ def _take(copy: Copy, tensors: Sequence[Any], owners: dict[int, Copy | None]) ->
 
 
 def storages_in(item: Any) -> set[int]:
-    """Return the storages of all tensors in an operation's arguments, including nested lists and
-    dictionaries.
-    """
+    """Return the storages of all tensors in an operation's arguments, including nested collections."""
     if isinstance(item, Tensor):
         return {storage_key(item)}
     if isinstance(item, dict):

@@ -1,5 +1,4 @@
-"""Lives of storages: the order in which a device allocates and frees memory, which decides a GPU's reserved
-bytes.
+"""Lives of storages: the order of allocations and frees, which decides a GPU's reserved bytes.
 
 A `LivesMeter` records every birth and death of a storage, action by action. cuBLAS workspaces are births too:
 torch allocates one from the caching allocator for each thread that multiplies matrices, at its first product,
@@ -66,8 +65,9 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         self._lives: list[list[Life]] = [[]]  # before the first action, and in every action
 
     def take(self) -> tuple[Lives, list[Lives]]:
-        """Return the lives before the next action, and in every action since the last call. Call it after
-        `changes`.
+        """Return the lives before the next action, and in every action since the last call.
+
+        Call it after `changes`.
         """
         before, *actions, between = map(tuple, self._lives)
         self._lives = [list(between)]
@@ -204,8 +204,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         return found
 
     def events(self) -> list[list[Event]]:
-        """Return the events before the next action, and in every action since the last call. Call it after
-        `changes`.
+        """Return the events before the next action, and in every action since the last call.
+
+        Call it after `changes`.
         """
         told, self._told = self._told, []
         return told
@@ -231,9 +232,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     @property
     def _is_pass(self) -> bool:
-        """True if the present action sends, receives or runs microbatches, and does not work on the state of
-        one layer.
-        """
+        """True if the present action transfers or runs microbatches, and not on the state of one layer."""
         return self._present is not None and self._present.kind in _PASSES
 
     def _look_at(self, arguments: Any) -> None:
@@ -339,9 +338,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         self._told.append([self._resolved(*told) for told in self._story])
 
     def _resolved(self, event: Event, arguments: Arguments) -> Event:
-        """Return an event with its layer, if its storage or the storages it was made of determine the layer
-        by now.
-        """
+        """Return an event with its layer, if its storage or the arguments determine the layer by now."""
         if event.layer is not None:
             return event
         what, about, _ = event.name

@@ -1,5 +1,4 @@
-"""Folding: a dry run executes one of several equal microbatches, and its measured effects stand for the
-others.
+"""Folding of microbatches in a dry run: one of several equal microbatches is executed for all.
 
 The effect of an action on a device's memory depends on earlier actions of its microbatch, not on other
 microbatches. So of all microbatches with the same actions in the same order on a stage, one is run. The
@@ -54,9 +53,7 @@ class Folding:
 
 
 def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int]]:
-    """Return the actions of every microbatch on every stage, and the microbatches with a first backward of
-    some layers.
-    """
+    """Return the actions of every microbatch on every stage, and the microbatches with first backwards."""
     paths: dict[tuple[int, int], list[object]] = {}
     born: set[object] = set()
     bearers = set()
@@ -91,8 +88,9 @@ class Change:
 
 
 class Seat(NamedTuple):
-    """An action in a step: its place, None without a microbatch, and the microbatch that was run instead, if
-    any.
+    """An action in a step.
+
+    It has a place, None without a microbatch, and the microbatch that was run instead, if any.
     """
 
     place: Place | None
@@ -134,8 +132,7 @@ class Unfolding:
         self._level = rest
 
     def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
-        """Yield the memory samples of one step of all `actions`, from the measured changes of the executed
-        ones.
+        """Yield the memory samples of one step, from the measured changes of the executed actions.
 
         The time of a sample is its position in the program.
         """

@@ -102,11 +102,10 @@ class Rehearsal:
         return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
 
     def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
-        """Apply `run` to all kin in parallel processes, one per free core; representatives do not exchange
-        tensors.
+        """Apply `run` to all kin in parallel processes, one per free core.
 
-        Kin with the most layers are assigned first. If kernels are measured, this process runs all of them: a
-        fork lacks the threads of the kernels.
+        Representatives do not exchange tensors. Kin with the most layers are assigned first. If kernels are
+        measured, this process runs all of them: a fork lacks the threads of the kernels.
         """
         every, processes = self._kin, forks_left() if self.kernels is None else 0
         if processes < 2:
@@ -180,10 +179,10 @@ class Rehearsal:
         return kin(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
-        """Return a chain of the model for `samples`, default: those of the first stage, with separate
-        tensors.
+        """Return a chain of the model for `samples`, with separate tensors.
 
-        A model is traced only once for each number of samples.
+        Default of `samples`: those of the first stage. A model is traced only once for each number of
+        samples.
         """
         samples = self._samples if samples is None else samples
         if samples not in self.traced:
@@ -200,8 +199,7 @@ class Rehearsal:
         return self.plan.measured(0).microbatch_size
 
     def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, together: Sequence[Kin] | None) -> Rehearsed:
-        """Run every step of a shortened plan with the microbatches of a folding, on representatives of these
-        kin.
+        """Run every step of a shortened plan on representatives of these kin, with folded microbatches.
 
         Without kin, run all devices, which exchange tensors.
         """

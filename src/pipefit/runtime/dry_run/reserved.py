@@ -107,8 +107,9 @@ def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
 
 
 def form(events: Sequence[Event]) -> bytes:
-    """Return a digest of events that is independent of names: the bytes of every birth, and the birth of
-    every death.
+    """Return a digest of events that is independent of names.
+
+    It covers the bytes of every birth, and the birth of every death.
     """
     born, found = dict[Hashable, int](), array("q")
     for number, (name, nbytes) in enumerate(events):
@@ -121,8 +122,9 @@ def form(events: Sequence[Event]) -> bytes:
 
 
 class Allocators:
-    """Peaks of the caching allocators of a plan's devices under each of some `settings`, simulated once for
-    equal devices.
+    """Peaks of the caching allocators of a plan's devices under each of some `settings`.
+
+    Equal devices are simulated once.
     """
 
     def __init__(
@@ -133,8 +135,9 @@ class Allocators:
         self._forms: dict[Hashable, bytes] = {}  # by the identity of events, and lent arenas
 
     def peaks(self, device: int, events: list[Event], requested: int) -> list[AllocatorPeaks]:
-        """Return the peaks of a device with these events and its lent arenas; its meter has counted
-        `requested` bytes.
+        """Return the peaks of a device with these events and its lent arenas.
+
+        The device's meter has counted `requested` bytes.
         """
         plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
         every = [*lent, *events]
@@ -179,11 +182,10 @@ def allocator_peaks(
 def _with_enough(
     events: Sequence[Event], settings: AllocatorSettings, memory: int, taken: int
 ) -> CachingAllocator | None:
-    """Return the allocator of a device with just enough memory, more than `memory`; None if no memory
-    suffices.
+    """Return the allocator of a device with just enough memory, more than `memory`.
 
-    An allocator that runs out of memory releases its unused segments and retries: with unlimited memory it
-    would reserve more than it needs.
+    Return None if no memory suffices. An allocator that runs out of memory releases its unused segments and
+    retries: with unlimited memory it would reserve more than it needs.
     """
     whole = replace(settings, memory_fraction=1.0)
     found = CachingAllocator(whole, taken=taken)

@@ -93,8 +93,9 @@ def _agreement(site: Site, device: int) -> Agreement:
 def _state_mover(
     moves: StateMoves, plan: Plan, storages: StageStorages, share: Share | None, mover: Mover
 ) -> StateMover | None:
-    """Return the mover of a stage's offloaded state, or of a replica's `share` of it; None if no state is
-    offloaded.
+    """Return the mover of a stage's offloaded state, or of a replica's `share` of it.
+
+    Return None if no state is offloaded.
     """
     if not moves.homes:
         return None
@@ -105,8 +106,9 @@ def _state_mover(
 
 
 def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -> dict[Layers, float]:
-    """Return seconds of updates on hosts by their layers, if the host's bandwidth is known; `near` is the
-    device's host.
+    """Return seconds of updates on hosts by their layers, if the host's bandwidth is known.
+
+    `near` is the device's host.
     """
     found = {}
     for (_, layers), place in moves.updates.items():
@@ -175,8 +177,9 @@ def _put_loss(task: Task, device: torch.device) -> None:
 
 
 def _absent(usual: Specialized, start: int, share: Share | None) -> frozenset[int]:
-    """Return ids of the parameters of a stage, from layer `start` on, that the device does not keep between
-    steps.
+    """Return ids of a stage's parameters that the device does not keep between steps.
+
+    The stage begins at layer `start`.
     """
     if share is None or not share.divides_parameters:
         return frozenset()

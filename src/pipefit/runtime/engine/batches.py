@@ -39,8 +39,7 @@ class Programs:
         self._evaluations: dict[tuple[int, int | None], Program] = {}
 
     def training(self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None) -> Program:
-        """Return the program that trains `microbatches` microbatches, or completes those in flight if it is
-        0.
+        """Return the program that trains `microbatches` microbatches, or drains the pipeline for 0.
 
         `last` is the number of samples of the last microbatch; default: the plan's. `entered` describes the
         microbatches that have entered under an asynchronous schedule.
@@ -73,8 +72,9 @@ class Programs:
         return self._evaluations[key]
 
     def _rows(self, last: int | None) -> int | None:
-        """Return `last` if it differs from the plan's microbatch size and the program depends on it; None
-        otherwise.
+        """Return `last` if it differs from the plan's microbatch size and the program depends on it.
+
+        Return None otherwise.
         """
         plan = self._plan
         return last if plan.names_rows and last != plan.training.microbatch_size else None

@@ -36,8 +36,9 @@ def held_buffers(layers: Sequence[ChainLayer]) -> list[Tensor]:
 def in_other_storages(
     buffers: Sequence[Tensor], convert: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Convert each storage once, as one flat tensor; return the new storages, and tensors like `buffers` in
-    them.
+    """Convert each storage once, as one flat tensor.
+
+    Return the new storages, and tensors like `buffers` in them.
     """
     made: dict[int, Tensor] = {}
     for buffer in buffers:
@@ -88,8 +89,7 @@ def fed_back_copies(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) ->
 
 @contextmanager
 def working_copies(layers: Sequence[ChainLayer], copies: Buffers) -> Iterator[None]:
-    """Replace the buffers of `layers` inside: by the `copies` of their first forward, and copies of all
-    others.
+    """Replace the buffers of `layers` inside by the `copies` of their first forward, or new copies.
 
     Afterwards the layers have the originals, and `copies` holds the buffers of the second forward: the
     copies, or their replacements by the forward.

@@ -1,5 +1,6 @@
-"""Runs programs on batches with the devices of one process, for a trainer and for comparisons with plain
-training.
+"""Runs programs on batches with the devices of one process.
+
+It serves trainers and comparisons with plain training.
 
 A batch is cut into microbatches, each weighted by its part of the batch, and every device executes its part
 of the program.
@@ -136,10 +137,10 @@ class Execution:
                     layer.module.zero_grad(set_to_none=True)
 
     def run(self, cut: Cut, program: Program, batches: int, *, training: bool, around: Around | None = None) -> Result:
-        """Run `program` on one of the `batches` of an update; return its mean loss, still on its way to all
-        workers.
+        """Run `program` on one of the `batches` of an update.
 
-        `around` makes a context for everything that runs, on other threads too.
+        Return its mean loss, still on its way to all workers. `around` makes a context for everything that
+        runs, on other threads too.
         """
         samples = sum(cut.sizes)
         shares = [size / samples for size in cut.sizes]

@@ -1,7 +1,7 @@
-"""One microbatch in one stage: waiting values, pieces that ran forward, gradients that the backward has
-reached.
+"""One microbatch in one stage.
 
-Only a flight refers to these tensors, so that a tensor it drops is freed at once, as `memory` predicts.
+A flight holds waiting values, pieces that ran forward, and gradients that the backward has reached. Only a
+flight refers to these tensors, so that a tensor it drops is freed at once, as `memory` predicts.
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ def apart(values: Values) -> Values:
 
 
 def leave(graph: GraphEnds, outputs: Values) -> None:
-    """End the graph at `outputs`; its backward starts at `graph.root`, which is None if no output requires a
-    gradient.
+    """End the graph at `outputs`.
+
+    Its backward starts at `graph.root`, which is None if no output requires a gradient.
     """
     root: Tensor = _Leave.apply(graph, *outputs)  # type: ignore[no-untyped-call]
     graph.root = root if root.requires_grad else None
 
 
 def backward(graph: GraphEnds) -> None:
-    """Run the graph backward, from the output gradients `graph.incoming` to the input gradients
-    `graph.outgoing`.
+    """Run the graph backward, from output gradients `graph.incoming` to input gradients `graph.outgoing`.
 
     Only `graph` may refer to the incoming gradients: then the engine frees each after its last use.
     """
@@ -296,8 +296,9 @@ def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.
 
 
 def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str) -> list[Tensor | None]:
-    """Return a contiguous gradient for each value before `layer` that has one by the plan; None for an absent
-    gradient.
+    """Return a contiguous gradient for each value before `layer` that has one by the plan.
+
+    Absent gradients are None.
 
     Raises:
         UsageError: a value has a gradient that the plan does not expect.

@@ -112,10 +112,10 @@ class Passes:
     # ---------------------------------------------------------------- forward
 
     def forward(self, flight: Flight, first: int, end: int) -> Values:
-        """Run layers `first` to `end - 1` with a graph; return the stage's outputs, detached, if they are its
-        last layers.
+        """Run layers `first` to `end - 1` with a graph.
 
-        Otherwise return an empty tuple; the values wait in `flight`.
+        Return the stage's outputs, detached, if they are its last layers. Otherwise return an empty tuple;
+        the values wait in `flight`.
         """
         piece = flight.pieces[first] = Piece(first, end)
         with self._weights_of(flight):
@@ -123,10 +123,10 @@ class Passes:
         return self._leaving(flight, end, values)
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """Run layers `first` to `end - 1` without saving tensors; `flight` keeps the state for their
-        recomputation.
+        """Run layers `first` to `end - 1` without saving tensors.
 
-        That state is the inputs, and copies of the buffers that the layers both read and change.
+        `flight` keeps the state for their recomputation. That state is the inputs, and copies of the buffers
+        that the layers both read and change.
 
         Raises:
             UsageError: a layer changed the inputs in place, although the recomputation needs them.
@@ -167,8 +167,9 @@ class Passes:
             self._with_graph(flight, piece, piece.inputs, piece.targets)
 
     def evaluate(self, flight: Flight) -> Values:
-        """Run forward without a graph; return the outputs or, on the last stage, an empty tuple with the loss
-        in `losses`.
+        """Run forward without a graph.
+
+        Return the outputs or, on the last stage, an empty tuple with the loss in `losses`.
         """
         with torch.no_grad():
             values = take(flight.values)
@@ -181,7 +182,7 @@ class Passes:
             return ()
 
     def take_weights(self, flight: Flight, first: int) -> None:
-        """Assign the newest weight version to a microbatch at its first forward in the stage."""
+        """Assign the current weight version to a microbatch at its first forward in the stage."""
         if self.weights is not None and first == self.start:
             flight.version = self.weights.take()
             flight.luggage.weights = partial(self.weights.storages, flight.version)
@@ -206,8 +207,9 @@ class Passes:
         return () if self._has_loss(piece.end) else values
 
     def _enter(self, graph: GraphEnds, flight: Flight, number: int, values: Values) -> Values:
-        """Return `values` as the start of a graph before layer `number`; unchanged if none requires a
-        gradient.
+        """Return `values` as the start of a graph before layer `number`.
+
+        They are unchanged if none requires a gradient.
         """
         differentiable = tuple(value.requires_grad for value in flight.boundaries[number])
         return enter(graph, values, differentiable, self._anchor) if any(differentiable) else values
@@ -251,9 +253,7 @@ class Passes:
         return self.weights.copied(flight.version, self.copies.weights(number))
 
     def _given(self, number: int, values: Values) -> Values:
-        """Return `values` as inputs of a layer, or of the loss: apart from graphs if it changes them in
-        place.
-        """
+        """Return `values` as inputs of a layer or the loss, apart from graphs if it changes them in place."""
         return apart(values) if self.storages.costs[number - self.start].mutates_inputs else values
 
     def _loss(self, flight: Flight, values: Values, targets: list[Tensor]) -> Values:
@@ -279,10 +279,10 @@ class Passes:
     # ---------------------------------------------------------------- backward
 
     def backward(self, flight: Flight, first: int, end: int) -> list[Tensor | None]:
-        """Run all pieces from `first` to `end` backward; return the gradients to send, if they are the
-        stage's first layers.
+        """Run all pieces from `first` to `end` backward.
 
-        None stands for an absent gradient.
+        Return the gradients to send, if they are the stage's first layers. None stands for an absent
+        gradient.
 
         Raises:
             UsageError: these layers have no graph, or the backward of later layers must come first.
@@ -322,8 +322,9 @@ class Passes:
         graph.outgoing = ()
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
-        """Return the gradient of the loss: the microbatch's weight times the loss scale; None if it requires
-        none.
+        """Return the gradient of the loss: the microbatch's weight times the loss scale.
+
+        Return None if it requires none.
         """
         loss = self.storages.costs[-1].outputs[0]
         if not loss.requires_grad:

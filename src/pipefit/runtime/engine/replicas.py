@@ -83,9 +83,7 @@ class RankShards:
         return self.shards[name][0].dim is not None
 
     def is_part(self, name: str, tensor: Tensor) -> bool:
-        """Return whether `tensor` is a part under that name: of the parameter, or an optimizer tensor of its
-        shape.
-        """
+        """Return whether `tensor` is a part: of the named parameter, or an optimizer tensor of its shape."""
         return self.is_divided(name) and tuple(tensor.shape) == self._own(name).local_shape
 
     def whole_shape(self, name: str, tensor: Tensor) -> torch.Size:
@@ -149,7 +147,7 @@ class Source(NamedTuple):
 
     @staticmethod
     def of(chain: Chain, shards: RankShards | None = None) -> Source:
-        """Return the source of a chain whose stages have no copies yet."""
+        """Return the source of a chain whose stages are still without copies."""
         return Source(chain, chain.shared, shards)
 
 
@@ -175,8 +173,7 @@ class Sources:
         return self._make(Wanted(samples, replica, group, grid.shard_of(device), grid.sequences))
 
     def own_shared(self, stage: int, device: int) -> dict[int, nn.Parameter]:
-        """Return a stage's copies of the shared parameters that its layers use, by their numbers in the
-        profile.
+        """Return a stage's copies of the shared parameters that its layers use, by number in the profile.
 
         They are made in the first call; the first stage that uses a parameter has the original.
         """

@@ -194,8 +194,9 @@ class Record:
         return None if self.stopwatch is None else self.stopwatch.mark()
 
     def add(self, sample: MemorySample | None, event: Event | None, began: Mark | None) -> None:
-        """Add the sample and event of an action, with host times; on the GPU it began at `began` and ends
-        now.
+        """Add the sample and event of an action, with host times.
+
+        On the GPU it began at `began` and ends now.
         """
         self.samples += [sample] if sample is not None else []
         self.events += [event] if event is not None else []
@@ -222,8 +223,9 @@ class Record:
         self._marked.clear()
 
     def next_step(self) -> None:
-        """Begin the next step. Every 100 steps, drop steps that are neither among the first two nor the
-        latest.
+        """Begin the next step.
+
+        Every 100 steps, drop steps that are neither among the first two nor the latest.
         """
         self.steps += 1
         if self.steps > 2 * _REMEMBERED and self.steps % _REMEMBERED == 0:
@@ -233,8 +235,9 @@ class Record:
             self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
 
     def go_on(self) -> None:
-        """Count the following actions to the previous step, which left microbatches in flight, until
-        `next_step`.
+        """Count the following actions to the previous step, until `next_step`.
+
+        They complete the microbatches that this step left in flight.
         """
         self.steps = max(0, self.steps - 1)
 
@@ -315,10 +318,10 @@ class DeviceRunner:
         specializations: Mapping[int, Sequence[Specialization]] | None = None,
         training: bool = True,
     ) -> Iterator[None]:
-        """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per
-        microbatch.
+        """Execute one step.
 
-        Without microbatches it completes those in flight, as part of the previous step.
+        The first stage reads `inputs` and the last one `targets`, with one entry per microbatch. Without
+        microbatches it completes those in flight, as part of the previous step.
 
         Args:
             program: program to execute instead of the plan's, such as an evaluation.
@@ -443,8 +446,9 @@ class DeviceRunner:
         return Boundary(known.boundaries[action.stage][number], known.samples[action.stage])
 
     def _received(self, action: Action) -> None:
-        """Keep received tensors for the stage; gradients have an entry for every output, None without a
-        gradient.
+        """Keep received tensors for the stage.
+
+        Gradients have an entry for every output, None without a gradient.
         """
         tensors, flight = self.transfers.join(action), self._flight(action)
         if tensors is None:

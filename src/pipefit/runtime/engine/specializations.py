@@ -66,8 +66,9 @@ class Specialization:
 
 
 class _Made(NamedTuple):
-    """The model for local batches of one size: the values at all boundaries, and the stages that differ from
-    the usual.
+    """The model for local batches of one size.
+
+    It has the values at all boundaries, and the stages that differ from the usual ones.
     """
 
     boundaries: Boundaries
@@ -143,9 +144,7 @@ class Specializations:
             )
 
     def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
-        """Return a stage of the new chain, or a rank's part of it, with the stage's present parameters and
-        buffers.
-        """
+        """Return a stage of the new chain, or a rank's part, with the stage's parameters and buffers."""
         place, usual = self.plan.stages[stage], self._usual.stages[stage]
         shards = usual.shards
         if shards is not None:
@@ -184,8 +183,7 @@ def _shaped(value: Value, tensor: Tensor) -> Value:
 
 
 def _rebind(new: ChainLayer, old: ChainLayer, stage: Sequence[ChainLayer]) -> nn.Module:
-    """Give the new layer's module the parameters and buffers of the old layer, or of another layer of its
-    stage.
+    """Give the new layer's module the parameters and buffers of the old layer, or of its stage.
 
     The layer that reads a tensor may differ between modes. Tensors that no layer reads in this mode may be in
     another stage, and are removed.

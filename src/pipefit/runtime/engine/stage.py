@@ -108,15 +108,13 @@ class StageRunner:
         return [*others, *self.copies.tensors]
 
     def stores(self, tensor: Tensor) -> bool:
-        """Return whether this replica's tensor is the one that is stored: the first replica's, or the shard
-        owner's.
-        """
+        """Return whether this replica's tensor is stored: it is the first replica, or the shard owner."""
         if self.share is None or not isinstance(tensor, nn.Parameter):
             return self.replica == 0
         return self.updates.owns(tensor)
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has no memory between steps, because another replica owns it."""
+        """Return whether another replica owns a tensor, so that it lacks memory between steps."""
         return bool(self.gathered) and isinstance(tensor, nn.Parameter) and not self.updates.owns(tensor)
 
     @property
@@ -132,15 +130,17 @@ class StageRunner:
     # ---------------------------------------------------------------- end of a step
 
     def end_step(self, *, counted: bool) -> None:
-        """Count a step that has ended, unless it was an evaluation; until the next one, weights may be
-        changed.
+        """Count a step that has ended, unless it was an evaluation.
+
+        Until the next one, weights may be changed.
         """
         self.batch_number += counted
         self._outdate()
 
     def step(self, action: Action) -> None:
-        """Update all layers or a run of them, unless the stages agreed to skip the update; free the
-        gradients.
+        """Update all layers or a run of them, unless the stages agreed to skip the update.
+
+        Free the gradients.
 
         Raises:
             UsageError: microbatches in flight need the present weights, or state that the update needs is
@@ -161,15 +161,17 @@ class StageRunner:
         self._outdate()
 
     def _outdate(self) -> None:
-        """Mark copies of weights as outdated; copies of sharded weights are refreshed at every gathering
-        instead.
+        """Mark copies of weights as outdated.
+
+        Copies of sharded weights are refreshed at every gathering instead.
         """
         if not self.gathered:
             self.copies.outdate()
 
     def check_here(self, action: Action, flight: Flight | None) -> None:
-        """Check that parameters and gradients that an action needs, for its microbatch in flight, are on the
-        device.
+        """Check that parameters and gradients that an action needs are on the device.
+
+        `flight` is the action's microbatch in flight.
 
         Raises:
             UsageError: some are offloaded, or not gathered.
@@ -231,7 +233,5 @@ class StageRunner:
         return self.updates.state_here()
 
     def reader(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that reads a state tensor of the stage: the tensor, or a copy of it if it is
-        offloaded.
-        """
+        """Return a function that reads a state tensor of the stage, from a copy if it is offloaded."""
         return (lambda tensor: tensor) if self.states is None else self.states.reader()

@@ -27,11 +27,10 @@ from pipefit.tensor_parallel.lockstep import Meeting
 
 
 def lost(what: str, error: BaseException, device: int) -> WorkerFailed | OutOfMemory:
-    """Return the exception to raise after `error` stopped a transfer of the process of `device`, described by
-    `what`.
+    """Return the exception to raise after `error` stopped a transfer of `device`'s process.
 
-    This is `OutOfMemory` or a limit of the system if `error` says so; otherwise the loss of a peer, with
-    advice.
+    `what` describes the failure. This is `OutOfMemory` or a limit of the system if `error` says so; otherwise
+    the loss of a peer, with advice.
     """
     said = all_lines(error)
     if ran_out(error):

@@ -80,8 +80,9 @@ from pipefit.texts import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Position of a worker: at action `number` of its `actions` in a step; a negative `number` is outside of
-    all actions.
+    """Position of a worker: at action `number` of its `actions` in a step.
+
+    A negative `number` is outside of all actions.
     """
 
     step: int
@@ -90,10 +91,10 @@ class Position:
 
 
 def waited_for(plan: Plan, device: int, positions: Mapping[int, Position]) -> tuple[int, ...]:
-    """Return the devices that share a message or collective for which `device` waits, if all of them have
-    begun it.
+    """Return the devices that share the message or collective for which `device` waits.
 
-    Empty if it waits for none, or a participant has not begun it yet. `positions` are by device.
+    The result is empty if it waits for none, or a participant has not begun it yet. `positions` are by
+    device.
     """
     here = positions[device]
     if not 0 <= here.number < len(here.actions) or not here.actions[here.number].wait:
@@ -134,10 +135,10 @@ class Aborted(ProcessDied):
 
 
 def died(code: int | None, *, starting: bool, building: bool = False, on_gpu: bool = False) -> ProcessDied:
-    """Return the error for a worker whose pipe ended without a report; `code` is its exit code, None if it
-    still runs.
+    """Return the error for a worker whose pipe ended without a report.
 
-    `building` says that it was before its first step, when libraries start their threads.
+    `code` is its exit code, None if it still runs. `building` says that it was before its first step, when
+    libraries start their threads.
     """
     if on_gpu and code == -signal.SIGABRT:
         return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
@@ -210,10 +211,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """State of an unfinished worker: the time since its last sign of life, and the limit for its present
-    action.
+    """State of an unfinished worker.
 
-    `waits` says that the action waits for others, so that its silence does not mean that it hangs.
+    It has the time since its last sign of life, and the limit for its present action. `waits` says that the
+    action waits for others, so that its silence does not mean that it hangs.
     """
 
     rank: int
@@ -506,8 +507,9 @@ class _Supervisor:
             self.on_saved(saved)
 
     def _hear_unsaved(self, step: int, why: str) -> None:
-        """Handle the report of an unwritten checkpoint: warn once per step; keep the reason if it is the last
-        checkpoint.
+        """Handle the report of an unwritten checkpoint: warn once per step.
+
+        Keep the reason if it is the last checkpoint.
         """
         if step == self.orders.steps:
             self.unsaved = self.unsaved or why
@@ -554,9 +556,7 @@ class _Supervisor:
         return Programs(self.plan)
 
     def _actions(self, rank: int) -> Sequence[Action]:
-        """Return the actions of a worker in its present step, or those that complete microbatches in flight
-        after it.
-        """
+        """Return the actions of a worker in its present step, or those that drain the pipeline after it."""
         heartbeat, training = self.workers[rank].heartbeat, self.plan.training
         empties = training.endless and heartbeat.empties
         entered = Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
@@ -581,9 +581,7 @@ class _Supervisor:
         return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:
-        """Return the seconds that a worker may be silent at its action, and the argument of `train` that sets
-        them.
-        """
+        """Return the seconds that a worker may be silent at its action, and their argument of `train`."""
         if self.workers[rank].heartbeat.action in (STARTING, RENDEZVOUS, BUILDING):
             return self.start_seconds, "start_seconds"
         return self.timeout_seconds, "timeout_seconds"
@@ -601,9 +599,7 @@ class _Supervisor:
                 )
 
     def _link(self, rank: int) -> tuple[int, ...]:
-        """Return the devices that share the message or collective for which a worker waits, if all have begun
-        it.
-        """
+        """Return the devices that share the transfer for which a worker waits, if all have begun it."""
         beats = {self.plan.workers[n]: (worker.heartbeat, n) for n, worker in enumerate(self.workers)}
         positions = {
             device: Position(step=beat.step, number=beat.action, actions=self._actions(n))
@@ -612,9 +608,7 @@ class _Supervisor:
         return waited_for(self.plan, self.plan.workers[rank], positions)
 
     def _look_at_link(self, seen: Sighting) -> None:
-        """Warn, once for the same devices, if a worker waits for long in a transfer that all participants
-        have begun.
-        """
+        """Warn, once per set of devices, if a worker waits long in a transfer that all have begun."""
         if not seen.waits or seen.silent_seconds < seen.limit_seconds / 2 or not (others := self._link(seen.rank)):
             return
         ends = frozenset((self.plan.workers[seen.rank], *others))

@@ -67,7 +67,7 @@ def orders(
     training.
 
     Raises:
-        FileError: there is no checkpoint to continue from, or it is of another task; or there are no weights.
+        FileError: the checkpoint is missing or of another task, or the weights are missing.
         UsageError: a number is out of range, or differs from that of the checkpoint.
     """
     whole("steps", steps, 1)
@@ -97,9 +97,7 @@ def orders(
 
 
 def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -> Checkpoint:
-    """Return the newest checkpoint of `candidates` from which a training of `steps` steps in all can
-    continue.
-    """
+    """Return the newest checkpoint of `candidates`, from which training continues to `steps` steps."""
     checkpoint = candidates.take()
     check_task(checkpoint, plan.profile)
     checkpoint.check_headers()  # before anything starts; workers read the bytes and check their hashes

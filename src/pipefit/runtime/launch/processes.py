@@ -151,9 +151,7 @@ def start(process: BaseProcess) -> None:
 
 
 def tunables(given: str) -> str:
-    """Return glibc's tunables: the given ones, and a request for huge pages, unless the given ones decide
-    about it.
-    """
+    """Return the given glibc tunables with a request for huge pages, unless they decide about it."""
     return given if _HUGE_PAGES in given else ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))
 
 
@@ -176,9 +174,7 @@ def _start(process: BaseProcess) -> None:
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
-    """Make processes whose fork server is killed children of this process inside, so that it can wait for
-    them.
-    """
+    """Adopt processes inside whose fork server is killed, so that this process can wait for them."""
     before = adopt_orphans(True)
     try:
         yield
@@ -218,8 +214,9 @@ class Started:
         return number
 
     def _of_orphan(self, seconds: float) -> int | None:
-        """Return the exit code from the system; the process becomes a child of this one a moment after the
-        server's end.
+        """Return the exit code from the system.
+
+        The process becomes a child of this one a moment after the server's end.
         """
         until = time.monotonic() + seconds
         while True:
@@ -253,9 +250,7 @@ def _told(words: dict[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A file descriptor. Pickled as an argument of a process that starts, it becomes a descriptor of that
-    process.
-    """
+    """A file descriptor, which pickling as an argument passes to a process that starts."""
 
     number: int
 

@@ -68,8 +68,9 @@ def train(
     restarts: int = 0,
     replan: Replan | None = None,
 ) -> tuple[list[float], Trace]:
-    """Train for `steps` steps in all with one worker process per device; return losses and measured trace of
-    this run.
+    """Train for `steps` steps in all with one worker process per device.
+
+    Return losses and measured trace of this run.
 
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a
@@ -205,8 +206,7 @@ class _Starts:
         self._own: Candidates | None = None  # checkpoints of this training, if it starts from one
 
     def first(self) -> Orders:
-        """Return the orders of the first start, if the checkpoint folder has no checkpoint of another
-        training.
+        """Return the orders of the first start, after checking the owner of the checkpoint folder.
 
         Raises:
             UsageError: it has one.
@@ -229,7 +229,7 @@ class _Starts:
         """Return the orders of a start after the last one found its checkpoint damaged.
 
         Raises:
-            FileError: there is no other checkpoint to start from.
+            FileError: another checkpoint to start from is missing.
         """
         if self._own is not None:
             self._own.pass_over(error)
@@ -261,10 +261,10 @@ class _Starts:
 
 
 def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
-    """Return the trace of a launch, repeated if workers lose each other before their first step and none
-    fails alone.
+    """Return the trace of a launch, repeated if workers lose each other before their first step.
 
-    This drops a stranger that has taken the place of a worker while they connected.
+    It is repeated only if none of them fails alone. This drops a stranger that has taken the place of a
+    worker while they connected.
     """
     before = told.steps_done
     for start in range(2, _STARTS + 1):
@@ -342,8 +342,9 @@ def pickled_task(task: Callable[[], Task]) -> bytes:
 
 
 def _check_script(task: Callable[[], Task]) -> None:
-    """Check that workers can import the module of `task`: they run the file of the main script again, if
-    there is one.
+    """Check that workers can import the module of `task`.
+
+    They run the file of the main script again, if there is one.
 
     Raises:
         UsageError: the script came from standard input, or `task` from a notebook or a prompt.

@@ -109,9 +109,7 @@ class Heartbeat:
 
     @property
     def action(self) -> int:
-        """Number of the worker's present action, or one of this module's negative constants outside of
-        actions.
-        """
+        """Number of the worker's present action, or a negative constant outside of actions."""
         return int(self._words[1])
 
     @property
@@ -370,11 +368,10 @@ class _Rendezvous:
 
 
 def _report(error: BaseException, assignment: Assignment, heartbeat: Heartbeat) -> tuple[type[PipefitError], str]:
-    """Return a failure as a type and a text that the parent can always unpickle: one of pipefit's exception
-    types.
+    """Return a failure as a type and a text that the parent can always unpickle.
 
-    An out-of-memory error in the model's code is reported as such, although a check of the code raised a
-    `UsageError`.
+    The type is one of pipefit's exception types. An out-of-memory error in the model's code is reported as
+    such, although a check of the code raised a `UsageError`.
     """
     behind = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
     if ran_out(behind):  # outside of actions, which would have named themselves

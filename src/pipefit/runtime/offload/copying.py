@@ -94,16 +94,18 @@ class Copier(Protocol):
         """True if copies run while the device computes, and therefore take time separately."""
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Any:
-        """Begin to copy, into the slots if `outward`, over links that take `seconds`; return a handle to
-        join.
+        """Begin to copy, into the slots if `outward`, over links that take `seconds`.
+
+        Return a handle to join.
         """
 
     def join(self, handle: Any) -> None:
         """Order later computations after the copy; on a GPU the host does not wait."""
 
     def settle(self, handle: Any) -> None:
-        """Wait until the copy is complete, so that the host may read and write the bytes. Any thread may call
-        it.
+        """Wait until the copy is complete, so that the host may read and write the bytes.
+
+        Any thread may call it.
         """
 
     def abandon(self) -> None:
@@ -129,8 +131,9 @@ class NoCopier:
 
 
 class AtOnce(NoCopier):
-    """Copies completely at the start of a copy, without pacing: for several devices in one process, which run
-    in turns.
+    """Copies completely at the start of a copy, without pacing.
+
+    It serves several devices in one process, which run in turns.
     """
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:

@@ -1,10 +1,10 @@
-"""Copies of a GPU in parallel with its computing: on separate streams, ordered by events, without stops of
-the host.
+"""Copies of a GPU in parallel with its computing.
 
-Copies in the two directions run in parallel; those of one direction in the order of the program. A copy
-between a GPU and several lenders has a stream for each lender, so that stripes over several links move at
-once; the next copy of that direction begins when all of them have ended. The simulator's clock has the same
-streams (`simulator.timed_program`), and `Link.duplex` gives the joint speed of both directions.
+They run on separate streams, ordered by events, without stops of the host. Copies in the two directions run
+in parallel; those of one direction in the order of the program. A copy between a GPU and several lenders has
+a stream for each lender, so that stripes over several links move at once; the next copy of that direction
+begins when all of them have ended. The simulator's clock has the same streams (`simulator.timed_program`), and
+`Link.duplex` gives the joint speed of both directions.
 
 A copy begins after all work that was launched before its start: outgoing bytes are then computed, and memory
 for incoming ones is free. Its join makes the computing stream wait for it. Later frees and reads happen on
@@ -13,8 +13,8 @@ which would make peaks depend on timing, is not needed. So copies of the two dir
 memory, on the device or at a lender, are ordered by the join of the first. The host does not wait at a join:
 before it reads or writes copied bytes, as an update on the host does, it settles the copy.
 
-Copies to and from a disk run on threads with separate streams: files lack events, so the join of such a
-copy stops the host.
+Copies to and from a disk run on threads with separate streams: files lack events, so the join of such a copy
+stops the host.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Driver(Protocol):
         """Queue a copy between two addresses, of any devices or pinned memory."""
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return a handle of the allocation that contains an address of this device, and the address's offset
-        in it.
-        """
+        """Return a handle of the allocation with an address of this device, and the address's offset."""
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation until it is closed; return its first address in this process."""

@@ -1,10 +1,10 @@
-"""Memory that a device borrows for offloaded tensors: slots in arenas of its host, of a disk, and of other
-devices.
+"""Memory that a device borrows for offloaded tensors.
 
-All arenas of a run follow from its program (`memory.arenas`) and exist before the first step, outside of the
-memory that torch's allocator keeps for the device. Arenas of a host or a disk belong to the worker that uses
-them. Arenas of a device with a worker are made by that worker, and other workers map them. A device without a
-worker lends through its borrower.
+It consists of slots in arenas of the device's host, of a disk, and of other devices. All arenas of a run
+follow from its program (`memory.arenas`) and exist before the first step, outside of the memory that torch's
+allocator keeps for the device. Arenas of a host or a disk belong to the worker that uses them. Arenas of a
+device with a worker are made by that worker, and other workers map them. A device without a worker lends
+through its borrower.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Memory(Protocol):
         """Return the slots of an arena that only this process uses."""
 
     def lend(self, arena: Arena) -> tuple[Any, Callable[[], None]]:
-        """Make memory for a borrower; return its description for the borrower's worker, and a callback after
-        the mapping.
+        """Make memory for a borrower.
+
+        Return its description for the borrower's worker, and a callback after the mapping.
         """
 
     def borrow(self, arena: Arena, told: Any) -> list[Slot]:
@@ -102,8 +103,9 @@ def _nameless(arena: Arena) -> int:
 
 
 def _machine() -> str:
-    """Return an identifier of the machine's boot and PID namespace, within which processes can use each
-    other's PIDs.
+    """Return an identifier of the machine's boot and PID namespace.
+
+    Processes with the same identifier can use each other's PIDs.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -189,8 +191,9 @@ class CudaMemory:
         return Buffers(pinned, StreamCopies(self._stream(self._device(borrower)), self._driver))
 
     def _touched(self, arena: Arena) -> Tensor:
-        """Allocate a byte on the borrowing GPU, which creates this process's context there, as the driver
-        requires.
+        """Allocate a byte on the borrowing GPU, which creates this process's context there.
+
+        The driver requires the context.
         """
         return torch.empty(1, dtype=torch.uint8, device=self._device(arena.borrower))
 
@@ -292,10 +295,9 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """Arenas between lenders and borrowers of a run, and the copiers; a dry run has no memory and copies
-    nothing.
+    """Arenas between lenders and borrowers of a run, and the copiers.
 
-    `mapped` are the slots of arenas that this worker shares with another one.
+    A dry run copies nothing. `mapped` are the slots of arenas that this worker shares with another one.
     """
 
     arenas: tuple[Arena, ...] = ()
@@ -310,8 +312,9 @@ class Lending:
 
     @staticmethod
     def within(hardware: Hardware, program: Program) -> Lending:
-        """Return the arenas of a run in one process. A GPU, or a single device, copies in parallel with
-        computing.
+        """Return the arenas of a run in one process.
+
+        A GPU, or a single device, copies in parallel with computing.
         """
         plan = hardware.plan
         arenas = _checked_here(plan, program)

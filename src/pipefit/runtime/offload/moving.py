@@ -50,8 +50,9 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block; both are numbers in a
-    table.
+    """`nbytes` of a tensor, from `offset` on, that are `within` bytes into a block.
+
+    Both are numbers in a table.
     """
 
     tensor: int
@@ -127,8 +128,9 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """The move of one action for one microbatch: its table, and the storages and slots that the table
-    numbers.
+    """The move of one action for one microbatch.
+
+    It has a table, and the storages and slots that the table numbers.
     """
 
     table: BlockTable
@@ -168,8 +170,9 @@ class Luggage:
 
     @contextmanager
     def _watching(self, layer: int) -> Iterator[None]:
-        """Hook the saved tensors of a layer; the hooks check for in-place changes, because autograd then does
-        not.
+        """Hook the saved tensors of a layer.
+
+        The hooks check for in-place changes, because autograd then does not.
         """
         wanted, count = self.wanted[layer], 0
 
@@ -309,8 +312,7 @@ class Mover:
         self.borrowed.free_all()
 
     def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
-        """Check that tensors for a backward of `layers`, or for an action with these `inputs`, are on the
-        device.
+        """Check that tensors for a backward of `layers`, or for an action with `inputs`, are present.
 
         Raises:
             UsageError: a needed tensor is not on the device.
@@ -463,8 +465,9 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
 
 
 def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list[tuple[torch.UntypedStorage, int]]:
-    """Return the storages of the layer's weights in a microbatch's version, with their bytes, which must be
-    as `planned`.
+    """Return the storages of a layer's weights in a microbatch's version, with their bytes.
+
+    The bytes must be as `planned`.
 
     Raises:
         UsageError: the schedule lacks versions, the microbatch's is still in use, or it takes other bytes.

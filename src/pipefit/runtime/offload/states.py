@@ -94,8 +94,9 @@ class StateMover:
         return found
 
     def put_away(self, updates: Updates) -> None:
-        """Write optimizer state and parameters to their homes; state that is offloaded between steps leaves
-        the device.
+        """Write optimizer state and parameters to their homes.
+
+        State that is offloaded between steps leaves the device.
         """
         for home, content in self._contents.items():
             if content.kept.kind != "gradients":
@@ -255,9 +256,7 @@ class StateMover:
     # ---------------------------------------------------------------- after a failed step
 
     def abandon(self, updates: Updates) -> None:
-        """Restore the resting state after a failed step: state returns to its place between steps, and
-        gradients are dropped.
-        """
+        """Return state to its place between steps and drop gradients, after a failed step."""
         updates.abandon()
         self._started.clear()
         self._sent.clear()
@@ -298,8 +297,9 @@ class StateMover:
             self._mover.resized(storage)
 
     def _views(self, content: _Content, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return host tensors like these, over the memory of a home; None for a home without memory, as in a
-        dry run.
+        """Return host tensors like these, over the memory of a home.
+
+        Return None for a home without memory, as in a dry run.
         """
         places, at = dict[int, tuple[int, int]](), 0
         for storage, nbytes in storages_of(tensors):
@@ -330,9 +330,7 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
 
 
 def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
-    """Return a host tensor like another one, over a slot in which the other one's storage begins at byte
-    `at`.
-    """
+    """Return a host tensor like another one, over a slot that holds its storage from byte `at` on."""
     if not slot.address or not nbytes:
         return None if not slot.address and nbytes else torch.empty_like(like, device="cpu")
     memory = (ctypes.c_char * nbytes).from_address(slot.address + at)
@@ -462,8 +460,9 @@ class GatheredParameters:
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error for operations of a layer that read parameters without memory; `absent` has their
-    names, by storage.
+    """Raises an error for operations of a layer that read parameters without memory.
+
+    `absent` has their names, by storage.
     """
 
     def __init__(self, layer: str, absent: Mapping[int, str]) -> None:

@@ -148,9 +148,7 @@ def copied_weights(module: nn.Module, cost: LayerCost) -> list[nn.Parameter]:
 
 
 def using(copied: Copied, dtype: torch.dtype | None, values: Values) -> AbstractContextManager[None]:
-    """Return a context in which a layer runs on `values` under autocast to `dtype` with these copies as
-    casts.
-    """
+    """Return a context for a layer's forward on `values` under autocast with these copies as casts."""
     return nullcontext() if not copied or dtype is None else _using(copied, dtype, values)
 
 
@@ -183,8 +181,9 @@ class _Answered(Exception):
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers casts of weights with aliases of their copies, and ends any other operation. `asked` counts the
-    casts.
+    """Answers casts of weights with aliases of their copies, and ends any other operation.
+
+    `asked` counts the casts.
     """
 
     def __init__(self, copies: Mapping[int, Tensor]) -> None:
@@ -204,10 +203,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _asked(weights: Sequence[Tensor], answers: _Answers) -> int:
-    """Make autocast cast up to three weights, as for a product of them; return the number that it had not
-    cached.
+    """Make autocast cast up to three weights, as for a product of them.
 
-    The product is never computed, so the shapes need not fit.
+    Return the number that it had not cached. The product is never computed, so the shapes need not fit.
     """
     three = [*weights, weights[0], weights[0]][:_AT_ONCE]
     try:
@@ -259,10 +257,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, part: Optimizer | None = None) -> None:
-        """Update the copies and round them into the parameters. A parameter without a gradient stays
-        unchanged.
+        """Update the copies and round them into the parameters.
 
-        With a `part` of the optimizer, which has some of its groups, only those layers are updated.
+        A parameter without a gradient stays unchanged. With a `part` of the optimizer, which has some of its
+        groups, only those layers are updated.
         """
         stepper = part or self.optimizer
         every = stepper.param_groups
@@ -309,8 +307,9 @@ class MasterWeights:
 def make_optimizer(
     task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None = None
 ) -> Optimizer | MasterWeights:
-    """Return the task's optimizer for layers with these groups: over the parameters, or over master weights
-    if the task has them.
+    """Return the task's optimizer for layers with these groups.
+
+    It updates the parameters, or master weights if the task has them.
 
     Raises:
         UsageError: the optimizer does not have exactly the given parameters.
@@ -341,9 +340,7 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
 
 
 def _held_of_each(task: Task, groups: Sequence[Group]) -> set[int]:
-    """Return ids of the parameters that the task's optimizer keeps of each of these groups alone, possibly
-    none.
-    """
+    """Return ids of the parameters that the task's optimizer keeps of each of these groups alone."""
     found = set[int]()
     for group in groups:
         with suppress(ValueError):  # an optimizer without parameters
@@ -384,8 +381,9 @@ def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> A
 
 
 def copies_of(optimizer: Optimizer | MasterWeights | None) -> Mapping[Tensor, nn.Parameter]:
-    """Map parameters to the float32 copies that an optimizer updates; empty if it updates parameters
-    directly.
+    """Map parameters to the float32 copies that an optimizer updates.
+
+    The map is empty if it updates parameters directly.
     """
     return optimizer.copies if isinstance(optimizer, MasterWeights) else {}
 

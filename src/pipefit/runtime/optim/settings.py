@@ -1,5 +1,4 @@
-"""Options of optimizers and state of schedulers as plain settings, which JSON holds and any plan can continue
-with.
+"""Options of optimizers and state of schedulers as plain settings for JSON and any other plan.
 
 Every stage has its own optimizer and scheduler, with a parameter group for each layer. So settings of a group
 are stored per group: its options, and lists of a scheduler with an entry for each group, such as `base_lrs`.

@@ -48,8 +48,9 @@ _PUT_IN = frozenset({"param_groups", "_opt_called"})  # may differ between a par
 
 
 class Undivided(UsageError):
-    """Error for an optimizer that does more in a step than its groups say; `reason` follows the `name` of its
-    class.
+    """Error for an optimizer that does more in a step than its groups say.
+
+    `reason` follows the `name` of its class.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -247,8 +248,9 @@ def _different(
 
 
 def _coupled(task: Task, groups: Sequence[tuple[Group, list[_Tried]]], draws: torch.Generator) -> str:
-    """Return the class of the task's optimizer if it computes with more than one element; empty if it does
-    not.
+    """Return the class of the task's optimizer if it computes with more than one element.
+
+    The text is empty if it does not.
     """
     every = [one for _, of_group in groups for one in of_group]
     whole = task.optimizer([{**given, "params": [one.whole for one in own]} for given, own in groups])
@@ -346,9 +348,7 @@ class Updates:
         self._pace = Pace()
 
     def parameters(self, layers: Layers) -> list[nn.Parameter]:
-        """Return the parameters of these layers, trained or not, each with the first layer of the stage that
-        has it.
-        """
+        """Return the parameters of these layers, each with the first layer of the stage that has it."""
         return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
 
     def owned(self, layers: Layers) -> list[nn.Parameter]:
@@ -365,16 +365,18 @@ class Updates:
         return id(parameter) in self._owned
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the optimizer updates for a parameter: itself, its copy at a place, or a
-        float32 copy of these.
+        """Return the tensor that the optimizer updates for a parameter.
+
+        It is the parameter, its copy at a place, or the float32 copy of one of these.
         """
         copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
         found = parameter if copy is None else copy
         return copies_of(self.optimizer).get(found, found)
 
     def numbers_beside(self, trained: Tensor) -> frozenset[str]:
-        """Return names of single numbers that the optimizer keeps on the device of an updated tensor; empty
-        on the host.
+        """Return names of single numbers that the optimizer keeps on the device of an updated tensor.
+
+        The set is empty on the host.
         """
         if trained.device.type == "cpu" or self.optimizer is None:
             return frozenset()
@@ -395,17 +397,16 @@ class Updates:
         return [] if self._elsewhere else self._made.alive
 
     def state_here(self) -> list[Tensor]:
-        """Return the optimizer's tensors on the device: for parameters not updated at a place, and those made
-        at construction.
+        """Return the optimizer's tensors on the device.
 
-        State is read by parameter, because a thread may add state for others meanwhile.
+        These are tensors for parameters not updated at a place, and those made at construction. State is read
+        by parameter, because a thread may add state for others meanwhile.
         """
         kept = self._kept([p for own in self._own for p in own if p not in self._elsewhere])
         return [*self.made, *kept]
 
     def state(self, layers: Layers, planned: int) -> list[Tensor]:
-        """Return the optimizer's tensors for these layers on the device of their updated tensors, with
-        float32 copies.
+        """Return the optimizer's tensors for these layers, with float32 copies, where it updates them.
 
         A plan for GPUs may be trained on devices whose memory is the host's. If the tensors take more than
         `planned`, single numbers such as the counters of Adam's steps are left out: next to a GPU they would
@@ -416,8 +417,9 @@ class Updates:
         return [tensor for tensor in found if tensor.ndim or not more]
 
     def check_apart(self, layers: Layers) -> None:
-        """Check that optimizer tensors for these layers are not shared with others, so that they can be moved
-        alone.
+        """Check that optimizer tensors for these layers are not shared with other layers.
+
+        Then they can be moved alone.
 
         Raises:
             Undivided: the optimizer keeps one tensor for both.
@@ -455,8 +457,9 @@ class Updates:
     # ---------------------------------------------------------------- updates
 
     def step(self, layers: Layers) -> None:
-        """Update these layers on the device, unless the stages agreed to skip the update; free their
-        gradients.
+        """Update these layers on the device, unless the stages agreed to skip the update.
+
+        Free their gradients.
         """
         parameters = self.updated(layers)
         if self.optimizer is not None and parameters and not self._skipped:
@@ -475,10 +478,9 @@ class Updates:
         return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
 
     def start_elsewhere(self, layers: Layers, gradients: Gradients, seconds: float) -> Future[None] | None:
-        """Begin to update these layers at their place after the arrival of the `gradients`; it takes at least
-        `seconds`.
+        """Begin to update these layers at their place after the arrival of the `gradients`.
 
-        Return None if there is nothing to update.
+        It takes at least `seconds`. Return None if there is nothing to update.
         """
         copies = [copy for p in self.updated(layers) if (copy := self._elsewhere[p]) is not None]
         if self.optimizer is None or not copies or self._skipped:

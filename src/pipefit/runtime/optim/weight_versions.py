@@ -1,5 +1,6 @@
-"""Versions of a stage's weights, for updates with microbatches in flight (`memory.weight_versions` decides
-them).
+"""Versions of a stage's weights, for updates with microbatches in flight.
+
+`memory.weight_versions` decides which versions exist.
 
 The optimizer's parameters hold the newest weights and are updated in place. A microbatch uses leaves instead:
 parameters of its version, put into the layers for its forward, its recomputation and its backward. A copy of
@@ -35,13 +36,13 @@ Slot = tuple[nn.Module, str, int]  # a module, a parameter's name there, and the
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """Weights for the passes of microbatches: a leaf for each trained parameter, and the number of users by
-    layer.
+    """Weights for the passes of microbatches.
 
-    `users` are microbatches that still need a layer, and `copies` the half-precision copies of weights for
-    autocast, by parameter number. Leaves of layers without users are None. An older version may have unused
-    `rooms` by layer, in place of gradients and optimizer state. Weights of layers that are `away` have been
-    offloaded, or are leaving.
+    A version has a leaf for each trained parameter, and the number of users by layer. `users` are
+    microbatches that still need a layer, and `copies` the half-precision copies of weights for autocast, by
+    parameter number. Leaves of layers without users are None. An older version may have unused `rooms` by
+    layer, in place of gradients and optimizer state. Weights of layers that are `away` have been offloaded,
+    or are leaving.
     """
 
     leaves: list[nn.Parameter | None]
@@ -53,8 +54,9 @@ class Version:
 
 @dataclass(slots=True)
 class _Bound:
-    """Places of parameters in layers of one specialization; the layers are kept, so that their ids stay
-    valid.
+    """Places of parameters in layers of one specialization.
+
+    The layers are kept, so that their ids stay valid.
     """
 
     layers: Sequence[ChainLayer]
@@ -96,15 +98,17 @@ class Weights:
         return self._current
 
     def give_back(self, version: Version, layers: Iterable[int]) -> None:
-        """End a microbatch's use of these layers after its backward; older weights are freed after their last
-        user.
+        """End a microbatch's use of these layers after its backward.
+
+        Older weights are freed after their last user.
         """
         version.users.subtract(layers)
         self._drop_unused(version)
 
     def stash(self, layers: Layers) -> list[Tensor]:
-        """Copy the newest weights of a run of layers, for updates of the copy; return the previous version's
-        tensors there.
+        """Copy the newest weights of a run of layers, for updates of the copy.
+
+        Return the previous version's tensors there.
 
         Raises:
             UsageError: they have been copied already, and forwards do not use the copy yet.
@@ -231,8 +235,9 @@ class Weights:
 
     @contextmanager
     def going_backward(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
-        """Give `layers` the weights of `version` inside for a backward, and add its gradients to the
-        optimizer's parameters.
+        """Give `layers` the weights of `version` for a backward inside; keep its gradients.
+
+        The gradients are added to those of the optimizer's parameters.
 
         Raises:
             UsageError: a layer has used an optimizer's parameter directly.
@@ -300,8 +305,9 @@ def _trained(layer: ChainLayer) -> Iterator[nn.Parameter]:
 
 
 def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter into a module; modules with their own `__setattr__`, such as LSTMs, update their lists
-    themselves.
+    """Put a parameter into a module.
+
+    Modules with their own `__setattr__`, such as LSTMs, update their lists themselves.
     """
     if type(part).__setattr__ is nn.Module.__setattr__:
         part._parameters[name] = parameter
