@@ -395,6 +395,13 @@ def full_for_a_while(step: int) -> Task:
     return FEATURES["dropout"].task()
 
 
+def unwritable(worker: int, error: BaseException) -> Task:
+    """A task with dropout, one of whose workers fails with `error` whenever it writes its part of a checkpoint."""
+    if mp.current_process().name == f"pipefit-worker-{worker}":
+        mock.patch.object(saver, "write_shard", side_effect=error).start()
+    return FEATURES["dropout"].task()
+
+
 def crowded(worker: int) -> Task:
     """A task with dropout, of which one worker finds no room for copies on its host."""
     if mp.current_process().name == f"pipefit-worker-{worker}":

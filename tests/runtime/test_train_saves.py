@@ -34,6 +34,7 @@ from resuming import (
     named,
     plan_for,
     remembered,
+    unwritable,
 )
 
 
@@ -114,6 +115,17 @@ def test_a_failure_of_all_workers_is_told_once(tmp_path: Path) -> None:
         trained(tmp_path, task=partial(limited_all, 2000))
     told = [str(warning.message) for warning in warned if "checkpoint" in str(warning.message)]
     assert [text.partition(" cannot be saved")[0] for text in told] == [f"checkpoint {step}" for step in (2, 4)]
+
+
+@pytest.mark.parametrize(("worker", "error"), [(0, TypeError("no shard")), (1, KeyboardInterrupt())])
+def test_a_save_fails_whatever_the_writing_raises(worker: int, error: BaseException, tmp_path: Path) -> None:
+    """The other worker waits for no part that will not come, and the training does not end as if it were saved."""
+    with (
+        pytest.warns(PipefitWarning, match=f"checkpoint 2 cannot be saved .*: {type(error).__name__}"),
+        pytest.raises(NotSaved, match=f"checkpoint 6 cannot be saved .*: {type(error).__name__}.*no whole one yet"),
+    ):
+        trained(tmp_path, task=partial(unwritable, worker, error), timeout_seconds=60)
+    assert steps_in(tmp_path) == []
 
 
 def test_a_checkpoint_that_is_lost_on_the_way_is_a_warning(tmp_path: Path) -> None:
