@@ -31,7 +31,7 @@ _MEMINFO, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
     """Return the bytes that a process may still allocate on the machine and in its container.
 
-    If the system does not report free memory, half of the machine's memory.
+    If the system does not report free memory, return half of the machine's memory.
     """
     free = _number(meminfo, r"MemAvailable:\s+(\d+) kB")
     machine = free * 1024 if free is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -132,7 +132,7 @@ class Hardware:
         return "gloo" if self.shared else "nccl"
 
     def device(self, number: int) -> torch.device:
-        """Return the torch device of one of the plan's devices, and make a GPU the current one.
+        """Return the torch device of a device of the plan, and make a GPU the current one.
 
         Raises:
             UsageError: the machine lacks this GPU.

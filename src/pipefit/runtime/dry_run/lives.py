@@ -232,7 +232,7 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
 
     @property
     def _is_pass(self) -> bool:
-        """True if the present action transfers or runs microbatches, and not on the state of one layer."""
+        """True if the present action transfers or runs microbatches, instead of changing one layer's state."""
         return self._present is not None and self._present.kind in _PASSES
 
     def _look_at(self, arguments: Any) -> None:

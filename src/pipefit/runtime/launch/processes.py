@@ -273,7 +273,7 @@ class Inherited:
 
     @classmethod
     def here(cls) -> Inherited:
-        """Return those of this process."""
+        """Return environment and standard error of this process."""
         stderr = None
         with suppress(OSError):
             os.fstat(2)
@@ -281,7 +281,7 @@ class Inherited:
         return cls(environment=dict(os.environ), stderr=stderr)
 
     def take_over(self) -> None:
-        """Make them this process's environment and standard error."""
+        """Make this environment and standard error those of this process."""
         os.environ.clear()
         os.environ.update(self.environment)
         if self.stderr is not None:

@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 
 class Pace:
-    """Delays work on a thread to the time that an emulated device takes, unless a step has failed meanwhile."""
+    """Delays work on a thread until an emulated device would have done it, unless a step has failed."""
 
     def __init__(self) -> None:
         self._ending = Event()

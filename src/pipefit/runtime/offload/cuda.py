@@ -1,10 +1,10 @@
 """Copies of a GPU in parallel with its computing.
 
 They run on separate streams, ordered by events, without stops of the host. Copies in the two directions run
-in parallel; those of one direction in the order of the program. A copy between a GPU and several lenders has
-a stream for each lender, so that stripes over several links move at once; the next copy of that direction
-begins when all of them have ended. The simulator's clock has the same streams (`simulator.timed_program`), and
-`Link.duplex` gives the joint speed of both directions.
+in parallel; copies in one direction run in the order of the program. A copy between a GPU and several lenders
+has a stream for each lender, so that stripes over several links move at once; the next copy of that direction
+begins when all of them have ended. The simulator's clock has the same streams (`simulator.timed_program`),
+and `Link.duplex` gives the joint speed of both directions.
 
 A copy begins after all work that was launched before its start: outgoing bytes are then computed, and memory
 for incoming ones is free. Its join makes the computing stream wait for it. Later frees and reads happen on

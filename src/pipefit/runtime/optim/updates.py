@@ -399,14 +399,14 @@ class Updates:
     def state_here(self) -> list[Tensor]:
         """Return the optimizer's tensors on the device.
 
-        These are tensors for parameters not updated at a place, and those made at construction. State is read
-        by parameter, because a thread may add state for others meanwhile.
+        These are tensors for parameters that are not updated at a place, and tensors made at its
+        construction. State is read by parameter, because a thread may add state for others meanwhile.
         """
         kept = self._kept([p for own in self._own for p in own if p not in self._elsewhere])
         return [*self.made, *kept]
 
     def state(self, layers: Layers, planned: int) -> list[Tensor]:
-        """Return the optimizer's tensors for these layers, with float32 copies, where it updates them.
+        """Return the optimizer's tensors for these layers on the devices of its updates, with float32 copies.
 
         A plan for GPUs may be trained on devices whose memory is the host's. If the tensors take more than
         `planned`, single numbers such as the counters of Adam's steps are left out: next to a GPU they would
