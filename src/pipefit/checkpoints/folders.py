@@ -272,7 +272,7 @@ def _opened(folder: Path) -> Checkpoint:
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Convert errors of reading a checkpoint inside to damage, and name the previous checkpoint."""
+    """Report errors of reading a checkpoint in the context as damage, and name the previous checkpoint."""
     try:
         yield
     except UnreadableCheckpoint:

@@ -523,7 +523,7 @@ class Trainer:
 
     @contextmanager
     def _running(self, *, training: bool = True) -> Iterator[None]:
-        """Run the devices of this process inside; a failed step leaves nothing in flight."""
+        """Run the devices of this process in the context; after a failed step nothing is in flight."""
         if self._whole is not None:
             self._whole.lead()
             self._whole.is_behind = True

@@ -115,7 +115,7 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
 
 @contextmanager
 def _with(rank: int) -> Iterator[None]:
-    """Convert errors of messages to or from a worker inside to the loss of the worker."""
+    """Report errors of messages to or from a worker in the context as the loss of the worker."""
     try:
         yield
     except RuntimeError as error:

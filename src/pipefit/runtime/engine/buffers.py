@@ -89,7 +89,7 @@ def fed_back_copies(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) ->
 
 @contextmanager
 def working_copies(layers: Sequence[ChainLayer], copies: Buffers) -> Iterator[None]:
-    """Replace the buffers of `layers` inside by the `copies` of their first forward, or new copies.
+    """Use copies of the buffers of `layers` in the context: the `copies` of their first forward, or new ones.
 
     Afterwards the layers have the originals, and `copies` holds the buffers of the second forward: the
     copies, or their replacements by the forward.

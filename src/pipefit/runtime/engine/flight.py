@@ -180,7 +180,7 @@ def _nothing(count: int, *gradients: Tensor | None) -> tuple[None, ...]:
 
 @contextmanager
 def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give each gradient that a backward inside creates for one of the `parameters` its own memory."""
+    """Give each new gradient of the `parameters` that a backward in the context creates its own memory."""
     without = dict.fromkeys(p for p in parameters if p.requires_grad and p.grad is None)
     hooks = [p.register_post_accumulate_grad_hook(_give_memory) for p in without]  # type: ignore[no-untyped-call]
     try:
@@ -319,7 +319,7 @@ def gradients_to_send(gradients: Sequence[Tensor | None], values: Sequence[Value
 
 @contextmanager
 def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
-    """Name the microbatch and the layers of a piece whose backward inside finds a changed saved tensor.
+    """Name the microbatch and layers if a piece's backward in the context finds a changed saved tensor.
 
     Raises:
         UsageError: a saved tensor has been changed in place; autograd's message would not name a layer.

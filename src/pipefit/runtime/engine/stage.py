@@ -199,13 +199,13 @@ class StageRunner:
 
     @contextmanager
     def state_here(self) -> Iterator[None]:
-        """Reload all of the stage's state inside, so that it can be read or changed."""
+        """Keep all of the stage's state on the device in the context, so that it can be read or changed."""
         with nullcontext() if self.states is None else self.states.all_here(self.updates):
             yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put all layers into evaluation mode inside; restore their modes afterwards."""
+        """Put all layers into evaluation mode in the context; restore their modes afterwards."""
         modes = [(module, module.training) for layer in self.layers for module in layer.module.modules()]
         try:
             for layer in self.layers:

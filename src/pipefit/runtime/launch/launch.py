@@ -242,10 +242,10 @@ def hanging(unfinished: Sequence[Sighting]) -> int | None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back Ctrl-C and other signals with a handler inside; the first one takes effect at the end.
+    """Hold back Ctrl-C and other signals with a handler in the context; the first takes effect at its end.
 
-    Processes that are started inside ignore Ctrl-C for good: a terminal sends it to all, and the parent stops
-    them.
+    Processes that are started in the context ignore Ctrl-C for good: a terminal sends it to all, and the
+    parent stops them.
     """
     came = list[signal.Signals]()
 

@@ -174,7 +174,7 @@ def _start(process: BaseProcess) -> None:
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
-    """Adopt processes inside whose fork server is killed, so that this process can wait for them."""
+    """Adopt processes whose fork server is killed in the context, so that this process can wait for them."""
     before = adopt_orphans(True)
     try:
         yield
@@ -183,7 +183,7 @@ def orphans_adopted() -> Iterator[None]:
 
 
 class Started:
-    """A process that `start` has started inside `orphans_adopted`, with its exit code.
+    """A process that `start` has started in a context of `orphans_adopted`, with its exit code.
 
     The fork server reports the exit code. If the server is gone, multiprocessing considers the process ended
     with code 255, although it may still run; then the system is queried.
@@ -235,7 +235,7 @@ class Started:
 
 @contextmanager
 def _told(words: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside, which processes inherit that start there."""
+    """Set environment variables in the context, for processes that start there."""
     before = {word: os.environ.get(word) for word in words}
     os.environ.update(words)
     try:

@@ -176,7 +176,7 @@ def _restarted(
 
 @contextmanager
 def _held(start: Orders) -> Iterator[Hold | None]:
-    """Hold the folder to which this training saves inside, so that no other training saves there.
+    """Hold the folder to which this training saves in the context, so that no other training saves there.
 
     Raises:
         FileError: another training holds it.

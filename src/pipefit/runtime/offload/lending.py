@@ -228,7 +228,7 @@ def _pinned(nbytes: int) -> Tensor:
 
 @contextmanager
 def _allocating(arena: Arena) -> Iterator[None]:
-    """Convert errors of allocations inside to an error that names the lender and the arena."""
+    """Report errors of allocations in the context with the lender and the arena."""
     try:
         yield
     except RuntimeError as error:  # raised by torch for GPUs and pinned memory
@@ -240,7 +240,7 @@ def _allocating(arena: Arena) -> Iterator[None]:
 
 @contextmanager
 def _shared(arena: Arena) -> Iterator[None]:
-    """Convert errors of the driver inside to an error about an arena that two processes cannot share."""
+    """Report errors of the driver in the context as an arena that two processes cannot share."""
     try:
         yield
     except RuntimeError as error:

@@ -107,9 +107,10 @@ class StateMover:
 
     @contextmanager
     def all_here(self, updates: Updates) -> Iterator[None]:
-        """Reload all state inside, without counting its memory; afterwards it is offloaded again.
+        """Keep all state on the device in the context, without counting its memory; offload it again
+        afterwards.
 
-        The host may write to homes inside, because all copies are settled first.
+        The host may write to homes in the context, because all copies are settled first.
         """
         for home, content in self._contents.items():
             if content.copy is not None:

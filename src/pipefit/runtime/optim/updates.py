@@ -136,7 +136,7 @@ def part_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
 
 
 class MadeTensors(TorchDispatchMode):
-    """Dispatch mode that records the results of all operations inside by weak references."""
+    """Dispatch mode that records the results of all operations by weak references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

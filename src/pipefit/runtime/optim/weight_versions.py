@@ -222,7 +222,7 @@ class Weights:
 
     @contextmanager
     def put(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
-        """Give `layers`, of any specialization, the weights of `version` inside."""
+        """Give `layers`, of any specialization, the weights of `version` in the context."""
         slots = self._slots(layers)
         try:
             for part, name, number in slots:
@@ -235,7 +235,7 @@ class Weights:
 
     @contextmanager
     def going_backward(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
-        """Give `layers` the weights of `version` for a backward inside; keep its gradients.
+        """Give `layers` the weights of `version` for a backward in the context; keep its gradients.
 
         The gradients are added to those of the optimizer's parameters.
 
