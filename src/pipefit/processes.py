@@ -172,9 +172,10 @@ _DIE_WITH_PARENT, _ADOPT, _ADOPTS = 1, 36, 37  # prctl's PR_SET_PDEATHSIG, PR_SE
 
 
 class Fork:
-    """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe and then ends
-    silently, whatever `work` raises. It also ends with this process, and when this object is
-    garbage-collected.
+    """A process, forked from this one on Linux, that calls `work` with the descriptor of a pipe.
+
+    It ends silently after `work`, even if `work` raises. It also ends with this process, and when this object
+    is garbage-collected.
 
     Raises:
         OSError: the system has no process or pipe for it.
@@ -202,8 +203,9 @@ class Fork:
         self._ending = weakref.finalize(self, _end, self._process, parent, self._reading)
 
     def read(self, most: int) -> bytes:
-        """Return up to `most` bytes that the fork has written, as soon as any exist; empty after its end, and
-        in another fork.
+        """Return up to `most` bytes that the fork has written, as soon as any exist.
+
+        Returns nothing after the fork's end, and in another fork.
 
         Raises:
             TimeoutError: the fork stands still.
@@ -304,8 +306,9 @@ def forks_left() -> int:
 def beside(
     *works: Callable[[], T], forks: bool = True, check: Callable[[], object] | None = None
 ) -> tuple[Callable[[], T], ...]:
-    """Start all `works`, one after the other, in another process; return functions that wait for their
-    results.
+    """Start all `works`, one after the other, in another process.
+
+    Returns functions that wait for their results.
 
     Without a core or process for them, or outside of `forking`, each runs in this process when its result is
     requested; so too with `forks` False, or if `check`, which the fork calls first, raises. `check` is for

@@ -59,8 +59,7 @@ class Table:
 
     @property
     def keys(self) -> int:
-        """The number of leading columns that name a row: counters such as `3` or `3-5`, and the names after
-        them.
+        """The number of leading columns that name a row: counters such as `3` or `3-5`, then names.
 
         It includes enough name columns to distinguish all rows, or one if none do; at least the first column.
         """
@@ -163,8 +162,9 @@ def _html_cell(cell: str, numeric: bool) -> str:
 
 
 def _html_words(cell: str) -> str:
-    """Escape the cell's words; draw a bar of characters as a graphic hidden from screen readers, which read
-    its figure.
+    """Escape the cell's words.
+
+    A bar of characters becomes a graphic hidden from screen readers, which read its figure.
     """
     meter = _METER.fullmatch(cell)
     if meter is None:
@@ -236,8 +236,9 @@ def _plain_width(table: Table, most: int) -> int:
 
 
 def _parts(table: Table, width: int, measured: Callable[[Table], int]) -> list[Table]:
-    """Return the table without as few spare columns as make it fit the width; else in parts, the first with
-    the title.
+    """Return the table without as few spare columns as make it fit the width.
+
+    If that does not suffice, returns parts; the first has the title.
     """
     for left_out in range(len(table.spare) + 1):
         without = table.spare[:left_out]

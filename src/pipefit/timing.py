@@ -56,8 +56,10 @@ class Hop(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective: its hops, the latency of dependent messages, the seconds that each wire needs for the
-    bytes of its hops, and the share of its rate that each wire keeps while its opposite direction is busy.
+    """A collective over the links of a cluster.
+
+    It has its hops, the latency of dependent messages, the seconds that each wire needs for the bytes of its
+    hops, and the share of its rate that each wire keeps while its opposite direction is busy.
     """
 
     hops: tuple[Hop, ...]
@@ -85,9 +87,7 @@ class Exchange(NamedTuple):
 
 
 def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
-    """Return the algorithms for an all-reduce of `nbytes` over devices: the ring, and trees if several hosts
-    take part.
-    """
+    """Return the algorithms for an all-reduce: the ring, and trees if several hosts take part."""
     count = len(members)
     hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
     found = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
@@ -135,8 +135,9 @@ class Line(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Costs of collectives of some devices on otherwise idle wires: `sums` for an all-reduce by each
-    algorithm, `half` for a reduce-scatter or all-gather.
+    """Costs of collectives of some devices on otherwise idle wires.
+
+    `sums` are those of an all-reduce by each algorithm, `half` that of a reduce-scatter or all-gather.
 
     Groups on equal links are equal.
     """
@@ -184,8 +185,9 @@ def _around(members: Sequence[int], sent: Sequence[int]) -> Iterator[Hop]:
 
 
 def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
-    """Return the latency of the last part to arrive, if each part goes around the ring `turns` times, each
-    time up to the member before its start.
+    """Return the latency of the last part to arrive in a ring.
+
+    Each part goes around the ring `turns` times, each time up to the member before its start.
     """
     hops = [_latency(cluster, *hop) for hop in zip(members, (*members[1:], members[0]), strict=True)]
     in_a_row = zip(*(hops[number:] + hops[:number] for number in range(turns)), strict=True)
@@ -231,8 +233,9 @@ def _trees(chains: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
 
 
 def _above(place: int, count: int) -> int:
-    """Return the parent of a place in a binary tree of `count` ordered places, whose leaves are every second
-    place, and whose root is 0.
+    """Return the parent of a place in a binary tree of `count` ordered places.
+
+    Its leaves are every second place, and its root is 0.
     """
     lowest = place & -place
     above = place - lowest | lowest << 1

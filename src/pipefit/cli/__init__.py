@@ -1,5 +1,6 @@
-"""The command line. Each command is one file that parses its arguments, calls the function of the same name,
-and prints.
+"""The command line.
+
+Each command is one file that parses its arguments, calls the function of the same name, and prints.
 
 Commands import their modules when they run, so that help costs no more than the parser. Errors are handled
 here.
@@ -128,8 +129,9 @@ def _run(words: list[str], *, own: bool, is_open: bool) -> int:
 
 
 def _check_surroundings(is_open: bool) -> None:
-    """Check that a result can be printed, and that the working directory exists, because torch's libraries
-    abort without it when loaded.
+    """Check that stdout is open and that the working directory exists.
+
+    Without a working directory, torch's libraries abort when they are loaded.
 
     Raises:
         FileError: stdout is closed.
@@ -180,8 +182,9 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _without_reader(error: BaseException, failure: _Failure) -> int:
-    """Return the exit code after the reader of a pipe has left, as head does, for which typer ends the
-    program.
+    """Return the exit code after the reader of a pipe has left, as head does.
+
+    Typer ends the program then.
 
     If anything else ended it, such as a model's own code, report that.
     """

@@ -79,8 +79,9 @@ def command(
 
 
 def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
-    """Return an error if a device's tensors or a GPU's process exceed its memory, because a dry run does not
-    enforce budgets.
+    """Return an error if a device's tensors or a GPU's process exceed its memory.
+
+    A dry run itself does not enforce budgets.
     """
     from pipefit.errors import OutOfMemory
     from pipefit.schema.post_mortem import of_dry_run

@@ -1,5 +1,6 @@
-"""`pipefit demo`: a complete example on real text. No split fits; a plan that offloads and recomputes does,
-and trains.
+"""`pipefit demo`: a complete example on real text.
+
+No split fits; a plan that offloads and recomputes does, and trains.
 """
 
 from __future__ import annotations

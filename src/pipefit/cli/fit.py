@@ -176,7 +176,7 @@ def command(
 
 
 def _only_with_grow(given: Mapping[str, object]) -> None:
-    """Refuse options that would have no effect without --grow."""
+    """Refuse options that have an effect only with --grow."""
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} goes with --grow, which says what is looked for, such as --grow layers")

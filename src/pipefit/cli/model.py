@@ -1,5 +1,6 @@
-"""MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory` from the current folder or
-environment.
+"""MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory`.
+
+Modules are imported from the current folder or the environment.
 
 `megatron:FILE` and `torchtitan:NAME` are one of the first two, with the shape of another tool's
 configuration. A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all
@@ -52,8 +53,9 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
 
 
 def precision_of(plan: Plan) -> Precision | None:
-    """Return the precision to which the MODEL of `plan` is cast; None if parameters have several dtypes, so
-    no cast was made.
+    """Return the precision to which the MODEL of `plan` is cast.
+
+    Returns None if parameters have several dtypes, so no cast was made.
     """
     kinds = (kind for measurement in plan.profile.measurements for kind in measurement.kinds)
     dtypes = {parameter.dtype for kind in kinds for parameter in kind.parameters if "float" in parameter.dtype}
@@ -66,8 +68,10 @@ class _Raised(UsageError):
 
 
 def build(model: str, settings: Sequence[str], precision: Precision | None) -> Task:
-    """Return the task of `resolve` in a worker, in which errors of the model's own code are failures of the
-    worker, since the same arguments made a task before.
+    """Return the task of `resolve` in a worker.
+
+    Errors of the model's own code are failures of the worker here, since the same arguments made a task
+    before.
     """
     try:
         return resolve(model, settings, precision)
@@ -182,8 +186,9 @@ def built_with(model: str, settings: Sequence[str]) -> str:
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Parse `["layers=4", "optimizer=adamw"]` to `{"layers": 4, "optimizer": "adamw"}`: Python literals, or
-    else text.
+    """Parse `["layers=4", "optimizer=adamw"]` to `{"layers": 4, "optimizer": "adamw"}`.
+
+    Values are Python literals, or else text.
 
     Raises:
         UsageError: not of this form, or a name given twice.
@@ -242,8 +247,10 @@ def _factory(source: str, name: str) -> Callable[..., object]:
 
 
 def _as_module(file: str) -> str:
-    """Return advice about a file given instead of a module: its module, relative to the current folder if all
-    folders between can be packages, else to the file's folder; or that the file cannot be a module.
+    """Return advice about a file given instead of a module.
+
+    The advice names its module, relative to the current folder if all folders between can be packages, else
+    to the file's folder; or it says that the file cannot be a module.
     """
     folder, name = os.path.split(os.path.abspath(file))
     if not name[:-3].isidentifier():

@@ -100,8 +100,9 @@ PredictedSteps = Annotated[
 
 
 def allocator(written: str | None, target: Target) -> AllocatorSettings | None:
-    """Return the settings of the caching allocator from `written`, or else from the environment; None unless
-    target is `cuda`.
+    """Return the settings of the caching allocator from `written`, or else from the environment.
+
+    Returns None unless target is `cuda`.
 
     Raises:
         UsageError: the settings are not simulated, or given for a target without the allocator.

@@ -40,8 +40,9 @@ def used(file: Path) -> Iterator[None]:
 
 @contextmanager
 def used_together(alone: Callable[[Any], object], documents: Mapping[Path, Any]) -> Iterator[None]:
-    """Convert usage errors of work on several documents: if `alone` fails for one document too, its file is
-    at fault; if for none, the documents do not fit together.
+    """Convert usage errors of work on several documents to errors of the file at fault.
+
+    A file is at fault if `alone` fails for its document; if none is, the documents do not fit together.
 
     Raises:
         FileError: instead of a UsageError; names the file at fault.
@@ -136,8 +137,9 @@ _CHECKPOINT = re.compile(r"step-[0-9]{8,18}")  # name of a checkpoint's folder
 
 
 def check_output(path: Path | None, *others: str | Path | None) -> None:
-    """Check, before any work, that the result can be saved. `others` are other files and folders that the
-    command uses.
+    """Check, before any work, that the result can be saved.
+
+    `others` are other files and folders that the command uses.
 
     Raises:
         FileError: it cannot; says why.
@@ -167,8 +169,9 @@ def on_stderr(sentence: str) -> None:
 def deliver(
     document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
 ) -> None:
-    """Print `document` as JSON, or as `describe` formats it (default: as `show`), and save it if `output` is
-    given.
+    """Print `document`, and save it if `output` is given.
+
+    It is printed as JSON, or as `describe` formats it; default: as `show`.
 
     A plan has lines of at most 80 columns in a pipe too.
     """
@@ -224,8 +227,9 @@ def with_found(found: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
-    """Save the post-mortem of a run that runs out of memory in the block, in `target` or next to its plan,
-    and say so.
+    """Save the post-mortem of a run that runs out of memory in the block.
+
+    It is saved in `target` or next to its plan, and the error names the file.
     """
     from pipefit.cli.stopping import cleared_away
     from pipefit.errors import OutOfMemory

@@ -20,8 +20,9 @@ FIRST_SECONDS, SECONDS = 1.5, 5.0  # until the first line if stderr is not a ter
 
 @contextmanager
 def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
-    """Provide a function to call with (done, total, current activity); total 0 means unknown. The bar
-    disappears at the end.
+    """Provide a function to call with (done, total, current activity).
+
+    A total of 0 means unknown. The bar disappears at the end.
 
     If stderr is not a terminal, `lines` are written, unless the work writes its own.
     """

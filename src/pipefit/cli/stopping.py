@@ -32,8 +32,9 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable(*, at_once: bool, to_the_end: bool = False) -> Iterator[None]:
-    """Let signals stop the command in the block: at once, or by an exception; `to_the_end` also while the
-    process exits.
+    """Let signals stop the command in the block: at once, or by an exception.
+
+    With `to_the_end`, they also do while the process exits.
     """
     with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None, stays=to_the_end):
         yield
@@ -50,8 +51,9 @@ def cleared_away() -> Iterator[None]:
 def _handled(
     chosen: Callable[[int], bool], handler: Callable[[int, object], None] | None, *, stays: bool = False
 ) -> Iterator[None]:
-    """Handle the chosen signals with `handler` in the block, and afterwards if it `stays`; without a handler,
-    each raises its exception.
+    """Handle the chosen signals with `handler` in the block, and afterwards if it `stays`.
+
+    Without a handler, each raises its exception.
     """
     ours = threading.current_thread() is threading.main_thread()
     usual = {number: signal.getsignal(number) for number in ENDING if ours and chosen(number)}

@@ -247,8 +247,9 @@ class _Told:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Report the progress of the training if a signal stops the block. Errors of the training report it
-        themselves.
+        """Report the progress of the training if a signal stops the block.
+
+        Errors of the training report it themselves.
         """
         try:
             yield

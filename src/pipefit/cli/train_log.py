@@ -3,7 +3,7 @@
     step 12 of 100  loss 3.2145  10,240 tokens/s  41.3 TFLOP/s  MFU 34.4 %  device 0: 20.10 GiB of 23.65 GiB
 
 FLOPs are those of the model's own forwards and backwards, without recomputation; MFU relates them to the peak
-of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices have no MFU.
+of all GPUs of the plan (Chowdhery et al., "PaLM", 2022, appendix B). Emulated devices are without MFU.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _LARGEST_BYTES = 1 << 30  # of a file whose lines are kept
 
 @contextmanager
 def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
-    """Provide a function to call with the report of each step as it ends, and figures; it writes the step's
-    line at once.
+    """Provide a function to call with the report of each step as it ends, and figures.
+
+    It writes the step's line at once.
 
     Seconds are those since the end of the previous step; the first step's include the start of the workers. A
     training that resumes at step `first` keeps the lines of earlier steps, and rewrites later ones; so does a

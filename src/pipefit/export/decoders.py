@@ -1,10 +1,9 @@
-"""A decoder's plan as other tools express it: an embedding, equal blocks and a head, in stages of equal
-grids.
+"""A decoder's plan for other tools: an embedding, equal blocks and a head, in stages of equal grids.
 
-Tools for language models support only this: all stages have the same numbers of replicas and shards,
-without offloading and without pipefit's own schedules. Everything that a tool cannot do is refused, in one
-sentence, so that a file never trains differently from the plan, except for recomputation: tools recompute
-whole blocks, for all microbatches, so a partly recomputed block is recomputed whole.
+Tools for language models support only this: all stages have the same numbers of replicas and shards, without
+offloading and without pipefit's own schedules. Everything that a tool cannot do is refused, in one sentence,
+so that a file never trains differently from the plan, except for recomputation: tools recompute whole blocks,
+for all microbatches, so a partly recomputed block is recomputed whole.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ def slurm_script(plan: Plan, file: str) -> str:
 
 
 def kubernetes_job(plan: Plan, file: str) -> str:
-    """Return a headless Service and an indexed Job, in YAML, that train the plan in `file` on a mounted
-    volume.
+    """Return a Service and an indexed Job, in YAML, that train the plan in `file` on a mounted volume.
 
     Raises:
         UsageError: hosts have different numbers of the plan's devices, or the file's name is not printable.

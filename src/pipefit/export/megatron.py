@@ -3,7 +3,7 @@
 One argument per line, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. Megatron derives the
 number of replicas from the number of processes, which is stages times replicas times shards. In the layout, E
 is the embedding, t a decoder block and L the head with the loss; | divides stages. Megatron recomputes
-equally many blocks on every stage: as many as the plan's stage with the most. Its half precisions have master
+the same number of blocks on every stage: that of the stage with the most. Its half precisions have master
 weights, and embedding and head share their weights by default. (Megatron Core, "Custom Pipeline Model
 Parallel Layout", and `PipelineParallelLayerLayout`, which reads the layout.)
 """

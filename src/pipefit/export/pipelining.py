@@ -46,8 +46,7 @@ def pipelining_csv(plan: Plan) -> str:
 
 
 def split_points(plan: Plan) -> str:
-    """Return the starts of stages as JSON: the module before which each stage but the first begins, with
-    `BEGINNING`.
+    """Return the starts of stages as JSON: the module before each stage but the first, with `BEGINNING`.
 
     In Python `{name: SplitPoint[value] for name, value in json.load(file).items()}` is the `split_spec`. A
     layer begins with its module; operations of a parent between two modules stay with the first of them.

@@ -1,5 +1,4 @@
-"""Attempts: plans with a check whether every device and host has room, plans that are found fast, and plans
-of tasks.
+"""Attempts: plans and whether they fit; plans that are found fast; and plans of tasks.
 
 A plan that fits proves that something does, however slow its steps are.
 """
@@ -37,8 +36,9 @@ def attempt(value: int, plan: Plan) -> Attempt:
 
 
 def soon_fitting(value: int, question: Question) -> Attempt | None:
-    """Return the first attempt that fits among plans that are found fast, with increasing memory techniques;
-    None if none fits.
+    """Return the first attempt that fits among plans that are found fast; None if none fits.
+
+    The plans use more and more memory techniques.
 
     The question must allow plans that do not fit.
     """
@@ -47,8 +47,10 @@ def soon_fitting(value: int, question: Question) -> Attempt | None:
 
 
 def _soon(question: Question) -> Iterator[Plan]:
-    """Yield the leanest plans that keep everything or recompute all blocks, then plans whose hosts update
-    layers, and then hold parameters and gradients between passes too.
+    """Yield plans that are found fast, with more and more memory techniques.
+
+    They keep everything, recompute all blocks, have hosts update layers, and have hosts hold parameters and
+    gradients between passes.
     """
     asked = question.options.recompute
     ways: tuple[Recompute, ...] = ("never", "always", "stages") if asked == "never" else (asked,)
@@ -68,8 +70,9 @@ def _soon(question: Question) -> Iterator[Plan]:
 
 
 class Proposal(NamedTuple):
-    """A plan without its alternatives, and its final answer: itself, or another plan if the model's traces
-    differ from its profiles.
+    """A plan without its alternatives, and its final answer.
+
+    The answer is the plan itself, or another plan if the model's traces differ from its profiles.
     """
 
     plan: Plan
@@ -106,12 +109,13 @@ def plan_on_the_way(
     runs_dry: bool = False,
     **asked: Unpack[Asked],
 ) -> Proposal:
-    """Plan with profiles made on demand; layers may be divided between `shards` ranks, with `along` also
-    along positions.
+    """Plan with profiles made on demand.
 
-    Profiles derived from those of other sizes are compared with traces in the background until the proposal is settled.
-    With `runs_dry`, alternatives are searched in parallel with the dry run that follows. Other arguments are
-    those of `planner.plan`.
+    Layers may be divided between `shards` ranks, with `along` also along positions.
+
+    Profiles derived from those of other sizes are compared with traces in the background until the proposal
+    is settled. With `runs_dry`, alternatives are searched in parallel with the dry run that follows. Other
+    arguments are those of `planner.plan`.
 
     Raises:
         InfeasibleError: no plan fits, by such profiles; also when the proposal is settled.

@@ -64,8 +64,7 @@ class Demand:
         check_first(numbers, self.cluster, Options(), numbers.sizes(None, chooses=True))
 
     def check_degrees(self, devices: int) -> None:
-        """Check, before a profile is made, that `devices` devices are enough for a stage of the requested
-        degrees.
+        """Check, before a profile is made, that `devices` devices suffice for a stage.
 
         Raises:
             UsageError: they are too few.
@@ -114,8 +113,9 @@ class Demand:
 
     @property
     def searches(self) -> bool:
-        """True if planning takes a search that a fast plan may spare: of `joint`, unless stages must have
-        replicas or shards.
+        """True if planning takes a search that a fast plan may spare.
+
+        That is the `joint` planner, unless stages must have replicas or shards.
         """
         return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
 
@@ -138,8 +138,10 @@ class Demand:
         return None
 
     def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
-        """Return the plan, even if it does not fit: without shards, or with the fewest shards that make it
-        fit; with sequence parallelism if possible and if it lowers what the planner minimises.
+        """Return the plan, even if it does not fit.
+
+        It is without shards, or has the fewest shards that make it fit, and sequence parallelism if possible and if
+        that lowers what the planner minimises.
         """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
         make = partial(plan_on_the_way, known, within, **asked)
@@ -168,8 +170,10 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A growing quantity, its values, and for each the task, its profiles, a plan, and an attempt that is
-    found fast and fits; `searches` says that a plan itself takes a search.
+    """A growing quantity and its values.
+
+    Each value has a task, its profiles, a plan, and perhaps an attempt that is found fast and fits;
+    `searches` says that a plan itself takes a search.
 
     A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
     continues; one from the plan means that no plan satisfies the demand, and ends the search.
@@ -228,8 +232,10 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def devices(task: Task, demand: Demand, values: range) -> Growth:
-    """Search the fewest devices of the cluster's kind, up to one for every block, or, if stages may have
-    several, for every block and sample of a microbatch.
+    """Search the fewest devices of the cluster's kind.
+
+    The limit is one for every block, or, if stages may have several, for every block and sample of a
+    microbatch.
 
     Raises:
         UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond this
@@ -290,8 +296,9 @@ def memory(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:
-    """Return a cluster of the `count` devices with the most memory; additional ones reach all others at the rate
-    of its slowest link.
+    """Return a cluster of the `count` devices with the most memory.
+
+    Additional ones reach all others at the rate of its slowest link.
     """
     have = len(cluster.devices)
     if count == have:
@@ -311,8 +318,9 @@ def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
 
 
 def _is_named(cluster: Cluster) -> bool:
-    """Return whether a cluster equals the one that a name such as `emulated:4x256MiB` means, so that variants
-    have names too.
+    """Return whether a cluster equals the one that a name such as `emulated:4x256MiB` means.
+
+    Variants of such a cluster have names too.
 
     Emulated devices of a file have their own kind, hosts and links.
     """
@@ -321,8 +329,9 @@ def _is_named(cluster: Cluster) -> bool:
 
 
 def _links(cluster: Cluster, numbers: Sequence[int]) -> tuple[Link, ...]:
-    """Return the links among the devices of these numbers, renumbered, and the hosts, and one for all if there
-    are additional devices.
+    """Return the links among the devices of these numbers, renumbered, and the hosts.
+
+    Additional devices share one link with all others.
     """
     have = len(cluster.devices)
     new = {Member.device(number): Member.device(place) for place, number in enumerate(numbers[:have])}

@@ -1,5 +1,4 @@
-"""The overview of `pipefit fit`: what fits on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every
-precision.
+"""The overview of `pipefit fit`: what fits on how many devices, by which techniques, in which precision.
 
 Every number is a plan's: peaks are those that `pipefit plan` predicts, compared with budgets. Microbatches
 are powers of two, or of four for models of many layers, whose profiles take seconds. For one exact number,
@@ -241,8 +240,9 @@ class _Look:
         return max(sum(known <= size for known in self.sizes) - 1, 0)
 
     def replicated(self) -> Iterator[Replicated]:
-        """Yield plans in which every device has the whole model and its own sample, dividing more and more of
-        the state; if nothing fits, with state at hosts.
+        """Yield plans in which every device has the whole model and its own sample.
+
+        Replicas divide more and more of the state; if nothing fits, hosts hold state.
         """
         question = self._of_replicas()
         if question is None:
@@ -329,8 +329,9 @@ def impossible(profile: ModelProfile, cluster: Cluster) -> str:
 
 
 def _loss_bytes(profile: ModelProfile) -> int:
-    """Return a lower bound of a device's bytes for the loss of one sample, or for layers without parameters
-    before it.
+    """Return a lower bound of a device's bytes for the loss of one sample.
+
+    Layers without parameters before the loss count too.
     """
     measured, start = profile.at(1), profile.edges[-2]
     costs = (cost for cost in (*measured.costs[start:], measured.loss) if not cost.parameters)

@@ -1,5 +1,4 @@
-"""The search for two neighbouring values: one that fits and the next, which does not; both verified by dry
-runs.
+"""The search for two neighbouring values, one that fits and one that does not, verified by dry runs.
 
 Most values have a plan that is found fast and fits, or are far beyond the edge. So the search first uses such
 plans, and full plans only from the last value that fits, mostly for it and a few more. Only the two
@@ -67,8 +66,9 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
 
 
 def _gallop(judge: Judge, numbers: range, first: int, guess: Guess | None) -> tuple[int, int | None]:
-    """Search in strides from a place that holds; return the last place that holds, and a later one that
-    fails, if any.
+    """Search in strides from a place that holds.
+
+    Returns the last place that holds, and a later one that fails, if any.
 
     Strides double, or follow a guess; if everything ahead is refused, they are halved, down to the very next
     numbers.
@@ -257,8 +257,9 @@ class _Search:
         return found
 
     def _known_profiles(self, value: int) -> OnDemand:
-        """Return the profiles of a value, cached for the last two values, because neighbours are tried more
-        than once.
+        """Return the profiles of a value, cached for the last two values.
+
+        Neighbours are tried more than once.
 
         Raises:
             UsageError: the value is refused.

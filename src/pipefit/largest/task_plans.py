@@ -104,7 +104,7 @@ def _run_dry(run: Callable[[Plan], Trace], plan: Plan) -> Sequence[DeviceTrace]:
     """Return the devices of a dry run; empty for a plan whose peaks are the simulator's.
 
     Raises:
-        _Refused: the plan's offloading is impossible, or a host has no room for it.
+        _Refused: the plan's offloading is impossible, or a host lacks room for it.
     """
     moves = any(decision.place is not None for decision in plan.decisions)
     if not plan.decisions and plan.cluster.backend != "cuda":
@@ -149,8 +149,9 @@ def _alike(cluster: Cluster) -> Cluster:
 
 
 def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
-    """Return the cluster whose reserves leave the current bytes of tensors, less the bytes or segments that a
-    device lacks.
+    """Return the cluster with larger reserves.
+
+    They leave the current bytes of tensors, less the bytes or segments that a device lacks.
 
     Raises:
         InfeasibleError: nothing of a device would be left.

@@ -1,5 +1,4 @@
-"""Steps of an asynchronous schedule: the checks of a plan, moves of weight versions, and each step's share of
-the actions.
+"""Asynchronous schedules: checks of a plan, moves of weight versions, and the actions of steps.
 
 Stages update at different times, and at no moment have all of them seen the same microbatches. Settings that
 need such a moment are refused with alternatives, because they would train something else.
@@ -60,9 +59,7 @@ _AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})
 
 @dataclass(slots=True)
 class _Version:
-    """The microbatches whose forward uses these weights, and the positions after which their layers have been
-    copied.
-    """
+    """A weight version: the microbatches that use it, and the positions after which it was copied."""
 
     microbatches: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
@@ -110,8 +107,10 @@ def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
 
 
 def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the times when no pass needs the weights of these layers: the microbatch that names them, the
-    position from which they are free, and the positions of their next use.
+    """Yield the times when no pass needs the weights of these layers.
+
+    Each has the microbatch that names them, the position from which they are free, and the positions of their
+    next use.
     """
     copied = [position for position in version.copied if _touches(timeline.actions[position], state)]
     if not copied:
@@ -219,8 +218,7 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
 
 
 def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that layers whose weights move are trained, and do not share weights with other layers of their
-    stage.
+    """Check that layers whose weights move are trained, and share no weights with other layers.
 
     Raises:
         UsageError: they are not, or do.
@@ -245,8 +243,7 @@ def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
 
 
 def check_in_turn(plan: Plan, entered: int) -> None:
-    """Check that a step after `entered` microbatches begins at the start of the decisions' period, as the
-    plan's steps do.
+    """Check that a step after `entered` microbatches begins at the start of the decisions' period.
 
     Raises:
         UsageError: the previous batch was smaller.
@@ -310,8 +307,9 @@ class Entered(NamedTuple):
 
 
 def settled(plan: Plan, microbatches: int | None = None) -> int:
-    """Return the number of microbatches after which all steps are equal; `microbatches` is the size of a
-    step, default the plan's.
+    """Return the number of microbatches after which all steps are equal.
+
+    `microbatches` is the size of a step, default the plan's.
 
     Steps are equal once the pipeline is full. If a decision reaches over the ends of steps, the microbatches
     still in flight must have entered a full pipeline too, and none may use the first weights. If weights move
@@ -332,8 +330,9 @@ def as_early(plan: Plan, entered: int) -> int:
 
 
 class Stream:
-    """The actions of one rank's device from an empty pipeline on: `entered` microbatches of `steps` earlier
-    steps, a step, and the following ones.
+    """The actions of one rank's device, from an empty pipeline on.
+
+    They are those of `entered` microbatches in `steps` earlier steps, of a step, and of the following ones.
 
     Microbatches are counted from the first one in the pipeline. Under two versions, weights depend on the
     ends of steps, but only on whether there was more than one, provided that each had a microbatch for every
@@ -381,9 +380,7 @@ class Stream:
         return self._finished(actions)
 
     def _finished(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions with parameters offloaded between them, and with microbatches counted from the
-        step's first one.
-        """
+        """Return the actions with offloaded parameters and microbatches counted from the step's first."""
         copied = (
             weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
         )
@@ -444,8 +441,9 @@ class Stream:
         return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
 
     def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
-        """Return the expansion of every action of an order: passes in pieces by the decisions of `plan`,
-        updates in runs, and gradient reductions.
+        """Return the expansion of every action of an order.
+
+        Passes become pieces by the decisions of `plan`, and updates runs; gradient reductions are inserted.
         """
         summed = {(self._rank, action.microbatch) for action in order if action.kind is Kind.STEP}
         units = summed_units(recomputed_units(order, plan, summed=summed), plan, self._rank)
@@ -453,8 +451,9 @@ class Stream:
         return [[one for action in unit for one in self._updated(before, action)] for before, unit in pairs]
 
     def _updated(self, before: Action | None, action: Action) -> list[Action]:
-        """Return the expansion of an update, or of the weight copy `before` it, which goes with the update if
-        parameters move.
+        """Return the expansion of an update or weight copy.
+
+        If parameters move, the copy `before` an update goes with it.
         """
         if action.kind not in UPDATES:
             return [action]

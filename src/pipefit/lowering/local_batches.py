@@ -44,8 +44,7 @@ class Slices:
         return Action(Kind.LOAD, stage, microbatch, part=rows)
 
     def messages(self, kind: Kind, stage: int, microbatch: int | None) -> Iterator[Action]:
-        """Yield the sends or receives of this kind: one for each device at the other end that has some of the
-        rows.
+        """Yield the sends or receives of this kind: one for each peer device with common rows.
 
         If each end has one device, neither rows nor devices are named.
         """
@@ -78,8 +77,9 @@ class Slices:
 
 
 def _partners(shard: int, own: int, there: int, *, sends: bool) -> Sequence[int]:
-    """Return the shards of another replica that get their rows from shard `shard` of `own`; for receives, the
-    one that sends.
+    """Return the shards of another replica that get their rows from shard `shard` of `own`.
+
+    For receives, returns the shard that sends.
     """
     return range(shard, there, own) if sends else (shard % there,)
 

@@ -86,8 +86,9 @@ def _entered(plan: Plan) -> range:
 def rank_programs(
     plan: Plan, rank: int, steps: int, devices: Container[int] | None = None
 ) -> tuple[UncheckedProgram, ...]:
-    """Return the differing programs of `steps` steps, with the actions of one rank only, or of some of its
-    `devices`.
+    """Return the differing programs of `steps` steps, with the actions of one rank only.
+
+    With `devices`, only the actions of these devices are included.
 
     They depend on the rank's decisions only.
 
@@ -102,8 +103,9 @@ def rank_programs(
 
 
 def whole_run(plan: Plan) -> Program:
-    """Return all differing steps of training as one program, which uses all memory that a run of any length
-    uses.
+    """Return all differing steps of training as one program.
+
+    It uses all memory at other places that a run of any length uses.
 
     Raises:
         UsageError: as `lower`.
@@ -125,9 +127,7 @@ def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
 
 
 def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
-    """Return the number of steps that differ for a plan without decisions with this schedule, stages and
-    microbatches.
-    """
+    """Return the number of steps that differ, for a plan without decisions."""
     if schedule not in ENDLESS:
         return 2
     filling = 2 if schedule == "pipedream-2bw" else -(-2 * (stages - 1) // microbatches)
@@ -167,7 +167,7 @@ def lower(
         update: False leaves the gradients in place, for the next batch to accumulate.
         entered: under an asynchronous schedule, the microbatches of earlier steps since the pipeline was
             empty.
-        steps: the number of these steps; default: as many as they need with the plan's microbatches.
+        steps: the number of these steps; default: the number for the plan's microbatches.
         smaller: the microbatches among them with fewer samples than the plan's, as in `Entered`.
 
     Raises:
@@ -194,8 +194,9 @@ def lower(
 
 
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:
-    """Return the program that ends the microbatches in flight under an asynchronous schedule; arguments as in
-    `lower`.
+    """Return the program that ends the microbatches in flight under an asynchronous schedule.
+
+    Arguments are those of `lower`.
 
     Raises:
         UsageError: as `lower`.
@@ -205,8 +206,9 @@ def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: 
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
-    """Return the program that runs `microbatches` forward through all stages and keeps nothing; `last` as in
-    `lower`.
+    """Return the program that runs `microbatches` forward through all stages and keeps nothing.
+
+    `last` is as in `lower`.
     """
     check_slices(plan, last)
 
@@ -232,8 +234,9 @@ def _of_devices(
     smaller: Smaller,
     devices: Container[int] | None = None,
 ) -> _OfDevices:
-    """Return the result of `actions` for every device of these ranks, or for those in `devices`; `smaller`
-    are microbatches with fewer samples than the plan's.
+    """Return the result of `actions` for every device of these ranks, or for those in `devices`.
+
+    `smaller` are microbatches with fewer samples than the plan's.
     """
     return {
         device: actions(rank, Slices(plan, *divmod(number, grid.tensor), smaller=dict(smaller)))
@@ -253,8 +256,9 @@ def _synchronous(
     update: bool = True,
     devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
-    """Return the actions of these ranks' devices in a step of a synchronous schedule; arguments as in `lower`
-    and `rank_programs`.
+    """Return the actions of these ranks' devices in a step of a synchronous schedule.
+
+    Arguments are those of `lower` and `rank_programs`.
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
@@ -285,8 +289,9 @@ def _endless(
     smaller: Smaller = (),
     devices: Container[int] | None = None,
 ) -> tuple[_OfDevices, Bundles]:
-    """Return the actions of these ranks' devices in a step of an asynchronous schedule, after `entered`
-    microbatches in `steps`.
+    """Return the actions of these ranks' devices in a step of an asynchronous schedule.
+
+    The step follows `entered` microbatches in `steps` steps.
 
     Without microbatches, it is the drain. Microbatches in `smaller`, of this step or earlier ones, have fewer
     samples.

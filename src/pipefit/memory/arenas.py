@@ -1,5 +1,4 @@
-"""Arenas: memory that devices with free room, hosts and disks reserve for tensors of other devices, for a
-whole run.
+"""Arenas: memory that devices, hosts and disks reserve for tensors of other devices, for a whole run.
 
 A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the
 number of slots in use depends on its program alone. The lender reserves that many slots of each size before
@@ -40,8 +39,9 @@ def members(plan: Plan, action: Action) -> tuple[int, ...]:
 
 
 def sums(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the device groups of all-reduces: of replicas' gradients, of shared parameters' gradients, and
-    of the agreement.
+    """Return the device groups of all-reduces.
+
+    These reduce gradients of replicas and of shared parameters, and the vectors of the agreement.
     """
     grids = [stage.grid for stage in plan.stages]
     replicated = [(grid,) for grid in grids if grid.data > 1]
@@ -174,8 +174,9 @@ def moved_by_devices(plan: Plan, program: Program) -> list[Callable[[Action], in
 
 
 def moved_bytes(program: UncheckedProgram, rests: Mapping[int, StageRest]) -> Callable[[Action], int]:
-    """Return a cached function from an OFFLOAD or RELOAD of a device with these stages to the bytes of the
-    storages it moves.
+    """Return a cached function from a device's OFFLOAD or RELOAD to the bytes that it moves.
+
+    `rests` are the device's stages.
 
     For an update at a place, these are the bytes that the place needs in addition to the moved gradients and
     parameters.
@@ -220,8 +221,9 @@ Room = dict[Member, Counter[int]]  # bytes that a member reserves, by borrowing 
 
 
 def buffer_bytes(lent: Sequence[Arena], borrower: int) -> int:
-    """Return the size of each host buffer through which a device's tensors pass to a disk; 0 without an arena
-    on a disk.
+    """Return the size of each host buffer through which a device's tensors pass to a disk.
+
+    Returns 0 without an arena on a disk.
     """
     slots = [a.slot_bytes for a in lent if a.borrower == borrower and a.lender.kind is MemberKind.DISK]
     return min(_BUFFER_BYTES, max(slots, default=0))
@@ -252,8 +254,7 @@ def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
 
 
 def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
-    """Return the bytes that hosts, disks and devices without a stage lack for their arenas, for each that
-    lacks some.
+    """Return the bytes that hosts, disks and devices without a stage lack for their arenas.
 
     Devices with a stage are excluded, because their peak includes the memory that they lend.
     """
@@ -313,8 +314,9 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
 
 
 def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:
-    """Describe the host without room for a checkpoint's copy next to the arenas, and the lacking bytes; empty
-    if all fit.
+    """Describe the host without room for a checkpoint's copy next to the arenas, and the lacking bytes.
+
+    Returns an empty text if all copies fit.
     """
     needed = room_needed(plan, lent)
     for host, nbytes in snapshot_bytes(plan).items():

@@ -51,8 +51,9 @@ class Transition:
         self.holders = self.working.holders
 
     def bears(self, position: int) -> bool:
-        """Return whether a backward allocates the gradients of the layer at a position; the loss counts as
-        the last layer.
+        """Return whether a backward allocates the gradients of the layer at a position.
+
+        The loss counts as the last layer.
         """
         if isinstance(self.is_first, bool):
             return self.is_first
@@ -237,8 +238,9 @@ class Flights:
         *,
         is_first: bool | frozenset[int] = False,
     ) -> Answer:
-        """Return the residency after `action`, and the action's effect on the device's memory; None without
-        an effect.
+        """Return the residency after `action`, and the action's effect on the device's memory.
+
+        The effect is None if the bytes do not change.
 
         Args:
             moved: for an OFFLOAD or RELOAD, the saved tensors that it moves.
@@ -396,9 +398,7 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
 
 
 def _check_together(transition: Transition, first: int, end: int) -> None:
-    """Refuse a forward of one of two layers that share a trained parameter if the stage also has the other
-    layer.
-    """
+    """Refuse a forward that separates two layers of the stage that share a trained parameter."""
     for again in transition.storages.repetitions:
         apart = (first <= again.user < end) != (first <= again.later < end)
         if apart and again.shared.gradient_bytes:
@@ -487,8 +487,9 @@ def _backward(transition: Transition) -> Answer:
 
 
 def _kept(transition: Transition, piece: Piece) -> Iterator[int]:
-    """Yield the instances that a piece may keep for its recomputation: its inputs, targets, and copies of
-    buffers.
+    """Yield the instances that a piece may keep for its recomputation.
+
+    These are its inputs, targets, and copies of buffers.
     """
     yield from piece.inputs
     yield from transition.storages.target_storages

@@ -1,5 +1,6 @@
-"""The state of a stage that does not belong to a microbatch: parameters, gradients, optimizer state; and its
-update.
+"""The state of a stage that does not belong to a microbatch, and its update.
+
+State is parameters, gradients and optimizer state.
 
 `memory.storages` has the memory of microbatches. A parameter or buffer that several layers of the stage share
 exists once. With ZeRO, only the part that this replica keeps is counted.
@@ -36,8 +37,10 @@ _DIVIDED: dict[Sharding, frozenset[str]] = {  # states, as `LayerState` names th
 
 
 class Share(NamedTuple):
-    """The share of one replica of a stage: `owners` has the owning replica of every layer from `start` on,
-    `divided` the states that only the owner of a layer keeps.
+    """The share of one replica of a stage.
+
+    `owners` has the owning replica of every layer from `start` on, `divided` the states that only the owner
+    of a layer keeps.
     """
 
     start: int
@@ -73,8 +76,9 @@ class Share(NamedTuple):
 
 
 class Gathered:
-    """The layers whose parameters a replica has gathered, at a point of its program; ledger and runtime both
-    use it.
+    """The layers whose parameters a replica has gathered, at a point of its program.
+
+    Ledger and runtime both use it.
 
     The replica keeps only the parameters of the layers that it owns. Owners take part in gathering too,
     because half-precision copies exist only while gathered. Without a `share` that divides parameters, all
@@ -99,8 +103,9 @@ class Gathered:
         self._here.clear()
 
     def carry_out(self, action: Action, layers: Iterable[int]) -> list[int]:
-        """Carry out an UNSHARD of these layers, its join, or a RESHARD; return the layers that gain or lose
-        memory.
+        """Carry out an UNSHARD of these layers, its join, or a RESHARD.
+
+        Returns the layers that gain or lose memory.
 
         Raises:
             UsageError: an UNSHARD of gathered layers, or a RESHARD of layers that are not gathered.
@@ -150,8 +155,9 @@ def share_among(place: Stage, device: int, owners: tuple[int, ...]) -> Share:
 
 
 def owners(storages: StageStorages, grid: Grid) -> tuple[int, ...]:
-    """Return the replica that owns each layer of a stage; layers with the most divided bytes are assigned
-    first.
+    """Return the replica that owns each layer of a stage.
+
+    Layers with the most divided bytes are assigned first.
     """
     sizes, first = _sizes(storages, _DIVIDED[grid.shard]), _first_users(storages)
     together = Counter[int]()  # bytes, by the first of the layers that share a parameter
@@ -275,9 +281,7 @@ class StageRest:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of a weight version without its room for gradients and optimizer state: trained parameters
-        and their copies.
-        """
+        """Bytes of the trained parameters and their half-precision copies: a weight version without its room."""
         storages = self.storages
         return sum(storages.version_bytes(n) - storages.room_bytes(n) for n in range(storages.start, storages.stop))
 
@@ -308,8 +312,9 @@ class StageRest:
         return sum(self.whole_bytes_of(kind, layer, layer + 1) for layer in kept)
 
     def whole_bytes_of(self, kind: LayerState, start: int, stop: int) -> int:
-        """Return the bytes of a state, undivided; those of a shared parameter belong to the stage's first
-        user.
+        """Return the bytes of a state, undivided.
+
+        Those of a shared parameter belong to the stage's first user.
         """
         before, first = self._before(kind), self.storages.start
         return before[stop - first] - before[start - first]
@@ -336,9 +341,7 @@ class StageRest:
         return self._trained_bytes[layer - self.storages.start]
 
     def exchanged_tensors(self, layer: int, *, gathered: bool) -> int:
-        """Return the number of a layer's gradients that replicas reduce, or of its parameters that are
-        `gathered`.
-        """
+        """Return the number of a layer's gradients to reduce, or of its parameters to gather (`gathered`)."""
         every = gathered and self.divides_parameters
         return sum(every or one.trainable for one in self.storages.costs[layer - self.storages.start].parameters)
 
@@ -351,10 +354,10 @@ class StageRest:
         return found
 
     def state_bytes_of(self, subject: Subject) -> int:
-        """Return the bytes of one layer's state, named as in actions; for the optimizer, from the first step
-        on.
+        """Return the bytes of one layer's state, named as in actions.
 
-        States of a layer that another replica owns do not move: 0.
+        Optimizer state counts as after the first step. States of a layer that another replica owns do not
+        move: 0.
 
         Raises:
             UsageError: the subject is not a state that can be moved.
@@ -366,9 +369,7 @@ class StageRest:
         raise UsageError(f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer")
 
     def update_room_bytes(self, start: int, stop: int) -> int:
-        """Return the peak bytes of an update's optimizer for layers `start` to `stop - 1`, its state
-        included.
-        """
+        """Return the peak bytes of the optimizer, state included, in an update of layers `start` to `stop - 1`."""
         early, state = (self.bytes_of(kind, start, stop) for kind in ("early optimizer", "optimizer"))
         first, later = (self.update(start, stop, first=first).peak_bytes for first in (True, False))
         return max(early + first, state + later)
@@ -417,7 +418,5 @@ class StageRest:
 
 
 def _first_highest(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the first of the highest moments, as a meter keeps it: its level, and the kernel workspace in
-    it.
-    """
+    """Return the level and the kernel workspace of the first of the highest moments, as a meter keeps it."""
     return max(moments, key=lambda moment: moment[0], default=(0, 0))

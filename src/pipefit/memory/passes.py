@@ -87,9 +87,7 @@ class Working:
         return self._residency.changed(held=held, away=self.away, categories=self._categories(), **fields)
 
     def _categories(self) -> tuple[int, int]:
-        """Return the bytes of activations and of boundary buffers on the device, updated for the changed
-        instances.
-        """
+        """Return the bytes of activations and boundary buffers on the device after the changes."""
         activations, boundary = self._residency.categories
         were, saved = self._residency.away, self.holders.activations
         moved = [one for one in {*were, *self.away} if were.get(one) != self.away.get(one)] if were or self.away else ()
@@ -103,8 +101,9 @@ class Working:
         return activations, boundary
 
     def activations(self) -> Counter[int]:
-        """Return the bytes of activations on the device by the position that computed them; -1 for data from
-        outside the stage.
+        """Return the bytes of activations on the device by the position that computed them.
+
+        Data from outside the stage has position -1.
 
         Copies of buffers count for the first position of their run.
         """
@@ -114,8 +113,9 @@ class Working:
         return found
 
     def kept(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the activations on the device: the position that computed each, its storage (-1: buffer
-        copies), its bytes.
+        """Yield the activations on the device: position, storage and bytes.
+
+        The position is the one that computed it; storage -1 means buffer copies.
         """
         for instance, holders in self.held.items():
             if holders & self.holders.activations and _is_here(self.away, instance):
@@ -128,9 +128,7 @@ class Working:
         return self.storages.makers.get(instance % len(self.storages.sizes), -1)
 
     def effect(self, after: Residency, *, gradients: int = 0, boundary: int = 0) -> Effect:
-        """Return the action's effect, given the changes in parameter gradients and in value gradients
-        (`boundary`).
-        """
+        """Return the action's effect, given the changes in parameter and value gradients (`boundary`)."""
         before = self._residency.categories
         return effect(
             peak_bytes=self.peak,
@@ -155,8 +153,9 @@ def buffer_copies(storages: StageStorages, first: int, end: int, *, fed_back: bo
 
 
 def _copied_bytes(storages: StageStorages, instance: int) -> int:
-    """Return the bytes of the copies that a negative instance stands for, each once. Shared buffers never
-    feed back.
+    """Return the bytes of the copies that a negative instance stands for, each once.
+
+    Shared buffers never feed back.
     """
     run, fed_back = divmod(-1 - instance, 2)
     first, end = divmod(run, storages.count + 1)
@@ -172,9 +171,7 @@ def _copied_bytes(storages: StageStorages, instance: int) -> int:
 
 
 class Forward(NamedTuple):
-    """A forward: its positions, whether it is a recomputation (`again`), and whether it saves for the
-    backward.
-    """
+    """A forward: its positions, whether it is a recomputation, and whether it saves."""
 
     first: int
     end: int
@@ -220,8 +217,9 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
 
 
 def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple[int, ...]:
-    """Return the instances of a layer's outputs. Values in one storage have separate copies if they were
-    copied.
+    """Return the instances of a layer's outputs.
+
+    Values in one storage have separate copies if they were copied.
     """
     made = zip(layer.cost.output_origins, layer.outputs, strict=True)
     return tuple(values[origin.index] if origin.kind == "input" else number + shift for origin, number in made)
@@ -279,16 +277,16 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
 
 
 def _released(layer: LayerStorages, span: Span) -> set[int]:
-    """Return the storages of saved inputs that the layer has released before `span`; two values may share
-    one.
+    """Return the storages of saved inputs that the layer has released before `span`.
+
+    Two values may share one.
     """
     kept = {layer.inputs[k] for k in layer.saved_inputs if k not in span.released}
     return {layer.inputs[k] for k in span.released} - kept
 
 
 def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
-    """Return, by position, the gradient bytes of parameters that the layer shares with a later one of the
-    piece.
+    """Return, by position, the gradient bytes of parameters shared with a later layer of the piece.
 
     The later layer's gradient waits, and autograd adds the two into newly allocated memory.
     """
@@ -300,8 +298,9 @@ def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
 
 
 def _waiting(storages: StageStorages, piece: Piece, position: int, bears: Callable[[int], bool]) -> int:
-    """Return the gradient bytes of shared parameters that wait for an earlier layer while the backward is at
-    `position`.
+    """Return the gradient bytes of shared parameters that wait during the backward at `position`.
+
+    They wait for the gradient of an earlier layer.
 
     Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own
     gradient also waits, although the layer's profile has it added and freed at once. If a backward allocates

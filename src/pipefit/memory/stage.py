@@ -75,8 +75,9 @@ class StageCost:
         return sum(host_update_seconds(self.storages.costs[n - self.start], host) for n in owned)
 
     def collective_bytes(self, action: Action) -> int:
-        """Return the bytes that every member contributes to a collective: parameter gradients of a REDUCE, of
-        the stage or of a shared parameter; parameters of an UNSHARD.
+        """Return the bytes that every member contributes to a collective.
+
+        A REDUCE has gradients of the stage's own parameters or of a shared one; an UNSHARD has parameters.
         """
         if action.kind is Kind.REDUCE and isinstance(action.subject, Subject):
             return self.storages.measurement.shared[action.subject.layer].gradient_bytes
@@ -94,8 +95,9 @@ class StageCost:
         )
 
     def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
-        """Return a collective's bytes by the replica that owns their layers; None if each replica gets the
-        whole result.
+        """Return a collective's bytes by the replica that owns their layers.
+
+        Returns None if each replica gets the whole result.
         """
         if self.share is None or isinstance(action.subject, Subject):
             return None
@@ -224,9 +226,7 @@ class Costs:
 
 
 class WholeStage:
-    """The effects of a stage whose forward and backward are one action each, for closed forms of a stage's
-    peak.
-    """
+    """The effects of a stage whose forward and backward are one action each, for closed forms."""
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
         self.storages = StageStorages(measurement, start, stop)

@@ -1,5 +1,4 @@
-"""The location of a stage's state: which optimizer state, gradients and parameters are offloaded, and the
-bytes this frees.
+"""The location of a stage's state: the offloaded parts, and the bytes this frees.
 
 State belongs to no microbatch. One OFFLOAD or RELOAD moves a state of one or several layers, which has a
 home: memory at the target place, reserved for the whole run. The state is in one of these conditions:
@@ -210,8 +209,9 @@ class Conditions:
         return after
 
     def check_here(self, action: Action, layers: Layers, *, newest: bool = True) -> None:
-        """Check that the states for an action of these layers are on the device and up to date; parameters
-        only if the action uses the `newest` weights.
+        """Check that the states for an action of these layers are on the device and up to date.
+
+        Parameters are checked only if the action uses the `newest` weights.
 
         Raises:
             UsageError: a state is not; says what must come before the action.
@@ -326,8 +326,9 @@ class StageStates:
         )
 
     def move(self, action: Action, *, born: set[int], stepped: set[int]) -> Effect | None:
-        """Return the effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients,
-        `stepped` layers have optimizer state.
+        """Return the effect of an OFFLOAD, a RELOAD or the join of one.
+
+        `born` layers have gradients, `stepped` layers have optimizer state.
 
         Raises:
             UsageError: the state is elsewhere, or does not exist.
@@ -356,10 +357,10 @@ class StageStates:
 
 
 def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset[int]:
-    """Return the positions of OFFLOADs that copy nothing: parameters without an update since they were
-    reloaded.
+    """Return the positions of OFFLOADs that copy nothing, because their parameters are unchanged.
 
-    Their joins free the device's memory nevertheless.
+    Parameters are unchanged if no update has come since their last OFFLOAD or the start. The joins of these
+    OFFLOADs free the device's memory nevertheless.
     """
     updated, all_updated = dict[tuple[int, int], int](), dict[int, int]()  # positions of last updates
     left = dict[Home, int]()  # position of the last OFFLOAD

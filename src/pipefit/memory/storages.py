@@ -1,5 +1,4 @@
-"""The storages of a microbatch in a stage: which layer makes each, which layers save it, and when it is in
-memory.
+"""The storages of a microbatch in a stage: their makers, their users, and their time in memory.
 
 Each storage has one number in the stage, whichever layers use it: the output of one layer may be saved by the
 next and passed on by a later one. Gradients have storages too: a layer may pass on a gradient, or views of a
@@ -75,8 +74,7 @@ def effect(
     boundary: int = 0,
     parameters: int = 0,
 ) -> Effect:
-    """Return the effect of an action that changes the categories by these bytes and peaks at `peak_bytes`
-    above its start.
+    """Return the effect of an action from its changes by category and its peak above its start.
 
     `workspace` bytes of the peak are the workspace of a kernel.
     """
@@ -171,9 +169,7 @@ class StageStorages:
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """The position whose layer made a storage, for storages that a layer of the stage saves, returns or
-        copies.
-        """
+        """The position whose layer made each storage that the stage saves, returns or copies."""
         given = {*self.target_storages, *self.input_storages}
         found: dict[int, int] = {}
         for position, layer in enumerate(self.layers):
@@ -241,8 +237,9 @@ class StageStorages:
         return tuple(layers)
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
-        """Return the storage of a tensor; a new one of no bytes for parameters and constants, which exist
-        anyway.
+        """Return the storage of a tensor.
+
+        Parameters and constants, which exist anyway, get a new storage of 0 bytes.
         """
         match origin.kind:
             case "own":
@@ -279,25 +276,28 @@ class StageStorages:
         return self.version_bytes(subject.layer) if subject.what == "versions" else self.sizes[self.storage(subject)]
 
     def version_bytes(self, layer: int) -> int:
-        """Return the bytes of a weight version of a layer; those of a shared parameter belong to the stage's
-        first user.
+        """Return the bytes of a weight version of a layer.
+
+        Those of a shared parameter belong to the stage's first user.
         """
         shared = sum(one.nbytes for one in self._shared_before(layer) if one.gradient_bytes)
         trained = self.costs[layer - self.start].trained_bytes - shared
         return trained + self.copy_bytes(layer) + self.room_bytes(layer)
 
     def copy_bytes(self, layer: int) -> int:
-        """Return the bytes of half-precision weight copies of a layer; a shared copy belongs to the first
-        layer that uses it.
+        """Return the bytes of half-precision weight copies of a layer.
+
+        A shared copy belongs to the first layer that uses it.
         """
         shared = self.measurement.shared
         again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
         return self.costs[layer - self.start].copy_bytes - again
 
     def cast_only_bytes(self, layer: int) -> tuple[int, int]:
-        """Return the bytes of a layer's parameters that the whole stage reads only through half-precision
-        copies, and the bytes of these copies. Those of a shared parameter belong to the first layer that uses
-        it.
+        """Return the bytes of a layer's `cast_only` parameters, and of their half-precision copies.
+
+        Only parameters that the whole stage reads through copies count. A shared one belongs to the first
+        layer that uses it.
         """
         own = [one for one in self.costs[layer - self.start].parameters if one.cast_only]
         whole, copies = sum(one.nbytes for one in own), sum(one.copy_bytes for one in own)
@@ -320,8 +320,9 @@ class StageStorages:
         return (again.shared for again in self.repetitions if again.later == layer - self.start)
 
     def savers(self, subject: Subject) -> tuple[int, ...]:
-        """Return the layers of the model whose backward needs a saved tensor's storage; the loss counts as
-        the last.
+        """Return the layers of the model whose backward needs a saved tensor's storage.
+
+        The loss counts as the last.
         """
         number = self.storage(subject)
         return tuple(
@@ -350,8 +351,9 @@ class StageStorages:
 
     @cached_property
     def sent_gradient_bytes(self) -> int:
-        """The bytes of the gradients that a backward leaves to be sent to the previous stage, each
-        contiguous; 0 on the first.
+        """The bytes of the contiguous gradients that a backward leaves for the previous stage.
+
+        0 on the first stage.
         """
         if not self.start:
             return 0
@@ -376,8 +378,7 @@ class StageStorages:
         return found if self.start else [0, *found[1:]]
 
     def arrived_gradients(self, boundary: int) -> int:
-        """Return the bytes of the gradients at a boundary that exist before the backward of the previous
-        position begins.
+        """Return the bytes of gradients at a boundary before the backward of the previous position.
 
         At the model's end there are none, because the backward of the loss makes the gradient that it starts
         from.
@@ -451,9 +452,7 @@ class StageStorages:
 
     @cached_property
     def repeated_buffers(self) -> tuple[Repetition[SharedBuffer], ...]:
-        """Buffers and tensors in plain attributes that several layers of the stage share: one entry for every
-        two users.
-        """
+        """Buffers and plain attributes that several layers share: one entry for every two users."""
         return tuple(self._repeated(self.measurement.shared_buffers))
 
     def _repeated(self, tensors: Iterable[Shared]) -> Iterator[Repetition[Shared]]:
@@ -581,8 +580,9 @@ class Held:
 
 
 class Residency:
-    """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a
-    stage.
+    """One microbatch in one stage at one moment.
+
+    Residencies are compared by identity: `Flights` makes each only once for a stage.
 
     `held` has the instances that exist. `at` is the boundary that the forward has reached, and `values` the
     instances there; `back` is the boundary that the backward has reached, None before it begins. `done` has
@@ -614,8 +614,9 @@ class Residency:
         return self.at, self.values, self.pieces, self.back, self.done, frozenset(self.away.items())
 
     def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
-        """Return the rows of the local batch's `samples` that actions of this kind, or their WAITs, have
-        carried so far.
+        """Return the rows that actions of this kind, or their WAITs, have carried so far.
+
+        An action without rows carries all `samples`.
         """
         parts = [part for done, waited, part, _ in self.done if done is kind and waited is wait]
         return sum(samples if part is None else part[1] - part[0] for part in parts)
@@ -646,9 +647,7 @@ class Holders:
         return 1 << position
 
     def kept(self, position: int) -> int:
-        """Return the bit of the run that begins at a position and keeps its inputs until its backward has
-        ended.
-        """
+        """Return the bit of the run that begins at a position and keeps its inputs."""
         return 1 << self._count + 3 + position
 
 
@@ -656,8 +655,7 @@ class Holders:
 
 
 class Sent(NamedTuple):
-    """The number of times that a device sends every row of its local batch forward, and its gradients
-    backward.
+    """The number of times that a device sends every row forward, and its gradients backward.
 
     Each of several tensor-parallel ranks serves some ranks at the other end: none if the other end has fewer,
     and then its outputs are freed at once; or several if it has more.
@@ -675,8 +673,9 @@ class Sent(NamedTuple):
 
 
 def message_sizes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
-    """Return a function from a message to its bytes: of all that a stage sends, or of the rows that one
-    replica gets.
+    """Return a function from a message to its bytes.
+
+    They are those of all that a stage sends, or of the rows that one replica gets.
 
     Args:
         plan: the plan.

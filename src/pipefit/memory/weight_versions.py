@@ -34,8 +34,9 @@ class _Absent(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """The need of a microbatch in flight: the layers of a version up to `end`; it has gone backward through
-    the others.
+    """The need of a microbatch in flight: the layers of a version up to `end`.
+
+    It has gone backward through the others.
     """
 
     version: int
@@ -43,8 +44,9 @@ class _Use(NamedTuple):
 
 
 class StageVersions:
-    """The weight versions of one stage, numbered from 0; `nbytes` has one version's bytes of every layer from
-    `start` on.
+    """The weight versions of one stage, numbered from 0.
+
+    `nbytes` has one version's bytes of every layer from `start` on.
     """
 
     def __init__(self, start: int, nbytes: Sequence[int]) -> None:
@@ -79,8 +81,9 @@ class StageVersions:
         self._used[microbatch] = _Use(self._current, self._stop)
 
     def backward(self, microbatch: int, first: int | None = None) -> int:
-        """End the backward of a microbatch through all layers from `first` on; return the bytes that this
-        frees.
+        """End the backward of a microbatch through all layers from `first` on.
+
+        Returns the bytes that this frees.
         """
         version = self._used[microbatch].version
         if first is None or first == self._start:
@@ -123,8 +126,9 @@ class StageVersions:
                 raise UsageError(f"would change weights that microbatch {microbatch} needs for its backward")
 
     def _check_copied(self) -> None:
-        """Check that all layers of the newest version have been copied, because coming forwards use all of
-        them.
+        """Check that all layers of the newest version have been copied.
+
+        Coming forwards use all of them.
 
         Raises:
             UsageError: some have not.

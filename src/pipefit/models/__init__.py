@@ -1,5 +1,6 @@
-"""Reference models by name: `build("gpt", layers=4, hidden=128, heads=4)` is a `Task` ready to profile or to
-train.
+"""Reference models by name, as tasks ready to profile or to train.
+
+Example: `build("gpt", layers=4, hidden=128, heads=4)`.
 
 Each model is a chain of named layers with generated data that it can learn, a loss and an optimizer.
 Describing a model allocates nothing: its weights are created when the task's module is built, on the current

@@ -124,8 +124,9 @@ Operation = Callable[[int, int], nn.Module]  # from channels and stride to a mod
 
 
 class Genotype(NamedTuple):
-    """The computation of a cell: states 0 and 1 are its input and its skip, and each sum of two operations is
-    a new state.
+    """The computation of a cell.
+
+    States 0 and 1 are its input and its skip, and each sum of two operations is a new state.
 
     An operation is written with the state that it reads; `outputs` are the states whose channels are the
     result.
@@ -179,8 +180,9 @@ class Halving(nn.Module):
 
 
 class Cell(nn.Module):
-    """A normal or a reduction cell: both inputs mapped to its channels, five sums of two operations, a
-    concatenation.
+    """A normal or a reduction cell: five sums of two operations, concatenated.
+
+    Both inputs are first mapped to the cell's channels.
     """
 
     def __init__(
@@ -199,8 +201,7 @@ class Cell(nn.Module):
         )
 
     def forward(self, values: Values) -> tuple[Tensor, Tensor]:
-        """Map (the last cell's result, its input) to (this cell's result, its input, which is the last cell's
-        result).
+        """Map (the last cell's result, its input) to (this cell's result, the last cell's result).
 
         The first cell gets one tensor, the stem's, and uses it for both. The result is (batch, outputs x
         channels, side / stride, ...).

@@ -152,8 +152,9 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, values: Values) -> Values:
-        """Map tokens (batch, sequence), with or without a mask, to hidden states (batch, sequence, hidden)
-        and the same mask.
+        """Map tokens (batch, sequence) to hidden states (batch, sequence, hidden).
+
+        A mask, if any, is passed on.
         """
         tokens, mask = _apart(values)
         places = torch.arange(tokens.shape[1], device=tokens.device)

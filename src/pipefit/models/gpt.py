@@ -1,5 +1,6 @@
-"""GPT, a decoder of equal blocks; embedding and head make it uneven, and the logits are mostly its largest
-tensor.
+"""GPT, a decoder of equal blocks.
+
+Embedding and head make it uneven, and the logits are mostly its largest tensor.
 
 layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights unless they are `tied` to
 the embedding's, as in GPT-2. With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks: 2
@@ -89,9 +90,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: causal attention and the feed-forward pair each read a normalised copy and add to
-    their input.
-    """
+    """A pre-norm block: attention and feed-forward each read a normalised copy and add to their input."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

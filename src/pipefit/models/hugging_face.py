@@ -1,5 +1,4 @@
-"""Any architecture of Hugging Face transformers by name, from its configuration, with random weights:
-`hf:llama`.
+"""Any architecture of Hugging Face transformers by name, such as `hf:llama`, with random weights.
 
 Nothing is downloaded: a name is a model type (`gpt2`, `bert`, `t5`, `vit`, `whisper`, ...), settings are
 those of its configuration, and batches are generated. The model computes its own loss. For pretrained weights
@@ -111,8 +110,9 @@ def _configured(transformers: Any, name: str, **settings: Any) -> Any:
 
 
 def architectures() -> dict[str, str]:
-    """Return the architectures that `hf` knows, each with its training task: `causal`, `masked`, `seq2seq`,
-    ...
+    """Return the architectures that `hf` knows, each with its training task.
+
+    Training tasks are `causal`, `masked`, `seq2seq`, `speech` and `image`.
 
     Raises:
         UsageError: transformers is not installed.
@@ -122,8 +122,9 @@ def architectures() -> dict[str, str]:
 
 
 def settings_of_architecture(name: str) -> tuple[Setting, ...]:
-    """Return the settings of an architecture: those of `hf`, then those of its configuration that are not
-    common to all.
+    """Return the settings of an architecture: those of `hf`, then those of its configuration.
+
+    Settings that are common to all configurations are left out.
 
     Raises:
         UsageError: transformers is not installed, or has no such architecture.

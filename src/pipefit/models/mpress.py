@@ -1,14 +1,15 @@
-"""The Bert and GPT families of the MPress paper by size: `mpress_gpt(size="5.3B")`,
-`mpress_bert(size="0.35B")`.
+"""The Bert and GPT families of the MPress paper by size.
+
+Examples: `mpress_gpt(size="5.3B")`, `mpress_bert(size="0.35B")`.
 
 The paper gives the numbers of parameters of its models, and their memory on 8 devices. The shapes are
 inferred from both:
 
 - GPT grows by blocks of hidden size 4096 with 32 heads, 25 at a time, over 1024 tokens of GPT-2's vocabulary;
-  the head is tied to the embedding. Counts are 0.2 to 1.1 per cent below the names.
+the head is tied to the embedding. Counts are 0.2 to 1.1 per cent below the names.
 - Bert is BERT large and a model of twice its blocks, then hidden size 2048, over 512 tokens. Its head finds a
-  span of text (SQuAD), since logits over the vocabulary would need more on the last device than the paper
-  says. Counts are within 1 per cent of the names, except for 0.35B: BERT large has 0.334B.
+span of text (SQuAD), since logits over the vocabulary would need more on the last device than the paper says.
+Counts are within 1 per cent of the names, except for 0.35B: BERT large has 0.334B.
 
 The paper computes attention by plain operations, and trains GPT in half precision with an optimizer that
 keeps float32 copies (`--precision master-float16`), Bert in float32. (Zhou et al., "MPress", HPCA 2023.)

@@ -1,5 +1,4 @@
-"""Settings of models: types that carry their rule, checked each time a model is described; optimizers and
-data.
+"""Settings of models: types that carry their rule; optimizers, generated data and losses.
 
 A model's factory is an ordinary function of keyword parameters. Their annotations (`Size`, `Share`, a
 `Literal`) state the allowed values, to mypy and to `checked`, which refuses a wrong value in one sentence.
@@ -53,16 +52,18 @@ def optimizer_of(
 
 
 def noise_batch(size: int, *, shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
-    """Return `size` inputs of `shape` (default float type), brighter the higher their class, and the classes
-    (int64).
+    """Return `size` inputs of `shape` (default float type) and their classes (int64).
+
+    Inputs are brighter the higher their class.
     """
     targets = torch.randint(classes, (size,))
     return torch.randn(size, *shape) + _brightness(targets, classes).reshape(size, *(1 for _ in shape)), targets
 
 
 def patched_batch(size: int, *, channels: int, side: int, patch: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Return `size` square images of patches of random classes, brighter the higher, and each pixel's class
-    (int64).
+    """Return `size` square images of patches of random classes, and each pixel's class (int64).
+
+    Patches are brighter the higher their class.
 
     The images are (size, channels, side, side) in the default float type, the classes (size, side, side).
     `patch`, the side of a patch, divides `side`.
@@ -84,8 +85,9 @@ def class_loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def initialise(layer: nn.Module) -> None:
-    """Initialise weights before a ReLU as He et al. (2015), biases zero, so that any width trains, also
-    without batch norm.
+    """Initialise weights before a ReLU as He et al. (2015), and biases to zero.
+
+    Any width then trains, also without batch norm.
     """
     if isinstance(layer, nn.Conv2d):
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -160,8 +162,9 @@ Rate = Annotated[float, Rule(lambda value: value != 0 and _is_number(value, 0, i
 
 
 def rule_of(hint: Any) -> Rule:
-    """Return an annotation's rule: an annotated type's own, a literal's choices, a flag, or one of these or
-    None.
+    """Return an annotation's rule.
+
+    An annotated type has its own; literals, flags and unions with None have derived rules.
 
     Raises:
         TypeError: the annotation carries no rule, a mistake in the factory.

@@ -1,5 +1,4 @@
-"""Shared parts of GPT and BERT: self-attention, the feed-forward pair, generated token sequences and the
-token loss.
+"""Shared parts of GPT and BERT: attention, feed-forward, generated token sequences and the loss.
 
 Attention is Vaswani et al., "Attention Is All You Need" (2017), section 3.2. Query, key and value are
 separate linear layers, so that a tensor-parallel worker can own whole heads. For b sequences of s tokens,
@@ -109,8 +108,9 @@ def token_sequences(size: int, *, length: int, vocabulary: int) -> Tensor:
 
 
 def token_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy over all tokens of logits (batch, sequence, vocabulary), in float32 also
-    for half precision.
+    """Return the mean cross entropy over all tokens of logits (batch, sequence, vocabulary).
+
+    It is computed in float32 also for half precision.
 
     Every token counts, so the mean over equal microbatches is the mean over their batch.
     """

@@ -1,5 +1,6 @@
-"""U-Net, whose long skips cross every cut: each layer passes on its result and all skips that later layers
-need.
+"""U-Net, whose long skips cross every cut.
+
+Each layer passes on its result and all skips that later layers need.
 
 Depth D, B convolutions a block: (2 D + 1) (B + 1) layers, each a convolution with dropout, instance norm and
 leaky ReLU, or a step down, or up, or the head. An encoder's result waits from its step down to its decoder's
@@ -117,9 +118,7 @@ class Up(nn.Module):
         self.upsample = nn.Upsample(scale_factor=2)
 
     def forward(self, values: Values) -> Values:
-        """Map (batch, channels, side, side) and a skip twice as large to (batch, the sum of channels, 2 side,
-        2 side).
-        """
+        """Map (batch, channels, side, side) and a skip to (batch, the sum of channels, 2 side, 2 side)."""
         images, (*others, skip) = _apart(values)
         return _together(torch.cat((self.upsample(images), skip), dim=1), tuple(others))
 

@@ -19,8 +19,7 @@ _LARGE_LOSS = 4  # a loss that takes more than this fraction of a budget is name
 
 
 def describe_overview(overview: Overview, asked: str = "") -> list[Block]:
-    """Describe an overview: the answer, a row for each number of devices and each precision, the limit, and
-    the next command.
+    """Describe an overview: the answer, tables of devices and precisions, the limit, and the next command.
 
     `asked` is the model with its settings and the cluster, as on the command line; empty in Python.
     """

@@ -19,8 +19,9 @@ from pipefit.units import format_bytes, format_number, format_seconds
 
 
 def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator[str]:
-    """Yield a line for each of a plan's alternatives; nothing if there are none. `step_seconds` is the plan's
-    step time.
+    """Yield a line for each of a plan's alternatives.
+
+    `step_seconds` is the plan's step time.
     """
     lines = [_line(one, step_seconds) for one in alternatives]
     if lines:
@@ -101,8 +102,7 @@ def head(plan: Plan) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """Return a row for each stage: device, blocks, parameters, and the predicted peak as a share of the
-    device's budget.
+    """Return a row for each stage: device, blocks, parameters, peak and budget.
 
     Without blocks, or if a stage ends inside one, all rows list layers.
     """
@@ -192,8 +192,9 @@ def _plan_row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[st
 
 
 def _fullest(plan: Plan, stage: Stage) -> int:
-    """Return the device of a stage with the highest predicted share of its budget; the smallest without a
-    prediction.
+    """Return the device of a stage with the highest predicted share of its budget.
+
+    Without a prediction, returns the device with the smallest budget.
     """
     peaks = plan.prediction.peak_bytes if plan.prediction else (1,) * len(plan.cluster.budgets)
     return max(stage.devices, key=lambda device: peaks[device] / plan.cluster.budgets[device])
@@ -257,8 +258,9 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _bubble(plan: Plan) -> str:
-    """Describe the ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): idle time with equal stages and no
-    messages.
+    """Describe the ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1).
+
+    It is the idle time with equal stages and no messages.
 
     It is defined for one stage on each device, and without recomputation, which devices may run in idle time.
     """
@@ -288,9 +290,7 @@ def _seconds(plan: Plan) -> str:
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
-    """Yield the divided shares, the processes' memory, the source of seconds, and the conditions and gaps of
-    the peaks.
-    """
+    """Yield the divided shares, the processes' memory, and the conditions and gaps of the figures."""
     shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
     yield from (f"Of the model {one.sentence}." for one in shares if one is not None)
     yield from _reserves(plan.cluster, plan.workers, plan.prediction)

@@ -1,6 +1,4 @@
-"""A post-mortem as text: the contents of the memory when it ran out, by category and layer, and plans that
-would fit.
-"""
+"""A post-mortem as text: the contents of the memory when it ran out, and plans that would fit."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def _row(one: Remedy, own: float) -> tuple[str, ...]:
 
 
 def _leaving_room(found: PostMortem) -> Cluster:
-    """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction for
-    that action.
-    """
+    """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction."""
     samples = simulate(found.plan).devices[found.device].memory
     predicted = next((one.total_bytes for one in samples if _alike(one, found.moment)), found.moment.total_bytes)
     surplus = max(0, found.moment.total_bytes - predicted)
@@ -187,8 +183,9 @@ def categories(found: PostMortem) -> Table:
 
 
 def layers(found: PostMortem) -> list[Block]:
-    """Return the layers with the most bytes at the start of the action; empty if the action is not of a
-    training step.
+    """Return the layers with the most bytes at the start of the action.
+
+    Returns an empty list if the action is not of a training step.
     """
     told = contents_at(found.plan, found.device, found.moment)
     if told is None:

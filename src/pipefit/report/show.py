@@ -276,8 +276,9 @@ def _work(work: Work) -> str:
 
 
 def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
-    """Return the saved tensors of each kind of layer, by operation, dtype and storage, such as masks and
-    score matrices.
+    """Return the saved tensors of each kind of layer, by operation, dtype and storage.
+
+    Masks and score matrices are visible in this table.
     """
     rows = []
     for number, cost in enumerate((*measurement.kinds, measurement.loss)):

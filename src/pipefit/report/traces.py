@@ -37,8 +37,9 @@ class DeviceComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Shown):
-    """Two traces of the same devices. Seconds are those of the last step, None for a dry run, which is
-    without times.
+    """Two traces of the same devices.
+
+    Seconds are those of the last step, None for a dry run, which is without times.
 
     `predicted_estimated` and `measured_estimated` mark seconds that derive from estimated layer seconds.
     """

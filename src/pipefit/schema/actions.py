@@ -96,9 +96,10 @@ _TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages wi
 
 
 class Subject(NamedTuple):
-    """The data that an action moves or reduces: saved tensor number `what` of a layer, or the layer's
-    `parameters`, `gradients`, `optimizer` state or `versions`. If `what` is `shared`, `layer` is the number
-    of a shared parameter.
+    """The data that an action moves or reduces.
+
+    Saved tensor number `what` of a layer, or the layer's `parameters`, `gradients`, `optimizer` state or
+    `versions`. If `what` is `shared`, `layer` is the number of a shared parameter.
     """
 
     layer: int
@@ -109,9 +110,7 @@ class Subject(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Saved tensors or a state of several layers that one action moves together: entry `number` of the
-    program's table.
-    """
+    """Saved tensors or states that one action moves together: entry `number` of the program's table."""
 
     number: int
 
@@ -177,8 +176,10 @@ class Action(NamedTuple):
 
 
 def collective(action: Action) -> Hashable:
-    """Return a key that the starts of one collective share: kind, subject, layers, the stage if all members
-    are in one stage, and the members if the action names them.
+    """Return a key that the starts of one collective share.
+
+    It has the kind, the subject, the layers, the stage if all members are in one stage, and the members if
+    the action names them.
     """
     kind, stage, _, layers, subject, place, *_ = action
     within = kind is Kind.UNSHARD or (kind is Kind.REDUCE and subject is None)

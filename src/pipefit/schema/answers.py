@@ -12,8 +12,9 @@ from typing_extensions import TypedDict  # pydantic takes that of typing from Py
 
 
 class Tried(TypedDict):
-    """One value that was tried. If `certified`, the bytes are those of a dry run. `over_bytes` is negative if
-    the value fits.
+    """One value that was tried.
+
+    If `certified`, the bytes are those of a dry run. `over_bytes` is negative if the value fits.
     """
 
     value: int
@@ -36,8 +37,9 @@ class Rate(TypedDict):
 
 
 class OnDevices(TypedDict):
-    """The capacity of a number of devices: the largest microbatch for `kept`, `recomputed` and `moved`; 0 if
-    none fits.
+    """The capacity of a number of devices: the largest microbatch for `kept`, `recomputed` and `moved`.
+
+    Sizes are 0 if no microbatch fits.
     """
 
     devices: int
@@ -129,8 +131,9 @@ class CompareAnswer(TypedDict):
 
 
 class DifferentDevice(TypedDict):
-    """The peaks of a device in both documents, and the difference in bytes by category; None if one document
-    lacks the device.
+    """The peaks of a device in both documents, and the difference in bytes by category.
+
+    None if one document lacks the device.
     """
 
     device: int
@@ -140,8 +143,9 @@ class DifferentDevice(TypedDict):
 
 
 class ChangedLayers(TypedDict):
-    """A changed run of layers: its first and last layer, the technique before and after; `tensors` if some
-    are moved.
+    """A changed run of layers: its first and last layer, the technique before and after.
+
+    `tensors` lists saved tensors that move.
     """
 
     layers: list[str]

@@ -112,8 +112,9 @@ class Cluster(Shown):
 
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:
-        """Return CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 *
-        MIB))`.
+        """Return CPU workers with capped memory, from pairs of count and bytes.
+
+        Example: `Cluster.emulated((2, 256 * MIB))`.
         """
         for group in groups:
             if not isinstance(group, tuple) or len(group) != 2:
@@ -191,8 +192,9 @@ class Cluster(Shown):
         return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
 
     def machines(self, count: int, bytes_per_second: float) -> Cluster:
-        """Return a cluster of `count` such machines, joined by a network of `bytes_per_second` per device,
-        each way.
+        """Return a cluster of `count` such machines, joined by a network.
+
+        Every device sends and receives `bytes_per_second` over the network.
 
         Hosts and devices are numbered machine by machine. The network is a switch of all devices; devices of
         one machine use it only if no faster link joins them.
@@ -248,8 +250,7 @@ class Cluster(Shown):
         }
 
     def route(self, source: Member, target: Member) -> Route:
-        """Return the route over the fastest link between two members, or through the hosts if no link joins
-        them.
+        """Return the fastest direct route between two members, or else the route through the hosts.
 
         Raises:
             UsageError: nothing joins the members.
@@ -325,8 +326,9 @@ class Cluster(Shown):
         return host.memory_bytes if member.kind is MemberKind.HOST else host.disk_bytes
 
     def tier(self, device: int, member: Member) -> Tier:
-        """Return `member` as an offload target of a device; a host or disk without a number is the device's
-        host or disk.
+        """Return `member` as an offload target of a device.
+
+        A host or disk without a number is the device's host or disk.
 
         Raises:
             UsageError: the cluster does not have the member, or no link joins the two.
@@ -379,8 +381,9 @@ def _short(nbytes: int) -> str:
 
 
 def opposite(wire: str) -> str | None:
-    """Return the wire of the opposite direction, which shares the link's rate as `Link.duplex` says; None if
-    there is none, as for a host's memory.
+    """Return the wire of the opposite direction, which shares the link's rate as `Link.duplex` says.
+
+    Returns None without an opposite wire, as for a host's memory.
     """
     name, _, way = wire.rpartition(":")
     return f"{name}:{_OPPOSITE[way]}" if way in _OPPOSITE else None

@@ -48,8 +48,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensors:
-    """Saved tensors that are offloaded together with their storages; each is a layer and the tensor's number
-    in it.
+    """Saved tensors that are offloaded together with their storages.
+
+    A tensor is a pair of its layer and its number in the layer.
 
     Raises:
         UsageError: no tensors.
@@ -171,9 +172,7 @@ class Decision:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of the subject: all layers of saved tensors, or the first and the last layer of a run or
-        a state.
-        """
+        """The layers of saved tensors, or the first and the last layer of a run or a state."""
         subject = self.subject
         if isinstance(subject, SavedTensors):
             return tuple(layer for layer, _ in subject.tensors)

@@ -287,14 +287,16 @@ class DeviceKind:
         return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the FLOP/s at `dtype`; a dtype without a figure has the float32 rate, or else the slowest
-        listed.
+        """Return the FLOP/s at `dtype`.
+
+        A dtype without a figure has the float32 rate, or else the slowest listed.
         """
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
     def part_of_flops(self, dtype: str) -> float:
-        """Return the share of the peak that large products reach at `dtype`; `USUAL_FLOPS_REACHED` without a
-        figure.
+        """Return the share of the peak that large products reach at `dtype`.
+
+        A dtype without a figure reaches `USUAL_FLOPS_REACHED`.
         """
         return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
 
@@ -442,8 +444,9 @@ class Link:
         efficiency: float = 1.0,
         duplex: float = 1.0,
     ) -> Link:
-        """Return a link between members given as texts: `Link.between("device0", "host0",
-        bytes_per_second=1e10)`.
+        """Return a link between members given as texts.
+
+        Example: `Link.between("device0", "host0", bytes_per_second=1e10)`.
 
         Raises:
             UsageError: a text is not a member, or as in the constructor.

@@ -1,5 +1,4 @@
-"""Answers about fit: the largest (or smallest) value that fits, and the overview of what fits on which
-devices.
+"""Answers about fit: the largest (or smallest) value that fits, and the overview of what fits.
 
 `largest.search` finds a `Fit`, `largest.overview` an `Overview`; `report` shows both. For the number of
 devices and for their memory, the smallest value is searched.
@@ -25,8 +24,9 @@ Sense = Literal["largest", "smallest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One value that was tried: its plan, the peaks of its dry run in bytes if any, and the shortage of a
-    host if any.
+    """One value that was tried: its plan, the peaks of its dry run, and the shortage of a host.
+
+    Peaks are in bytes, None without a dry run; the shortage is empty if hosts have room.
     """
 
     value: int
@@ -203,8 +203,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPrecision:
-    """The memory of one precision: of the whole model's state, and of one device for one sample with
-    everything kept.
+    """The memory of one precision: the model's state, and one device's bytes for one sample.
 
     State is parameters, gradients and optimizer state. `fewest` is the smallest compared number of devices
     that hold one sample without recomputation or offloading; None if none does.
@@ -253,8 +252,9 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview(Shown):
-    """The fit of a model on the devices of a cluster. `sizes` are the microbatch sizes that were tried while
-    smaller ones fit.
+    """The fit of a model on the devices of a cluster.
+
+    `sizes` are the microbatch sizes that were tried while smaller ones fit.
 
     `replicated` are the plans of all devices as replicas, if the model allows them. `impossible` says why no
     plan fits, if that is proven. `filled` is the peak of the limiting device by category, in bytes, and

@@ -40,15 +40,14 @@ class Division(NamedTuple):
     behind: int
 
     def carries_all(self, sender: int, receiver: int) -> bool:
-        """Return whether the message between these replicas, in either direction, includes the values that
-        are sent whole.
+        """Return whether the message between these replicas includes the values that are sent whole.
+
+        This holds for both directions.
         """
         return receiver * self.front // self.behind == sender
 
     def carried(self, sender: int, receiver: int) -> list[tuple[int, int | None]]:
-        """Return the numbers of the values in the message between these replicas, each with its divided
-        dimension.
-        """
+        """Return the numbers of the values in this message, each with its divided dimension."""
         whole = self.carries_all(sender, receiver)
         return [(n, k) for n, k in enumerate(self.dimensions) if k is not None or whole]
 
@@ -59,8 +58,9 @@ def rows_of(replica: int, samples: int) -> Rows:
 
 
 def common_rows(own: Rows, samples: int) -> Iterator[tuple[int, Rows]]:
-    """Yield the replicas of another stage, of `samples` rows each, that have some of the `own` rows, with the
-    common rows.
+    """Yield the replicas of another stage that have some of the `own` rows, with these rows.
+
+    Each replica has `samples` rows.
     """
     first, end = own
     for replica in range(first // samples, -(-end // samples)):
@@ -234,11 +234,10 @@ class Stage:
 
 
 def dividing(size: int, data: int, batch: int | None, microbatches: int = 1) -> str:
-    """Suggest, in words, microbatches or batches that `data` replicas can divide instead of microbatches of
-    `size` samples.
+    """Suggest, in words, microbatches or batches that `data` replicas can divide.
 
-    If `batch`, the samples of a step, is given, the suggested microbatches divide it. Suggested batches have
-    at least `microbatches` microbatches.
+    They are nearest to the given `size` of microbatches, or to `batch`, the samples of a step. Suggested
+    microbatches divide `batch` if it is given; suggested batches have at least `microbatches` microbatches.
     """
     if batch is None:
         sizes = [size - size % data, size + -size % data]

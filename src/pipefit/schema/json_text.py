@@ -90,8 +90,9 @@ class JsonText:
         return cast("T", value)
 
     def header(self, *names: str) -> dict[str, Any]:
-        """Return the values of these top-level keys if present and short; reads no further than the last of
-        them.
+        """Return the values of these top-level keys if present and short.
+
+        Reads no further than the last of them.
 
         Raises:
             Refusal: the text up to there is not JSON, or does not hold an object.
@@ -112,8 +113,9 @@ class JsonText:
     # ---- Values of a type
 
     def _value(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
-        """Read the value at `at`; return it and its end. Small values are read in one piece, others by their
-        parts.
+        """Read the value at `at`.
+
+        Returns the value and its end. Small values are read in one piece, others by their parts.
         """
         end = self._end(at)
         if end is not None:
@@ -228,8 +230,9 @@ class JsonText:
         return at + stop if _scan(b"[%b]" % window[:stop]) == stop + 2 else None
 
     def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
-        """Yield the keys of the object at `at`, each with the start of its value; the caller sets `_after` to
-        the value's end.
+        """Yield the keys of the object at `at`, each with the start of its value.
+
+        The caller sets `_after` to the value's end.
         """
         seen = set[str]()
         at = self._skip_space(at + 1)
@@ -282,9 +285,7 @@ class JsonText:
         return self._syntax("Unterminated string" if self.content[at : at + 1] == b'"' else expected, at)
 
     def _syntax(self, what: str, at: int) -> Refusal:
-        """Return the refusal of a text that is not JSON at `at`, or that ends there or inside a token that
-        began there.
-        """
+        """Return the refusal of a text that is not JSON at `at`, or is cut off there."""
         start = self._skip_space(at)
         rest = self.content[start : start + _LONGEST]
         if what.startswith("Unterminated") or any(word.startswith(rest) for word in _WORDS):
@@ -317,8 +318,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _loaded(content: bytes) -> Any:
-    """Load a JSON text in UTF-8. Given bytes, `json` would guess the encoding from zeros among the first of
-    them.
+    """Load a JSON text in UTF-8.
+
+    Given bytes, `json` would guess the encoding from zeros among the first of them.
     """
     return json.loads(content.decode())
 
@@ -384,8 +386,9 @@ def _checked(kind: Any, text: bytes, path: Path, first: int = 0) -> Any:
 
 
 def _first(refused: Any, path: Path, first: int) -> Refusal:
-    """Return the first of pydantic's errors as a refusal; unknown keys come first, because they often
-    misspell missing ones.
+    """Return the first of pydantic's errors as a refusal.
+
+    Unknown keys come first, because they often misspell missing ones.
     """
     errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
     error, place = errors[0], errors[0]["loc"]

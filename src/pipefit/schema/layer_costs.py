@@ -189,9 +189,7 @@ class SharedParameter(SharedTensor):
         yield from ((user, "cast_only_bytes", self.nbytes) for user in self.cast_only)
 
     def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the users in layers `start` to `stop - 1` whose copy an earlier one of these layers uses
-        too.
-        """
+        """Return the users in layers `start` to `stop - 1` that share a copy with an earlier one."""
         return tuple(user for user in self.copying if start <= user < stop)[1:]
 
 
@@ -448,8 +446,9 @@ class LayerCost:
         return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later)
 
     def spans(self, *, is_first: bool, inner: bool) -> tuple[Span, ...]:
-        """Return the spans of the step's first or a later backward; `inner` if the next layer is on the same
-        device.
+        """Return the spans of the step's first or a later backward.
+
+        `inner` says whether the next layer is on the same device.
         """
         usual, arriving = (
             (self.backward_first, self.inner_first) if is_first else (self.backward_later, self.inner_later)

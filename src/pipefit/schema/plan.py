@@ -239,8 +239,9 @@ def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
 
 
 def fullness(part: float, *, tight: bool) -> str:
-    """Format how full a device is for a table cell: `80.0 %`, `96.2 % tight` if little is left, or `110.0 %
-    over`.
+    """Format how full a device is for a table cell.
+
+    Examples: `80.0 %`, `96.2 % tight` if little is left, `110.0 % over`.
 
     If tensors leave much of the budget but the GPU's process leaves little of the GPU: `84.9 %, process
     tight`.
@@ -301,9 +302,7 @@ class Plan(Shown):
         self._check_slices()
 
     def _check_slices(self) -> None:
-        """Check that replicas can divide a microbatch, and that the profile contains the costs of their local
-        batch.
-        """
+        """Check that replicas can divide a microbatch, and that their local batch was profiled."""
         size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
         every, asked = lcm(*(stage.grid.data for stage in self.stages)), self.training
         for number, stage in enumerate(self.stages):
@@ -424,8 +423,9 @@ class Plan(Shown):
 
     @property
     def summed(self) -> dict[int, tuple[int, ...]]:
-        """For each shared parameter with gradients on several stages, by its number: the stages that
-        all-reduce its gradients.
+        """The stages that all-reduce the gradients of each shared parameter, by its number.
+
+        Only parameters with gradients on several stages are included.
         """
         shared = zip(self.measurement.shared, self.holders, strict=True)
         return {n: stages for n, (one, stages) in enumerate(shared) if one.gradient_bytes and len(stages) > 1}

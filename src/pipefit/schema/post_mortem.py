@@ -1,5 +1,6 @@
-"""A run that ran out of memory, as a document: the device, the action, its memory by category, and the failed
-request.
+"""A run that ran out of memory, as a document.
+
+It has the device, the action, the memory by category, and the failed request.
 
 `train` writes one from measured memory, and `certify` one from its dry run. It contains the plan, so that
 `pipefit report` can show on any machine which layers held the bytes, and which plans would have fitted.
@@ -18,8 +19,7 @@ from pipefit.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostMortem(Shown):
-    """A plan whose run exceeded the memory of `device`, the trace until then, and the `moment` of the
-    failure.
+    """A plan whose run exceeded the memory of `device`, its trace, and the `moment` of the failure.
 
     The moment has the bytes that would have been held if the request had succeeded. `asked_bytes` is the size
     of the one allocation that failed; 0 if unknown, as after a dry run, which goes on to the end. `sentence`
@@ -95,8 +95,9 @@ class PostMortem(Shown):
 
 
 def of_dry_run(plan: Plan, trace: Trace) -> PostMortem | None:
-    """Return the post-mortem of the worst device if a dry run shows that the plan does not fit; None if it
-    fits.
+    """Return the post-mortem of the worst device if a dry run shows that the plan does not fit.
+
+    Returns None if the plan fits.
     """
     worst = max(trace.devices, key=lambda device: device.lack_bytes)
     if not worst.lack_bytes or worst.peak is None or not plan.stages_of(worst.device):

@@ -35,8 +35,9 @@ _NAMED = 3  # layers named in an error; more are counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Everything that the costs of a task depend on. Tuples about layers have one digest for every layer, in
-    order.
+    """Everything that the costs of a task depend on.
+
+    Tuples about layers have one digest for every layer, in order.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -154,8 +155,7 @@ def _texts(what: str, texts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AdditiveCosts:
-    """Two byte counts for every block: its peak alone on a device, and the bytes that it adds to the previous
-    blocks.
+    """Two byte counts for every block: its own peak, and the bytes that it adds to previous blocks.
 
     `profiler` measures them by training runs; the planners `additive`, `mcap_bf` and `mcap_bo` use them. They
     are valid only for the `training` and the `recompute` setting of the measurement.
@@ -209,9 +209,7 @@ class AdditiveCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """An operation that every rank computes whole: its layer, operator, parameter bytes, FLOPs, and the
-    reason.
-    """
+    """An operation that every rank computes whole, with its figures and the reason."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -397,9 +395,7 @@ class Measurement(Shown):
 
     @property
     def loss_dtype(self) -> str:
-        """The dtype in which a step keeps its microbatches' losses: float64 if an output of the loss is, else
-        float32.
-        """
+        """The dtype in which a step keeps its losses: float64 if an output of the loss is, else float32."""
         return "float64" if any(value.dtype == "float64" for value in self.loss.outputs) else "float32"
 
     @property
@@ -415,8 +411,9 @@ class Measurement(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """The environment of a profile: with another device, processor, thread count or torch release, costs may
-    differ.
+    """The environment of a profile.
+
+    With another device, processor, thread count or torch release, costs may differ.
 
     For target `cpu`, `cpu`, `capability` and `processor` identify the processor on which kernels were
     measured.
@@ -521,8 +518,9 @@ class ModelProfile(Shown):
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The layers at which a stage may begin, then the number of layers: block b is edges[b] to edges[b +
-        1].
+        """The layers at which a stage may begin, then the number of layers.
+
+        Block b is layers edges[b] to edges[b + 1] - 1.
         """
         sizes = [block.layers for block in self.blocks] if self.blocks else [1] * len(self.layers)
         return (0, *accumulate(sizes))
@@ -540,8 +538,9 @@ class ModelProfile(Shown):
 
     @property
     def coupled(self) -> str:
-        """Why replicas would compute other values than whole microbatches give; empty if they would not, or
-        if unknown. Random draws are not considered.
+        """Why replicas would compute other values than whole microbatches give.
+
+        The text is empty if they would not, or if that is unknown. Random draws are not considered.
         """
         return self._first(lambda cost: cost.coupled)
 
@@ -551,8 +550,9 @@ class ModelProfile(Shown):
         return self._first(lambda cost: "draws random numbers" if cost.draws else "")
 
     def _first(self, told: Callable[[LayerCost], str]) -> str:
-        """Return the first layer, or the loss, with a nonempty phrase from `told`, and this phrase; or an
-        empty text.
+        """Return the first layer, or the loss, with a nonempty phrase from `told`, and this phrase.
+
+        Returns an empty text if every phrase is empty.
         """
         for measurement in self.measurements:
             reasons = list(map(told, measurement.kinds))
@@ -570,8 +570,9 @@ class ModelProfile(Shown):
 
     @property
     def parts(self) -> str:
-        """The number of parts that planners distribute, in words: `14 blocks (158 layers)`, or `14 layers`
-        without blocks.
+        """The number of parts that planners distribute, in words.
+
+        Examples: `14 blocks (158 layers)`, or `14 layers` without blocks.
         """
         layers = counted(len(self.layers), "layer")
         return f"{counted(len(self.blocks), 'block')} ({layers})" if self.blocks else layers
@@ -582,8 +583,9 @@ class ModelProfile(Shown):
         return tuple(block.name for block in self.blocks) if self.blocks else self.layers
 
     def span(self, start: int, stop: int) -> tuple[str, ...]:
-        """Return the names of the blocks of layers `start` to `stop - 1`; of the layers, if the range cuts a
-        block.
+        """Return the names of the blocks of layers `start` to `stop - 1`.
+
+        If the range cuts a block, returns the names of the layers.
         """
         edges = self.edges
         first, last = bisect_left(edges, start), bisect_left(edges, stop)
@@ -595,8 +597,9 @@ class ModelProfile(Shown):
         return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
     def at(self, microbatch_size: int, tensor: int = 1, *, sequences: bool = False) -> Measurement:
-        """Return the measurement at `microbatch_size` samples for `tensor` ranks, with `sequences` divided
-        along positions too.
+        """Return the measurement at `microbatch_size` samples for `tensor` ranks.
+
+        With `sequences`, the ranks also divide positions.
 
         Raises:
             UsageError: this size or number of ranks was not profiled; names the profiled ones.

@@ -73,8 +73,9 @@ ChannelOf = Callable[[int, Action, Placement], Hashable | None]
 
 
 def channel(device: int, action: Action, placement: Placement) -> Channel | None:
-    """Return the channel of a send or receive on `device`; None if both stages are on this device, which
-    needs no communicator.
+    """Return the channel of a send or receive on `device`.
+
+    Returns None if both stages are on this device: no communicator is needed.
     """
     message = message_of(device, action, placement)
     sender = action.stage if action.kind in SENDS else action.neighbour
@@ -83,9 +84,7 @@ def channel(device: int, action: Action, placement: Placement) -> Channel | None
 
 
 def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
-    """Return all channels that the actions use, in the order in which every worker creates their
-    communicators.
-    """
+    """Return all channels that the actions use, in the order of creation on every worker."""
     found = {
         channel(device, action, placement)
         for device, own in enumerate(actions)
@@ -228,8 +227,10 @@ class _Follower:
             raise UsageError(self._hangs())
 
     def _carried_in(self) -> list[_Starts]:
-        """Return the open starts of every device from the previous body: complete (place -1) if no other end
-        starts in this body, else with their place in the queue.
+        """Return the open starts of every device from the previous body.
+
+        A start is complete (place -1) if no other end starts in this body; else it has its place in the
+        queue.
         """
         starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
         here = {self._operation(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
@@ -334,8 +335,9 @@ _Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # open starts of a devic
 
 
 def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
-    """Return the participant whose starts are counted: the device, or, if a device takes part with several
-    stages, the stage.
+    """Return the participant whose starts are counted.
+
+    This is the device, or, if a device takes part with several stages, the stage.
     """
     return member if len({device for device, _ in members}) < len(members) else (member[0], -1)
 
@@ -494,8 +496,9 @@ _Start = tuple[object, ...]  # an action without its last field, `wait`
 
 
 def _check_device(device: int, actions: Iterable[Action], program: Program) -> None:
-    """Check that the actions belong to the device's stages, and that each start is joined once, here or in
-    the next body.
+    """Check that the actions are on the device's stages, and that each start is joined once.
+
+    The join may be in the next body.
     """
     stages = {stage for stage, devices in enumerate(program.placement) if device in devices}
     open_starts = _carried_starts(program.carried_in, device)
@@ -579,8 +582,9 @@ def _partner(action: Action, message: Message, placement: Placement) -> Action:
 
 
 def _repeats(program: Program) -> bool:
-    """Return whether the program can follow itself: its carried-out starts are its carried-in starts, one
-    body later.
+    """Return whether the program can follow itself.
+
+    Its carried-out starts are then its carried-in starts, one body later.
     """
     return tuple(map(set, program.carried_in)) == tuple(
         {shifted(start, -program.microbatches) for start in starts} for starts in program.carried_out

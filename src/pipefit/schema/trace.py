@@ -146,8 +146,9 @@ class AllocatorPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
-    """Events and memory of one device. `budget_bytes` is its whole budget; `allocator` is present if one was
-    simulated, or measured on a GPU.
+    """Events and memory of one device.
+
+    `budget_bytes` is its whole budget; `allocator` is present if one was simulated, or measured on a GPU.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -170,8 +171,7 @@ class DeviceTrace:
 
     @property
     def lack_bytes(self) -> int:
-        """The bytes that the device lacks: for its process if an allocator was simulated, else for its
-        tensors.
+        """The bytes that the device lacks for its process, or for its tensors without an allocator.
 
         0 if everything fits. At least 1 if `per_process_memory_fraction` gives the allocator less than the
         device has, and this does not suffice.
@@ -196,9 +196,7 @@ class DeviceTrace:
 
     @property
     def remedy(self) -> str:
-        """Advice about a lack of memory: plan with a larger reserve, if that leaves memory, or with smaller
-        stages.
-        """
+        """Advice about a lack of memory: a larger reserve, if that leaves memory, or smaller stages."""
         others = self.allocator.process_bytes - self.allocator.requested_bytes if self.allocator else 0
         reserve = -(-others // MIB)
         if not 0 < reserve * MIB < self.budget_bytes:

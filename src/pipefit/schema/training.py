@@ -104,8 +104,9 @@ class Training:
 
     @property
     def endless(self) -> bool:
-        """True if the schedule is asynchronous: microbatches stay in flight between steps, so stages update
-        at different times.
+        """True if the schedule is asynchronous.
+
+        Microbatches then stay in flight between steps, so stages update at different times.
         """
         return self.schedule in ENDLESS
 

@@ -1,5 +1,6 @@
-"""Checks that turn outside data into checked types; an error is one sentence that names the mistake and its
-place.
+"""Checks that turn outside data into checked types.
+
+An error is one sentence that names the mistake and its place.
 
 The types are the frozen dataclasses. Values are strict: `"3"` is not 3 and `true` is not 1. Documents are
 read in pieces (`schema.json_text`), so a malicious file costs no more memory than a valid one of its size.
@@ -114,8 +115,9 @@ def instance(name: str, value: object, kind: Any, hint: str = "") -> Any:
 
 
 def seed_number(seed: int) -> int:
-    """Return `seed` if torch's generators take it and step numbers can be added to it: a signed 64-bit
-    integer.
+    """Return `seed` if it is a signed 64-bit integer.
+
+    Torch's generators take such seeds, and step numbers can be added.
 
     Raises:
         UsageError: any other value.

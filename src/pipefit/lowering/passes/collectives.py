@@ -36,8 +36,9 @@ from pipefit.schema.plan import Plan
 
 
 def sums_of(plan: Plan, stage: int, microbatch: int | None = None) -> list[Action]:
-    """Return the REDUCEs that a stage's update joins, in the order of their starts; empty for one replica, or
-    with ZeRO 2.
+    """Return the REDUCEs that a stage's update joins, in the order of their starts.
+
+    The list is empty for one replica, and with ZeRO 2.
 
     `microbatch` is the microbatch after which the stage is updated, if a step has several updates.
     """
@@ -79,8 +80,7 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
 
 
 def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> list[list[Action]]:
-    """Return the expanded actions of a stage's order under an asynchronous schedule, with the reductions of
-    its updates.
+    """Return the expanded actions of an asynchronous order, with the reductions of its updates.
 
     A reduction starts after the last backward of its layers and is joined before the STEP. With ZeRO 2, it is
     joined after the next backward if that comes first, or before the expansion of that backward if it has the
@@ -175,8 +175,9 @@ def _has(backward: Action, reduce: Action) -> bool:
 
 
 def bucket_edges(plan: Plan, stage: int) -> list[int]:
-    """Return the layers at which a stage is cut into buckets of about equal bytes of gradients, or of
-    parameters with ZeRO 3.
+    """Return the layers at which a stage is cut into buckets of about equal bytes.
+
+    Bytes are those of gradients, or of parameters with ZeRO 3.
 
     Layers that share a parameter are not separated, because their gradients would be added up in another
     order, or would be gathered with the first layer only; nor is a run that is recomputed as a whole.
@@ -195,8 +196,9 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
 
 
 def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
-    """Yield the bucket boundaries: for each end of `parts` equal parts of `whole`, the nearest of the rising
-    `sizes`.
+    """Yield the bucket boundaries among the rising `sizes`.
+
+    For each end of `parts` equal parts of `whole`, this is the nearest size.
     """
     for number, size in enumerate(sizes):
         first, last = 1, parts - 1  # the parts whose end is nearest to `size`: part n ends at whole * n / parts

@@ -68,8 +68,9 @@ def named(subjects: tuple[Subject, ...], bundles: Bundles) -> Subject | Bundle:
 
 
 def _moved(decision: Decision) -> Iterator[tuple[Subject, ...]]:
-    """Yield the subjects that a decision's actions move; an update elsewhere moves gradients out and
-    parameters back.
+    """Yield the subjects that a decision's actions move.
+
+    An update elsewhere moves gradients out and parameters back.
     """
     subject = decision.subject
     if isinstance(subject, Run):
@@ -288,8 +289,9 @@ def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _
 
 
 def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
-    """Return the first and last position of every forward and backward that the schedule orders, in all its
-    pieces.
+    """Return the first and last position of every scheduled forward and backward.
+
+    All its pieces are included.
 
     A recomputation before another unit belongs to that unit.
     """

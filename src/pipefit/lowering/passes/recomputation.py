@@ -1,5 +1,4 @@
-"""The pass that makes recomputation explicit: the runs of layers that run forward twice, and the time of the
-second run.
+"""The pass that makes recomputation explicit: the recomputed runs of layers, and the time.
 
 If layers 3 to 5 of a stage with layers 0 to 8 are recomputed, its F and B become
 
@@ -188,8 +187,9 @@ class _Pieces:
         self._known: dict[tuple[int, tuple[bool, ...], bool], list[Piece]] = {}
 
     def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
-        """Return the layers of a stage, cut at the ends of recomputed runs of this microbatch, moved states
-        and gradient buckets.
+        """Return the layers of a stage, cut into pieces.
+
+        Cuts are the ends of recomputed runs of this microbatch, of moved states and of gradient buckets.
 
         Raises:
             UsageError: as `_divided`.

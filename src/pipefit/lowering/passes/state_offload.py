@@ -1,4 +1,4 @@
-"""The pass that offloads parameters and gradients while nothing uses them.
+"""The pass that offloads parameters and gradients while no action uses them.
 
 Parameters are away except during forwards, recomputations, backwards and the update of their layers. They are
 copied out only after an update; otherwise their home already has their bytes, and their OFFLOAD frees them at
@@ -152,8 +152,9 @@ class StateCopies:
             yield from self.behind[number]
 
     def _uses(self, decision: Decision) -> Iterator[int]:
-        """Yield the positions of actions that need the state of a decision. Gradients stay from a collective
-        to the update.
+        """Yield the positions of actions that need the state of a decision.
+
+        Gradients stay from a collective to the update.
         """
         assert isinstance(decision.subject, State)
         gradients, layers = decision.subject.kind == "gradients", range(decision.subject.start, decision.subject.stop)
@@ -189,8 +190,9 @@ class StateCopies:
                 yield one, following
 
     def _is_unchanged(self, decision: Decision, use: int) -> bool:
-        """Return whether a state equals its copy at home after `use`, so that its OFFLOAD only frees, which
-        takes no time.
+        """Return whether a state equals its copy at home after `use`.
+
+        Its OFFLOAD then only frees, without delay.
         """
         return _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP
 

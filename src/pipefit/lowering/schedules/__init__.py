@@ -1,6 +1,6 @@
 """Schedules: the order in which every rank computes, for any plan.
 
-A rank is one grid of devices, all of which compute in the same order. With R ranks, stage s is on rank s
+A rank is one grid of devices, which all compute in the same order. With R ranks, stage s is on rank s
 modulo R; the stages of one rank are its chunks 0, 1 and so on.
 """
 

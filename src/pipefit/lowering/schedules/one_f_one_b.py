@@ -23,7 +23,7 @@ def one_f_one_b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterat
 
 
 def eager_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
-    """Generate the same order after twice as many warm-up forwards.
+    """Generate the same order after twice the number of warm-up forwards.
 
     Raises:
         UsageError: a rank holds several stages, for which this order is not defined.

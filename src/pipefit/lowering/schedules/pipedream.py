@@ -8,7 +8,7 @@ versions. Its update is w(t+1) = w(t) - lr * g(w(t-P+s+1)). (PipeDream, SOSP 201
 
 `two_buffered` is PipeDream-2BW: the gradients of all microbatches of a step are accumulated for one update,
 and all of them use the weights from before the last update: w(t+1) = w(t) - lr * g(w(t-1)), on every stage.
-Two versions are enough, because a step has at least as many microbatches as there are stages. (PipeDream-2BW,
+Two versions are enough, because a step has at least one microbatch per stage. (PipeDream-2BW,
 ICML 2021.)
 
 In both, all stages compute the forwards of a step's microbatches in that step; microbatches in flight after

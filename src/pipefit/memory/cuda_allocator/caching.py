@@ -140,8 +140,9 @@ class Pool:
 
 
 def room_for(pool: Pool, size: int) -> Block | None:
-    """Return the first of neighbouring free blocks, not all with memory, that together have `size` bytes;
-    None without room (`find_expandable_block`).
+    """Return the first of neighbouring free blocks, not all with memory, that together have `size` bytes.
+
+    Returns None without room (`find_expandable_block`).
     """
     for _, block in pool.unmapped:
         previous = block.previous
@@ -160,8 +161,9 @@ def _has_room(start: Block, size: int) -> bool:
 
 
 def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> Block | None:
-    """Return a free block of at least `size` from `start` on, removed from its pool
-    (`try_allocate_expandable_block`).
+    """Return a free block of at least `size` from `start` on, removed from its pool.
+
+    This is `try_allocate_expandable_block`.
 
     `take` gets memory from the driver, if it has enough. None if not; pages mapped before stay mapped.
     """
@@ -176,8 +178,9 @@ def grown(pool: Pool, start: Block, size: int, take: Callable[[int], bool]) -> B
 
 
 def _mapped(pool: Pool, block: Block, size: int, take: Callable[[int], bool]) -> Block | None:
-    """Map whole pages at the beginning of `block`; return the free block that contains them, or None without
-    memory.
+    """Map whole pages at the beginning of `block`.
+
+    Returns the free block that contains them, or None without memory.
     """
     size = -(-size // pool.page) * pool.page
     if not take(size):
@@ -240,9 +243,7 @@ class BlockState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentState:
-    """Neighbouring blocks with memory: a segment, or a part of an expandable one between pages without
-    memory.
-    """
+    """Neighbouring blocks with memory: a segment, or a part of an expandable one."""
 
     address: int
     stream: int
@@ -452,8 +453,9 @@ class CachingAllocator:
         return block
 
     def _taken_anew(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment's block, or that of an expandable segment that has grown; None without room
-        (`alloc_block`).
+        """Return a new segment's block, or that of an expandable segment that has grown.
+
+        Returns None without room (`alloc_block`).
         """
         nbytes = self.settings.segment(size)
         if self._limit is not None and self.reserved + nbytes > self._limit:
@@ -517,8 +519,9 @@ class CachingAllocator:
         return self.capacity is None or self.taken + self.reserved + nbytes <= self.capacity
 
     def _address_space(self, pool: Pool) -> int:
-        """Return the size of an expandable segment's address space: 9/8 of the device's memory, in whole
-        pages.
+        """Return the size of an expandable segment's address space.
+
+        It is 9/8 of the device's memory, in whole pages.
         """
         total = _ENDLESS if self.capacity is None else self.capacity
         return -(-(total + total // 8) // pool.page) * pool.page

@@ -47,8 +47,9 @@ class Replay:
 
 
 def replay(history: Iterable[Mapping[str, Any]], settings: AllocatorSettings = _DEFAULT) -> Replay:
-    """Replay a history of one device from `torch.cuda.memory._snapshot()["device_traces"]`, from its
-    beginning.
+    """Replay the recorded history of one device from its beginning.
+
+    `history` is an entry of `torch.cuda.memory._snapshot()["device_traces"]`.
 
     Raises:
         UsageError: it begins in the middle: it frees a block whose allocation is not recorded.

@@ -210,8 +210,9 @@ def _part(key: str, value: str) -> float:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """Parse `4`, for all sizes, or `[64:8,128:2,>:1]`: the first holds for all smaller sizes, `>` for all
-    larger ones.
+    """Parse `4`, for all sizes, or `[64:8,128:2,>:1]`.
+
+    The first entry holds for all smaller sizes, `>` for all larger ones.
     """
     if not value.startswith("["):
         return (_power(key, value, least=1),) * _INTERVALS

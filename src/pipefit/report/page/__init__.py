@@ -1,5 +1,4 @@
-"""One self-contained HTML page of a plan, a trace, a run that ran out of memory, or a search for the largest
-that fits.
+"""One self-contained HTML page of a plan, a trace, a post-mortem, or a search for the largest that fits.
 
 `page(document)` draws memory over time and the timeline of every device, and shows the contents of each
 device at its peak, the decisions about its memory with their prices, and the traffic on the links. With a
@@ -37,8 +36,9 @@ _STRETCHES = {"messages": "k6", "copies": "k4", "sums": "k8"}  # traffic on link
 
 
 def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> str:
-    """Return the page of a plan, which is simulated, of a trace, or of a post-mortem; `measured` is a second
-    trace to draw.
+    """Return the page of a plan, which is simulated, of a trace, or of a post-mortem.
+
+    `measured` is a second trace to draw.
 
     Raises:
         UsageError: the traces are of different devices.
@@ -199,8 +199,9 @@ def _drawing() -> str:
 
 
 def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Yield the layers with the most bytes at the start of each device's fullest action; equal devices share
-    a table.
+    """Yield the layers with the most bytes at the start of each device's fullest action.
+
+    Equal devices share a table.
     """
     yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]

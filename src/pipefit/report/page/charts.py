@@ -37,8 +37,8 @@ from pipefit.units import MIB, format_bytes, format_seconds
 #
 # For every point of a small grid, the split of lowest peak is planned and simulated, with one device a stage
 # and microbatches of a device's local batch: a slider shows the plan that `pipefit plan --objective peak
-# --data 1 --tensor 1` would make. Asynchronous schedules have no grid, nor do models whose peaks are computed
-# one by one for ranges of blocks.
+# --data 1 --tensor 1` would make. The grid is empty for asynchronous schedules, and for models whose peaks are
+# computed one by one for ranges of blocks.
 
 _MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
 _RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
@@ -55,8 +55,9 @@ class Axes(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The result of one choice: the highest peak and its budget in bytes, seconds, samples per second, share
-    of idle time.
+    """The result of one choice.
+
+    It has the highest peak and its budget in bytes, seconds, samples per second, and the share of idle time.
     """
 
     peak_bytes: int
@@ -243,8 +244,9 @@ _ABOVE, _BELOW = 36, 170  # vertical centres of hosts and devices
 
 
 def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
-    """Return an SVG with a box for every device and its stages, and an arrow for every traffic; with hosts
-    instead of many devices; empty for larger clusters.
+    """Return an SVG with a box for every device and its stages, and an arrow for every traffic.
+
+    Many devices are replaced by their hosts. The SVG is empty for larger clusters.
     """
     row = [Member.device(number) for number in range(len(plan.cluster.devices))]
     if len(row) > MOST:
@@ -405,8 +407,9 @@ def _levels(up: _Scale, sizes: Sequence[int]) -> str:
 
 
 def _values(fit: Fit, across: _Scale, tried: Sequence[Attempt]) -> str:
-    """Return the labels of values below the chart, without those too close to a previous one, and the name of
-    the axis.
+    """Return the labels of values below the chart and the name of the axis.
+
+    Labels too close to a previous one are omitted.
     """
     shown, last = [], -1e9
     for attempt in tried:

@@ -42,8 +42,9 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def scale(trace: Trace) -> int:
-    """Return the bytes at the end of bars: the largest peak or budget; only the largest peak if it is
-    comparatively tiny.
+    """Return the bytes at the end of bars: the largest peak or budget.
+
+    If the largest peak is tiny compared with the budgets, it is the scale.
     """
     peak = max((device.peak_bytes for device in trace.devices), default=0)
     budget = max((device.budget_bytes for device in trace.devices), default=0)

@@ -116,8 +116,9 @@ def _kind(action: Action) -> int:
 
 
 def _first_shown(trace: Trace, most: int) -> int:
-    """Return the first of the last steps that have at most `most` events and samples; the last step at the
-    latest.
+    """Return the first of the last steps that have at most `most` events and samples.
+
+    If the last step has more, returns the last step.
 
     Steps numbered beyond the last one count with it.
     """

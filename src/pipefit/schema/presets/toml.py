@@ -188,8 +188,9 @@ def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
 
 
 def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
-    """Convert a whole file. Totals are checked while links are made, because a short text may describe many
-    links.
+    """Convert a whole file.
+
+    Totals are checked while links are made, because a short text may describe many links.
     """
     kinds = {name: _kind(name, kind) for name, kind in written.kinds.items()}
     _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
@@ -321,8 +322,9 @@ def _overheads(kind: KindText) -> Overheads:
 
 
 def _workspace(written: str | int) -> int:
-    """Return the bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight
-    of 16 KiB.
+    """Return the bytes of a size, or of a text such as `:4096:2:16:8`.
+
+    The example means two workspaces of 4096 KiB and eight of 16 KiB.
     """
     if isinstance(written, int) or not written.startswith(":"):
         return _size(written, least=0)
