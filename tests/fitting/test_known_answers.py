@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+import low_rank
 import pipefit
 from pipefit.models.hugging_face import hf
+from pipefit.planner import plan as planned
 from pipefit.report.fit import describe_overview
 from pipefit.schema.fit import Overview
 from pipefit.tables import plain
@@ -15,15 +17,7 @@ from pipefit.units import GIB
 
 pytestmark = pytest.mark.gallery
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
+LLAMA_8B = low_rank.LLAMA_8B
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -40,7 +34,11 @@ QWEN_HALF_B = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
-NUMBERS = {"8B": 8_030_261_248, "70B": 70_553_706_496}  # parameters, as their authors count them
+NUMBERS = {
+    "8B": 8_030_261_248,
+    "70B": 70_553_706_496,
+    "8x7B": 46_702_792_704,
+}  # parameters, as their authors count them
 
 
 def looked(name: str, settings: dict[str, object], sequence: int, cluster: str) -> Overview:
@@ -65,15 +63,20 @@ def test_8b_fits_eight_a100_fully_sharded() -> None:
     assert 16 * NUMBERS["8B"] / 8 < zero.need_bytes < 79 * GIB
 
 
-@pytest.mark.parametrize(("devices", "sequence", "fits"), [(4, 8192, True), (1, 4096, True)])
+@pytest.mark.parametrize(("devices", "sequence", "fits"), [(4, 8192, True), (2, 4096, True), (1, 4096, True)])
 def test_70b_on_h100(devices: int, sequence: int, fits: bool) -> None:
     """On 32 of them state is 16 bytes x 70.55e9 / 32 = 32.9 GiB each, and with every block recomputed there are inputs
     of 80 blocks, 80 x 8192 x 8192 x 2 bytes = 10 GiB, gathered halves of two blocks, 2 x 2 x 0.86e9 bytes = 3.2 GiB,
-    and logits with their gradients, some 14 GiB: 60 to 70 GiB. On 8 state is 131 GiB each: hosts must have it.
+    and logits with their gradients, some 14 GiB: 60 to 70 GiB. On 16 of them, with 4,096 tokens, state
+    is 65.7 GiB each, and inputs, gathered halves and logits need more than the remaining 12 GiB; on 8 state is 131 GiB
+    each: hosts must have a part of it.
     """
     cluster = f"{devices}xhgx-h100@50GB/s" if devices > 1 else "hgx-h100"
     found = looked("llama", LLAMA_70B, sequence, cluster)
     assert found.fits is fits
+    if devices < 4:
+        fitting = [one for one in found.replicated if one.samples_per_second is not None]
+        assert found.here.largest[:2] == (None, None) and all("hosts" in one.way for one in fitting)
     if devices == 4:
         zero = next(one for one in found.replicated if one.way == "ZeRO-3" and one.recompute)
         assert zero.samples_per_second is not None
@@ -86,3 +89,55 @@ def test_half_a_billion_at_32k_does_not_fit_24_gib_and_the_logits_are_why() -> N
     text = " ".join(plain(describe_overview(found), 80).split())
     assert not found.fits and text.startswith("Does not fit") and "a chunked cross entropy" in text
     assert found.loss_bytes > 2 * 32768 * 151936 * 4
+
+
+BLOCK_WEIGHTS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # query and output, key and value, MLP
+ADAPTERS = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # 32 blocks, rank 16
+INPUTS, LOGITS = 32 * 2048 * 4096 * 2, 2048 * 128256 * 4  # of all blocks in bfloat16; in float32
+
+
+def every_block_recomputed(found: Overview) -> int:
+    """The peak of one device that recomputes every block."""
+    cluster, profile = found.cluster, found.reaches[0].one.plan.profile
+    made = planned(
+        profile, cluster, microbatches=4, planner="uniform", recompute="always", stages=1, allow_infeasible=True
+    )
+    assert made.prediction is not None
+    return made.prediction.peak_bytes[0]
+
+
+def test_lora_of_8b_fits_24_gib_recomputed() -> None:
+    """The frozen base takes 2 bytes x 8.03e9, the adapters 16 bytes x 41.9e6, together 15.6 GiB. With every block
+    recomputed there are also block inputs, 0.5 GiB, and logits, their log-softmax and its gradient, 2.9 GiB.
+    """
+    found = pipefit.fit(low_rank.lora(), "1x-rtx-3090")
+    state = 2 * NUMBERS["8B"] + 16 * ADAPTERS
+    assert found.precisions[0].state_bytes == state
+    assert every_block_recomputed(found) == pytest.approx(state + INPUTS + 3 * LOGITS, rel=0.005)
+    kept, recomputed, _ = found.reaches[0].largest
+    assert kept is None and recomputed is not None and recomputed.fits and len(str(found).splitlines()) <= 40
+
+
+def test_qlora_of_8b_fits_16_gib() -> None:
+    """Weights of blocks take half a byte and a float32 scale for every 64, 3.66 GiB; embeddings, the last layer and 65
+    norms 2 bytes, 1.96 GiB; adapters 16 bytes, 0.63 GiB. Inputs and logits are those of LoRA.
+    """
+    found = pipefit.fit(low_rank.qlora(), "1x-rtx-4080")
+    base = 32 * BLOCK_WEIGHTS // 2 + 32 * BLOCK_WEIGHTS // 64 * 4 + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    assert every_block_recomputed(found) == pytest.approx(base + 16 * ADAPTERS + INPUTS + 3 * LOGITS, rel=0.005)
+    kept, recomputed, _ = found.reaches[0].largest
+    assert kept is None and recomputed is not None and recomputed.fits and len(str(found).splitlines()) <= 40
+
+
+def test_mixtral_8x7b_fits_eight_h100_by_offload_alone() -> None:
+    """State is 16 bytes x 46.7e9 = 696 GiB, 87 GiB on each of 8 devices of 78. Without 12 bytes of optimizer state and
+    float32 gradients on the device, ZeRO-3 with every block recomputed takes 69 GiB.
+    """
+    found = looked("mixtral", {}, 4096, "hgx-h100")
+    assert found.precisions[0].state_bytes == 16 * NUMBERS["8x7B"]
+    assert 16 * NUMBERS["8x7B"] / 8 > max(found.cluster.budgets)
+    kept, recomputed, moved = found.here.largest
+    assert kept is None and recomputed is None and moved is not None and moved.fits
+    fitting = [one for one in found.replicated if one.samples_per_second is not None]
+    assert fitting and all("hosts" in one.way and one.recompute for one in fitting)
+    assert min(one.need_bytes for one in fitting) > 8 * NUMBERS["8x7B"] / 8
