@@ -154,11 +154,14 @@ class Cluster(Shown):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all devices have the same kind and memory."""
+        """True if all devices have the same kind and memory."""
         return len({(device.kind.key, device.memory_bytes) for device in self.devices}) == 1
 
     def largest(self, count: int) -> tuple[int, ...]:
-        """The numbers of the `count` devices of the largest budgets, in rising order; of equal ones the first."""
+        """Return the numbers of the `count` devices with the largest budgets, in rising order.
+
+        Of devices with equal budgets, the first are taken.
+        """
         return tuple(sorted(sorted(range(len(self.devices)), key=lambda number: -self.budgets[number])[:count]))
 
     def _budget(self, device: Device) -> int:

@@ -81,8 +81,9 @@ def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) 
 
 
 def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[Action]]]:
-    """Return the counted actions c[t]; for each, the early recomputations before it; and for each, the
-    updates after it.
+    """Return the counted actions c[t], with the uncounted actions around each.
+
+    For each c[t], these are the early recomputations before it, and the updates after it.
     """
     early: list[list[Action]] = [[]]
     counted: list[Action] = []
