@@ -18,21 +18,19 @@ Counts = tuple[int, int]  # blocks and layers
 PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 TITLE = f"""# The gallery
 
-{len(MODELS)} small models in {len(FAMILIES)} families, each trained for three steps by random plans in one process:
-random splits, devices, schedules and numbers of microbatches, with and without recomputation. Every loss, gradient,
-parameter and buffer after each step is compared with a plain loop that shares nothing with pipefit, bit by bit; and the
-peak of every device in every step as the simulator, the dry run, the meter and the allocator's own events have it, to
-the byte. What differs is named in the last column, and the tests fail when it differs no longer.
+{len(MODELS)} small models in {len(FAMILIES)} families. Random plans train each for three steps in one process:
+random splits, devices, schedules and numbers of microbatches, with and without recomputation. After each step, every
+loss, gradient, parameter and buffer is compared bitwise with a plain training loop that shares no code with pipefit.
+In every step, the peak of every device according to the simulator, the dry run and the meter is compared to the byte
+with the allocator's events. The last column lists known differences; tests fail when a difference disappears.
 
-A `traced` model is a plain module that pipefit cuts into layers, and into blocks of them between which planners cut; a
-`chain` is written as layers, each of which is a block. Every run of the tests
-trains the {len(SAMPLE)} models in **bold** and compares the bytes of {len(COMPARED)} of them; `make gallery` does both
-with all. This page is made by `python -m gallery.page`, with `src` and `tests` in `PYTHONPATH`; tests hold it up to
-date.
+A `traced` model is a plain module that pipefit cuts into layers, grouped into blocks; planners cut between blocks. A
+`chain` is a sequence of layers, each of which is a block. Every run of the tests trains the
+{len(SAMPLE)} models in **bold** and compares the bytes of {len(COMPARED)} of them; `make gallery` does both with
+all models. `python -m gallery.page`, with `src` and `tests` in `PYTHONPATH`, writes this page, and a test keeps it up
+to date.
 """
-HEAD = (
-    "| model | form | blocks | layers | parameters | what is special | what differs |\n|---|---|---|---|---|---|---|\n"
-)
+HEAD = "| model | form | blocks | layers | parameters | features | known differences |\n|---|---|---|---|---|---|---|\n"
 
 
 def render(counts: Mapping[str, Counts]) -> str:
