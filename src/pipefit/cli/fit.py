@@ -154,6 +154,7 @@ def command(
             target=target or devices.target,
             threads=threads,
         )
+        report(0, 0, "tracing the model")
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
     grown = [] if grow in _NO_SETTINGS else [f"{grow}={found.best.value}"]
 

@@ -58,7 +58,10 @@ def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
 
 
 class _Lines:
-    """Lines about the current activity, after a moment and then every few seconds, as long as the work takes."""
+    """Lines about the current activity, after a moment and then every few seconds, as long as the work takes.
+
+    A line that stays the same is repeated less and less often.
+    """
 
     def __init__(self, title: str, stream: TextIO) -> None:
         self._title, self._stream, self._began = title, stream, monotonic()
@@ -81,10 +84,10 @@ class _Lines:
             self._thread.join()
 
     def _write(self) -> None:
-        seconds = FIRST_SECONDS
+        seconds, before = FIRST_SECONDS, ""
         while not self._ended.wait(seconds):
             with suppress(OSError, ValueError):  # no reader any more
                 print(
                     f"pipefit: {printable(self._now)}, {monotonic() - self._began:.0f} s", file=self._stream, flush=True
                 )
-            seconds = SECONDS
+            seconds, before = (2 * seconds if self._now == before else SECONDS), self._now

@@ -24,7 +24,7 @@ have the number of the microbatch after which the stage is updated:
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -241,8 +241,8 @@ def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
     timeline = Timeline(actions)
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     computing = [number for number, action in enumerate(actions) if action.kind in COMPUTE]
-    for unshard in unshards:
-        for first, last in _uses(actions, computing, unshard):
+    for unshard, uses in _uses(actions, computing, unshards).items():
+        for first, last in uses:
             start = computing[max(first - 1, 0)]
             before[timeline.before_waiting(start)].append(unshard)
             before[computing[first]].append(unshard.join)
@@ -261,15 +261,26 @@ def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
             yield from (Action(Kind.UNSHARD, stage, layers=run) for run in pairwise(cuts))
 
 
-def _uses(actions: Sequence[Action], computing: Sequence[int], unshard: Action) -> list[tuple[int, int]]:
-    """Return the first and last compute actions of each use of a bucket, during which it stays gathered."""
-    found: list[tuple[int, int]] = []
+def _uses(
+    actions: Sequence[Action], computing: Sequence[int], unshards: Sequence[Action]
+) -> dict[Action, list[tuple[int, int]]]:
+    """For every bucket the first and the last of the computing actions that pass through it, without gaps in which it
+    is freed. The buckets of a stage follow one another.
+    """
+    found: dict[Action, list[tuple[int, int]]] = {unshard: [] for unshard in unshards}
+    of_stage = defaultdict[int, list[Action]](list)
+    for unshard in unshards:
+        of_stage[unshard.stage].append(unshard)
+    edges = {stage: [one.layers or (0, 0) for one in buckets] for stage, buckets in of_stage.items()}
     for number, position in enumerate(computing):
-        action, run = actions[position], unshard.layers
-        assert run is not None
-        outside = action.layers is not None and (action.layers[1] <= run[0] or run[1] <= action.layers[0])
-        if action.stage != unshard.stage or outside:
-            continue
-        begins = found.pop()[0] if found and found[-1][1] >= number - 2 else number
-        found.append((begins, number))
+        action = actions[position]
+        runs, buckets = edges.get(action.stage, []), of_stage.get(action.stage, [])
+        if action.layers is not None:
+            first, end = action.layers
+            after = bisect_right(runs, first, key=lambda run: run[1])
+            buckets = buckets[after : bisect_left(runs, end, key=lambda run: run[0])]
+        for bucket in buckets:
+            uses = found[bucket]
+            begins = uses.pop()[0] if uses and uses[-1][1] >= number - 2 else number
+            uses.append((begins, number))
     return found
