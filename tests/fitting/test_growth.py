@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -191,10 +192,10 @@ def test_what_is_soon_found_is_the_answer_where_a_search_finds_nothing() -> None
         return replace(LEAN, planner="exact").plan(known, lacking)
 
     found = find(replace(growth, plan=in_vain), certify=False)
-    again = growth.soon(growth.profiles(found.best.value), found.best.value)
+    again = growth.soon(growth.profiles(found.best.value), found.best.value).fitting
     assert again is not None
     assert (found.best.plan.stages, found.best.plan.decisions) == (again.plan.stages, again.plan.decisions)
-    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1) is None
+    assert growth.soon(growth.profiles(found.best.value + 1), found.best.value + 1).fitting is None
 
 
 @pytest.mark.parametrize("planner", ["exact", "joint"])
@@ -398,7 +399,7 @@ def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) ->
         def peak_bytes(self) -> tuple[int, ...]:
             return tuple(device.peak_bytes * 5 // 4 for device in self.devices)
 
-    def heavier(task: Task, planned: object) -> Trace:
+    def heavier(task: Task, planned: object, **others: object) -> Trace:
         trace = certify(task, planned)
         return Heavier(source="dry run", steps=trace.steps, devices=trace.devices, step_seconds=trace.step_seconds)
 
@@ -504,3 +505,31 @@ def test_any_number_of_devices_is_a_cluster(name: str, count: int) -> None:
             some.route(Member.device(0), Member.device(1)).bytes_per_second
             == whole.route(Member.device(0), Member.device(1)).bytes_per_second
         )
+
+
+def uneven(layers: int) -> Task:
+    """A chain of equal layers of which the eighth one is large, and the ninth one shares its weights with the first."""
+
+    def chain() -> list[nn.Module]:
+        made: list[nn.Module] = [nn.Linear(8, 8) for _ in range(layers)]
+        made[7:8] = [nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in made[7:8]]
+        return made
+
+    return task_of(chain, outputs=8)
+
+
+@pytest.mark.parametrize(("make", "planner"), [(deep, "exact"), (uneven, "exact"), (trained, "joint")])
+def test_the_largest_number_of_layers_is_that_of_tracing_each(make: Callable[[int], Task], planner: str) -> None:
+    """Written profiles change no answer, and the plan of the answer has the profile of a trace; also of a model that
+    seems to repeat itself as far as it was traced.
+    """
+    demand = Demand(
+        cluster=Cluster.emulated((2, 20 * KIB)), microbatch_size=2, microbatches=2, planner=planner, **ALONE
+    )
+    growth, traced = setting("layers", make, demand, range(1, 1000)), list[int]()
+    plain = replace(growth, profiles=lambda value: demand.profiles(make(value)), depths=None)
+    counted = setting("layers", lambda value: traced.append(value) or make(value), demand, range(1, 1000))
+    found, every = find(counted), find(plain, certify=False)
+    assert found.best.value == every.best.value > 8
+    check_certified(found, growth)
+    assert found.best.plan.profile.fingerprint == profile(make(found.best.value), microbatch_size=2).fingerprint

@@ -13,57 +13,123 @@ from typing import NamedTuple, Unpack
 
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory.arenas import shortage
-from pipefit.planner import PLANNERS, Answer, Asked, Question, answered, solved
+from pipefit.memory.arenas import room_needed, shortage
+from pipefit.planner import PLANNERS, Answer, Asked, Planner, Question, answered, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.planner.open_choices import by_distance, sizes_of
 from pipefit.processes import beside
 from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiler.repetition import Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import MOST_SAMPLES, Training
 from pipefit.simulator import Simulation
 
-_PARTS = 1.0, 0.75, 0.5, 0.25  # shares of every stage's layers that hosts update; less if hosts lack room
+_PARTS = 0.75, 0.5, 0.25  # of every stage's layers that hosts update, where they have no room for those of all
+
+
+class Need(NamedTuple):
+    """Bytes that a way of planning needs on the fullest device, or host, and those that there are."""
+
+    need: int
+    room: int
+
+
+class Look(NamedTuple):
+    """What plans that are soon made say of a value: one that fits, if any does, and what each way of planning needs."""
+
+    fitting: Attempt | None
+    needs: dict[str, tuple[Need, ...]]
 
 
 def attempt(value: int, plan: Plan) -> Attempt:
-    """Return the attempt of a value with this plan. Simulates the plan if it offloads or recomputes anything."""
+    """The attempt of a value whose plan this is. Costs a simulation where the plan moves or recomputes anything."""
     short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
     return Attempt(value=value, plan=plan, shortage=short)
 
 
-def soon_fitting(value: int, question: Question) -> Attempt | None:
-    """Return the first attempt that fits among plans that are found fast; None if none fits.
+def soon_planned(value: int, question: Question) -> Look:
+    """The first attempt that fits of those that are soon made, with more and more done about memory.
 
-    The plans use more and more memory techniques.
-
-    The question must allow plans that do not fit.
+    The question allows plans that do not fit.
     """
-    found = (attempt(value, plan) for plan in _soon(question))
-    return next((one for one in found if one.fits), None)
+    needs: dict[str, tuple[Need, ...]] = {}
+
+    def fits(way: str, planner: Planner, name: str, asked: Question) -> Attempt | None:
+        with suppress(UsageError):  # layers that cannot run again, or hosts that may not update
+            plan = solved(asked, planner, name=name)
+            arenas = Simulation(plan).arenas if plan.decisions else ()
+            found = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
+            shares = {member: needed.total() for member, needed in room_needed(plan, arenas).items()}
+            hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in shares.items())
+            needs[way] = (Need(found.need_bytes, found.budget_bytes), *hosts)
+            return found
+        return None
+
+    for recompute in _without_hosts(question):
+        asked = replace(question, options=replace(question.options, recompute=recompute))
+        found = fits(recompute, PLANNERS["exact"], "exact", asked)
+        if found is not None and found.fits:
+            return Look(found, needs)
+    for way, planner in _with_hosts(needs):
+        found = fits(way, planner, "lean", question)
+        if found is not None and found.fits:
+            return Look(found, needs)
+    return Look(None, needs)
 
 
-def _soon(question: Question) -> Iterator[Plan]:
-    """Yield plans that are found fast, with more and more memory techniques.
-
-    They keep everything, recompute all blocks, have hosts update layers, and have hosts hold parameters and
-    gradients between passes.
-    """
+def _without_hosts(question: Question) -> Iterator[Recompute]:
+    """What to recompute in plans that keep all state on the devices; nothing where these are too small for that."""
+    costs, budgets = question.measurement.costs, question.cluster.budgets
+    shared = question.measurement.shared
+    twice = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
+    state = sum(one.parameter_bytes + one.gradient_bytes + one.state_bytes for one in costs) - twice
+    if state > sum(budgets) or not exact_in_time(question):
+        return
     asked = question.options.recompute
-    ways: tuple[Recompute, ...] = ("never", "always", "stages") if asked == "never" else (asked,)
-    if exact_in_time(question):
-        for recompute in ways:
-            with suppress(UsageError):  # layers that cannot be recomputed
-                options = replace(question.options, recompute=recompute)
-                yield solved(replace(question, options=options), PLANNERS["exact"], name="exact")
-    for part in _PARTS:
-        with suppress(UsageError):
-            yield solved(question, partial(at_hosts, part=part), name="lean")
-    with suppress(UsageError):
-        yield solved(question, partial(at_hosts, part=1.0, moves=ALL_AWAY), name="lean")
+    yield from ("never", "always", "stages") if asked == "never" else (asked,)
+
+
+def _with_hosts(needs: dict[str, tuple[Need, ...]]) -> Iterator[tuple[str, Planner]]:
+    """Plans whose hosts update layers: all; where hosts alone have no room for that, as many as they have; and such
+    whose hosts have parameters and gradients between passes too.
+    """
+
+    def lacks(way: str) -> tuple[bool, bool]:
+        device, *hosts = needs.get(way, (Need(0, 0),))
+        return device.need > device.room, any(host.need > host.room for host in hosts)
+
+    yield "1.0", partial(at_hosts, part=1.0)
+    if lacks("1.0") == (False, True):
+        parts = list(_PARTS)
+        while parts:
+            part = parts[len(parts) // 2]
+            yield str(part), partial(at_hosts, part=part)
+            on_device, on_host = lacks(str(part))
+            parts = [one for one in parts if (one > part if on_device else one < part)] if on_device != on_host else []
+    yield "all away", partial(at_hosts, part=1.0, moves=ALL_AWAY)
+
+
+def likely(looks: dict[int, Look], at_least: int) -> int:
+    """The largest value that is likely to fit, by what every way of planning needed at those that were looked at, as if
+    that rose evenly.
+    """
+    ways = dict.fromkeys(way for look in looks.values() for way in look.needs)
+    return max((_reached(sorted(looks.items()), way) for way in ways), default=at_least)
+
+
+def _reached(looks: list[tuple[int, Look]], way: str) -> int:
+    """The value at which a way of planning fills the first device or host."""
+    known = [(value, look.needs[way]) for value, look in looks if way in look.needs]
+    (first, before), (last, after) = known[-2:][0], known[-1]
+    reached = list[float]()
+    for number, (need, room) in enumerate(after):
+        rises = (need - before[number].need) / (last - first) if last > first and number < len(before) else 0.0
+        each = rises if rises > 0 else need / max(1, last)
+        reached.append(last + (room - need) / max(each, 1e-9))
+    return int(min(reached))
 
 
 # ---- Plans of tasks: profiles are made on demand, for the microbatch sizes and shards that planning needs
@@ -100,7 +166,7 @@ def in_order(sizes: Sequence[int], training: Training | None, asked: Asked, devi
 
 
 def plan_on_the_way(
-    known: OnDemand,
+    known: OnDemand | Repeated,
     cluster: Cluster,
     training: Training | None = None,
     *,

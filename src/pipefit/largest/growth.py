@@ -13,15 +13,17 @@ from functools import partial
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.largest.attempts import Proposal, attempt, plan_on_the_way, sizes_asked, soon_fitting
+from pipefit.largest.attempts import Look, Proposal, attempt, plan_on_the_way, sizes_asked, soon_planned
+from pipefit.largest.depths import Depths
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question, check_planner
 from pipefit.planner.degrees import check_degrees
 from pipefit.planner.open_choices import Numbers, check_first
 from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiler.repetition import Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
-from pipefit.schema.fit import Attempt, Sense, named_value
+from pipefit.schema.fit import Sense, named_value
 from pipefit.schema.profile import Target
 from pipefit.units import format_bytes
 
@@ -107,9 +109,13 @@ class Demand:
             UsageError: the smallest size cannot be profiled.
         """
         sizes = sizes_asked(None, self.asked(microbatch_size))
-        known = OnDemand(task, target=self.target, threads=self.threads, sizes=sizes)
+        known = self.profiles_at(task, sizes)
         known(microbatch_size or self.microbatch_size or 1)
         return known
+
+    def profiles_at(self, task: Task, sizes: Sequence[int]) -> OnDemand:
+        """Return the on-demand profiles of `task` at these microbatch sizes, none of them profiled yet."""
+        return OnDemand(task, target=self.target, threads=self.threads, sizes=sizes)
 
     @property
     def searches(self) -> bool:
@@ -120,8 +126,8 @@ class Demand:
         return self.planner == "joint" and (self.data or 1) * (self.tensor or 1) == 1
 
     def soon(
-        self, value: int, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None
-    ) -> Attempt | None:
+        self, value: int, known: OnDemand | Repeated, cluster: Cluster | None = None, microbatch_size: int | None = None
+    ) -> Look:
         """Return an attempt that fits, if found fast: with the smallest microbatches and one device per stage."""
         within, numbers = cluster or self.cluster, self.numbers(microbatch_size)
         with suppress(UsageError):  # reported when it is planned
@@ -134,14 +140,14 @@ class Demand:
                 options=Options(data=1, tensor=1, recompute=self.recompute, allow_infeasible=True),
                 means=self.asked()["means"],
             )
-            return soon_fitting(value, question)
-        return None
+            return soon_planned(value, question)
+        return Look(None, {})
 
-    def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Answer:
-        """Return the plan, even if it does not fit.
-
-        It is without shards, or has the fewest shards that make it fit, and sequence parallelism if possible and if
-        that lowers what the planner minimises.
+    def plan(
+        self, known: OnDemand | Repeated, cluster: Cluster | None = None, microbatch_size: int | None = None
+    ) -> Answer:
+        """Return the plan, even if it does not fit: without shards, or with the fewest shards that make it
+        fit; with sequence parallelism if possible and if it lowers what the planner minimises.
         """
         within, asked = cluster or self.cluster, self.asked(microbatch_size)
         make = partial(plan_on_the_way, known, within, **asked)
@@ -183,10 +189,11 @@ class Growth:
     sense: Sense
     values: range
     task: Callable[[int], Task]
-    profiles: Callable[[int], OnDemand]
-    plan: Callable[[OnDemand, int], Answer]
-    soon: Callable[[OnDemand, int], Attempt | None]
+    profiles: Callable[[int], OnDemand | Repeated]
+    plan: Callable[[OnDemand | Repeated, int], Answer]
+    soon: Callable[[OnDemand | Repeated, int], Look]
     searches: bool
+    depths: Depths | None = None  # set if profiles may be derived instead of traced
 
     def named(self, value: int) -> str:
         """Format a value with its name: `layers=12`, or `memory=13.50 GiB`."""
@@ -196,12 +203,18 @@ class Growth:
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
     """Search the largest value of a setting; `make(value)` describes the model."""
     demand.check_degrees(len(demand.cluster.devices))
+    depths = Depths(
+        values,
+        lambda value: demand.profiles(make(value)),
+        lambda value, sizes: demand.profiles_at(make(value), sizes),
+    )
     return Growth(
         name=name,
         sense="largest",
         values=values,
         task=make,
-        profiles=lambda value: demand.profiles(make(value)),
+        profiles=depths.profiles,
+        depths=depths,
         plan=lambda known, _: demand.plan(known),
         soon=lambda known, value: demand.soon(value, known),
         searches=demand.searches,

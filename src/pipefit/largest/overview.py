@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.fake_cuda.apart import apart
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.fingerprint import precision_of
-from pipefit.largest.attempts import attempt, soon_fitting
+from pipefit.largest.attempts import attempt, soon_planned
 from pipefit.largest.growth import with_devices
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.planner.bounds import step_bound
@@ -197,7 +197,7 @@ class _Look:
         size = question.training.microbatch_size
         if (how == "moved" and size > 1) or attempt(size, plan).fits:
             return plan
-        soon = soon_fitting(size, first if how == "recomputed" else question)
+        soon = soon_planned(size, first if how == "recomputed" else question).fitting
         return plan if soon is None else soon.plan
 
     def reach(self, devices: int) -> Reach:

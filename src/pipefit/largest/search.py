@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.largest.attempts import attempt
+from pipefit.fake_cuda.chain import Chains
+from pipefit.largest.attempts import Look, attempt, likely
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer
+from pipefit.processes import uncollected
 from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiler.repetition import NotRepeated, Repeated
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
+from pipefit.schema.plan import Plan
 
 # ---- The edge of a statement: exponential search, then bisection
 #
@@ -56,7 +60,9 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
     low, high = _gallop(judge, numbers, place, guess)
     left = _GUESSES
     while high is not None:
-        wanted = (low + high) // 2 if guess is None or not left else _place(numbers, guess(numbers[low]), low, high)
+        guessed = None if guess is None or not left else guess(numbers[low])
+        contradicted = guessed is None or guessed >= numbers[high] + numbers.step
+        wanted = (low + high) // 2 if guessed is None or contradicted else _place(numbers, guessed, low, high)
         place, width = _between(judge, numbers, low, high, wanted), high - low
         if place is None:
             break
@@ -111,6 +117,8 @@ def _accepted(judge: Judge, numbers: range, places: range) -> int | None:
 
 # ---- The search
 
+T = TypeVar("T")
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -134,6 +142,9 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     while True:
         search.settle(found.fits)
         tried = [value for value in (found.fits, found.beyond) if value is not None]
+        if not all(map(search.as_traced, tried if certify else tried[:1])):
+            found = search.again()
+            continue
         new = [value for value in tried if certify and search.known[value].certified_bytes is None]
         contradicted = list(map(search.certify, new))
         if not any(contradicted):
@@ -156,8 +167,10 @@ class _Search:
     progress: Progress | None
     known: dict[int, Attempt] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    soon: dict[int, Attempt | None] = field(default_factory=dict)  # attempts that fit by plans found fast
-    made: dict[int, OnDemand] = field(default_factory=dict)  # profiles of the last values that were tried
+    soon: dict[int, Look] = field(default_factory=dict)  # what plans that are soon made say
+    made: dict[int, OnDemand | Repeated] = field(default_factory=dict)  # the profiles of the last values tried
+    written: set[int] = field(default_factory=set)  # values whose profiles were written, and not held to a trace yet
+    chains: dict[int, Chains] = field(default_factory=dict)  # of the values whose profiles were held to traces
     fitting: tuple[int, Answer] | None = None  # only the last one that fits, because answers hold their whole search
 
     def edge(self) -> _Neighbours:
@@ -173,6 +186,38 @@ class _Search:
             onwards = values if last is None else values[values.index(last) :: -1]
         return self.edge_of_all() if last is None else _Neighbours(*edge(self._fits, onwards))
 
+    def again(self) -> _Neighbours:
+        """The neighbours by traces of every value, where one of a written profile says something else."""
+        assert self.growth.depths is not None
+        self.growth.depths.trace_all()
+        for found in (self.known, self.soon, self.made, self.written, self.chains):
+            found.clear()
+        self.fitting = None
+        return self.edge()
+
+    def as_traced(self, value: int) -> bool:
+        """Give the plan of a value the profile of a trace, if its own was written: whether both say the same."""
+        if value not in self.written:
+            return True
+        plan = self._traced(value, self.known[value].plan)
+        if plan is None:
+            return False
+        self.written.discard(value)
+        self.known[value] = replace(self.known[value], plan=plan)
+        if self.fitting is not None and self.fitting[0] == value:
+            self.fitting = value, self.fitting[1]._replace(plan=plan)
+        return True
+
+    def _traced(self, value: int, plan: Plan) -> Plan | None:
+        """The plan of a value with the profile of a trace; None where that is another one."""
+        assert self.growth.depths is not None
+        self._say("tracing", value)
+        found = self.growth.depths.as_traced(value, plan)
+        if found is None:
+            return None
+        plan, self.chains[value] = found
+        return plan
+
     def edge_of_all(self) -> _Neighbours:
         """Return the neighbours by full plans, and by dry runs if any."""
         if self.growth.sense == "largest":
@@ -184,7 +229,7 @@ class _Search:
         if value is None or value in self.known:
             return
         self._plan(value)
-        soon = self.soon[value]
+        soon = self.soon[value].fitting
         if soon is not None and not self.known[value].fits:
             self.known[value], self.fitting = soon, (value, Answer(soon.plan))
 
@@ -192,7 +237,7 @@ class _Search:
         """Replace the planned peaks by those of the dry run; return whether this contradicts the plan."""
         self._say("dry run of", value)
         planned = self.known[value]
-        trace = dry_run(self.growth.task(value), planned.plan)
+        trace = dry_run(self.growth.task(value), planned.plan, chains=self.chains.get(value))
         self.known[value] = replace(planned, certified_bytes=trace.peak_bytes)
         return self.known[value].fits != planned.fits
 
@@ -201,36 +246,35 @@ class _Search:
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit although its plan did
             found = self.growth.plan(self._known_profiles(value), value)
+            plan = self._traced(value, found.plan) if value in self.chains else found.plan
             soon = Answer(self.known[value].plan)
-            self.fitting = value, found if attempt(value, found.plan).fits else soon
+            fits = plan is not None and attempt(value, plan).fits
+            self.fitting = value, found._replace(plan=plan) if plan is not None and fits else soon
         return replace(self.known[value], plan=self.fitting[1].complete())
 
     @property
     def tried(self) -> tuple[Attempt, ...]:
         """The attempts of all values that were tried, rising."""
-        soon = {value: found for value, found in self.soon.items() if found is not None}
+        soon = {value: look.fitting for value, look in self.soon.items() if look.fitting is not None}
         return tuple(found for _, found in sorted({**soon, **self.known}.items()))
 
     def _likely(self, value: int) -> int:
-        """Return the largest value that is likely to fit, by linear extrapolation of the last two that fit."""
-        fitting = [one for one in self.tried if one.fits and one.value <= value][-2:]
-        last, first = fitting[-1], fitting[0]
-        rises = (last.need_bytes - first.need_bytes) / max(1, last.value - first.value)
-        each = rises if rises > 0 else last.need_bytes / max(1, last.value)
-        return last.value + int((last.budget_bytes - last.need_bytes) / max(1.0, each))
+        """The largest value that is likely to fit, by what was looked at; `value` does."""
+        return likely(self.soon, value)
 
     def _fits_soon(self, value: int) -> bool | None:
         """Return whether a plan found fast fits; None if the value is refused."""
         if value not in self.soon and value not in self.refused:
             profiles = self._profiles(value, "a first look at")
             if profiles is not None:
-                self.soon[value] = self.growth.soon(profiles, value)
-        return None if value in self.refused else self.soon[value] is not None
+                with uncollected():
+                    self.soon[value] = self._of_profiles(self.growth.soon, profiles, value)
+        return None if value in self.refused else self.soon[value].fitting is not None
 
     def _fits(self, value: int) -> bool | None:
         """Return whether a plan fits; None if the value is refused."""
         if value not in self.known and value not in self.refused:
-            if self.soon.get(value) is not None:
+            if value in self.soon and self.soon[value].fitting is not None:
                 return True
             self._plan(value)
         known = self.known.get(value)
@@ -240,11 +284,24 @@ class _Search:
         """Plan a value in a full search, unless it is refused."""
         profiles = self._profiles(value, "planning")
         if profiles is not None:
-            found = self.growth.plan(profiles, value)
+            found = self._of_profiles(self.growth.plan, profiles, value)
             self.known[value] = attempt(value, found.plan)
             self.fitting = (value, found) if self.known[value].fits else self.fitting
 
-    def _profiles(self, value: int, what: str) -> OnDemand | None:
+    def _of_profiles(
+        self, make: Callable[[OnDemand | Repeated, int], T], profiles: OnDemand | Repeated, value: int
+    ) -> T:
+        """What is made of the profiles of a value; of traced ones, where the model turns out not to repeat itself."""
+        try:
+            return make(profiles, value)
+        except NotRepeated:
+            assert self.growth.depths is not None
+            self.growth.depths.trace_all()
+            del self.made[value]
+            self.written.discard(value)
+            return make(self._known_profiles(value), value)
+
+    def _profiles(self, value: int, what: str) -> OnDemand | Repeated | None:
         """Return the profiles of a value; None if it is refused."""
         self._say("tracing", value)
         try:
@@ -256,15 +313,16 @@ class _Search:
         self._say(what, value)
         return found
 
-    def _known_profiles(self, value: int) -> OnDemand:
-        """Return the profiles of a value, cached for the last two values.
-
-        Neighbours are tried more than once.
+    def _known_profiles(self, value: int) -> OnDemand | Repeated:
+        """Return the profiles of a value, cached for the last two values, because neighbours are tried more
+        than once.
 
         Raises:
             UsageError: the value is refused.
         """
         found = self.made.pop(value, None) or self.growth.profiles(value)
+        if isinstance(found, Repeated) and value not in self.chains:
+            self.written.add(value)
         self.made = dict([*self.made.items(), (value, found)][-2:])
         return found
 
