@@ -29,7 +29,9 @@ Where a profile leaves open what a layer does in company, this account says what
   saved in that storage.
 - A gradient of a parameter that several layers of a stage use waits for that of its first user, from the beginning of
   the last user's backward on. Each earlier user adds its own to the one that waits, into a third.
-- A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less.
+- A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less. A layer
+  that trains no others has no update of its own.
+- A layer whose gradients all wait for those of earlier layers goes backward as in the step's first backward.
 - Of several moments at which a device is equally full, the first tells what a kernel has as its workspace.
 - Of what replicas divide, layers that share a parameter go together to the replica that has the least, the largest
   first. An update of all layers changes those that a replica owns.
@@ -234,7 +236,7 @@ class StageAccount:
 
     def _alone(self, layer: int, what: str) -> int:
         """Bytes of state, gradients or parameters of a layer; those of a shared parameter are its first user's."""
-        later = [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
+        later = self._earlier(layer)
         shared = "nbytes" if what == "parameter" else f"{what}_bytes"
         whole: int = getattr(self.costs[layer], f"{what}_bytes")
         return whole - sum(getattr(s, shared) for s in later)
@@ -282,7 +284,7 @@ class StageAccount:
         for layer in layers if self.shard == "parameters" else ():
             self.device.new(self._copies(layer), (*self._of("gathered"), layer))
             read = [p for p in self.costs[layer].parameters if not self._is_read_as_copy(layer, p)]
-            later = {s.name for s in self._shared_by(layer) if layer != self._users(s)[0]}
+            later = {s.name for s in self._earlier(layer)}
             come = 0 if layer in self.owned else sum(p.nbytes for p in read if p.name not in later)
             self.device.new(come, (*self._of("gathered"), layer))
 
@@ -568,11 +570,11 @@ class StageAccount:
         lasting = [
             s for s in self._shared_by(layer) if len(self._users(s)) > 1 and s not in adding and layer in self.born
         ]
-        for parameter in lasting:
+        all_wait = bool(lasting) and sum(s.gradient_bytes for s in lasting) == cost.gradient_bytes > 0
+        for parameter in lasting if not all_wait else ():
             device.new(parameter.gradient_bytes, "adding")
-        usual, inner = (
-            (cost.backward_later, cost.inner_later) if layer in self.born else (cost.backward_first, cost.inner_first)
-        )
+        added_to = layer in self.born and not all_wait
+        usual, inner = (cost.backward_later, cost.inner_later) if added_to else (cost.backward_first, cost.inner_first)
         for span in inner if inner and layer + 1 in self.layers else usual:
             device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")
@@ -644,6 +646,11 @@ class StageAccount:
         updated: set[str] = set()
         for layer in (layer for layer in layers if layer in self.owned):
             cost = self.costs[layer]
+            mine = [p.name for p in cost.parameters if p.trainable]
+            shared = self._earlier(layer)
+            has_own = cost.state_bytes > sum(s.state_bytes for s in shared)
+            if mine and not has_own and all(any(s.name == name for s in shared) for name in mine):
+                continue
             known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
             if layer in self.stepped:
                 self.device.reach(cost.update_peak_bytes, cost.update_workspace_bytes)
@@ -667,7 +674,7 @@ class StageAccount:
         """
         if not self.everything:
             return 0
-        repeated = [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
+        repeated = self._earlier(layer)
         own = self.costs[layer].gradient_bytes + self.costs[layer].state_bytes
         return own - sum(s.gradient_bytes + s.state_bytes for s in repeated)
 
@@ -681,6 +688,10 @@ class StageAccount:
 
     def _shared_by(self, layer: int) -> list[SharedParameter]:
         return [s for s in self.shared if layer in s.users]
+
+    def _earlier(self, layer: int) -> list[SharedParameter]:
+        """The shared parameters of a layer that an earlier one of the stage has too."""
+        return [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
 
 
 def _found(origin: Origin, own: dict[int, Storage], inputs: Sequence[Storage | None]) -> Storage | None:

@@ -53,9 +53,7 @@ def _written(
         )
         for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
     )
-    decisions = recompute_decisions(
-        stages, profile.edges, recompute, how.schedule, how.microbatches, shared=profile.measurements[0].shared
-    )
+    decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)
     return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 

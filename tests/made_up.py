@@ -622,23 +622,16 @@ def plan_of(
         cluster=devices(*[AMPLE] * (max(order) + 1)),
         training=how,
         stages=stages,
-        decisions=recompute_decisions(
-            stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches, shared=of.shared
-        ),
+        decisions=recompute_decisions(stages, range(len(of.layers) + 1), recompute, how.schedule, how.microbatches),
     )
 
 
 def any_runs(rng: Random, plan: Plan) -> tuple[Decision, ...]:
-    """In some stages a run of layers is recomputed for some microbatches, early or just in time. No run takes one user
-    of a shared parameter from another, which is refused.
-    """
+    """In some stages a run of layers is recomputed for some microbatches, early or just in time."""
     decisions = []
     for number, stage in enumerate(plan.stages):
         start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
-        pieces = (stage.start, start), (start, stop), (stop, stage.stop)
-        users = [[sum(a <= user < b for user in s.users) for a, b in pieces] for s in plan.measurement.shared]
-        apart = all(sum(map(bool, per_piece)) < 2 for per_piece in users)
-        if rng.random() < 0.2 or not apart:
+        if rng.random() < 0.2:
             continue
         every = rng.randrange(1, 4)
         which = Microbatches(taken=rng.randrange(1, every + 1), every=every, first=rng.randrange(every))

@@ -137,9 +137,7 @@ def make_plan(
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,
         decisions=(
-            *recompute_decisions(
-                stages, profile.edges, recompute, schedule, microbatches, shared=profile.measurements[0].shared
-            ),
+            *recompute_decisions(stages, profile.edges, recompute, schedule, microbatches),
             *decisions,
         ),
     )

@@ -128,7 +128,6 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
             rng.choice(RECOMPUTE),
             plan.training.schedule,
             plan.training.microbatches,
-            shared=plan.measurement.shared,
         )
     runs = []
     for number, stage in enumerate(plan.stages):

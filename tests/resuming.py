@@ -154,9 +154,7 @@ def plan_for(name: str, schedule: str, split: tuple[int, ...], *, memory_bytes: 
         cluster=Cluster.emulated((len(split), memory_bytes)),
         training=Training(batch_size=8, microbatches=4, schedule=schedule, **feature.training),
         stages=stages,
-        decisions=recompute_decisions(
-            stages, _PROFILES[name].edges, feature.recompute, schedule, 4, shared=_PROFILES[name].measurements[0].shared
-        ),
+        decisions=recompute_decisions(stages, _PROFILES[name].edges, feature.recompute, schedule, 4),
     )
 
 

@@ -39,9 +39,7 @@ def written(
         Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
         for n, (start, stop) in enumerate(pairwise(edges))
     )
-    decisions = recompute_decisions(
-        stages, profile.edges, recompute, how.schedule, how.microbatches, shared=profile.measurements[0].shared
-    )
+    decisions = recompute_decisions(stages, profile.edges, recompute, how.schedule, how.microbatches)
     return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 

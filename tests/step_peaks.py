@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -43,10 +44,19 @@ def step_peaks(task: Task, plan: Plan, *, steps: int = 2) -> StepPeaks:
 def too_low(task: Task, plan: Plan, *, steps: int = 2) -> list[str]:
     """The actions of which the dry run needs more than was simulated."""
     dry, virtual = certify(task, plan, steps=steps), simulate(plan, steps=steps)
-    told = {(n, s.step, s.action): s.total_bytes for n, device in enumerate(virtual.devices) for s in device.memory}
+    told, seen = _by_action(virtual), _by_action(dry)
     return [
-        f"step {s.step} {s.action}: {s.total_bytes} instead of {told[n, s.step, s.action]}"
-        for n, device in enumerate(dry.devices)
-        for s in device.memory
-        if s.total_bytes > told.get((n, s.step, s.action), s.total_bytes)
+        f"device {device} step {step} {action}: {nbytes} instead of {expected}"
+        for (device, step, action), found in seen.items()
+        for nbytes, expected in zip(found, told.get((device, step, action), ()), strict=False)
+        if nbytes > expected
     ]
+
+
+def _by_action(trace: Trace) -> dict[tuple[int, int, str], list[int]]:
+    """The peaks of every action of a device and step, each time that it comes."""
+    found = defaultdict[tuple[int, int, str], list[int]](list)
+    for number, device in enumerate(trace.devices):
+        for sample in device.memory:
+            found[number, sample.step, sample.action].append(sample.total_bytes)
+    return found

@@ -45,9 +45,7 @@ def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute 
     return lower(
         replace(
             plan,
-            decisions=recompute_decisions(
-                plan.stages, plan.profile.edges, recompute, schedule, microbatches, shared=plan.measurement.shared
-            ),
+            decisions=recompute_decisions(plan.stages, plan.profile.edges, recompute, schedule, microbatches),
         )
     )
 

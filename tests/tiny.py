@@ -88,9 +88,7 @@ def plan_of(
             precision=found.assumptions.precision,
         ),
         stages=stages,
-        decisions=recompute_decisions(
-            stages, found.edges, recompute, schedule, microbatches, shared=found.measurements[0].shared
-        ),
+        decisions=recompute_decisions(stages, found.edges, recompute, schedule, microbatches),
     )
 
 

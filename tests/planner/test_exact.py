@@ -148,9 +148,7 @@ def with_edges(plan: Plan, edges: Sequence[int], recompute: Recompute) -> Plan:
         for stage, (start, stop) in zip(plan.stages, pairwise(edges), strict=True)
     )
     how = plan.training
-    decisions = recompute_decisions(
-        stages, plan.profile.edges, recompute, how.schedule, how.microbatches, shared=plan.measurement.shared
-    )
+    decisions = recompute_decisions(stages, plan.profile.edges, recompute, how.schedule, how.microbatches)
     return replace(plan, stages=stages, decisions=decisions)
 
 

@@ -131,9 +131,7 @@ def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: Rec
         for (start, stop), peak in zip(run["stages"], run["peaks"], strict=True):
             ends = [(a, b) for a, b in ((0, start), (start, stop), (stop, 6)) if a < b]
             stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(ends))
-            decisions = recompute_decisions(
-                stages, chain.edges, recompute, "gpipe", GPIPE.microbatches, shared=chain.measurements[0].shared
-            )
+            decisions = recompute_decisions(stages, chain.edges, recompute, "gpipe", GPIPE.microbatches)
             plan = Plan(profile=chain, cluster=cluster, training=GPIPE, stages=stages, decisions=decisions)
             assert certify(task, plan).peak_bytes[ends.index((start, stop))] == peak
             assert costs.peak(start, stop) == peak

@@ -81,9 +81,7 @@ def whole(task: Task, schedule: str) -> Plan:
     plan = kept(task, schedule)
     return replace(
         plan,
-        decisions=recompute_decisions(
-            plan.stages, plan.profile.edges, "always", schedule, 4, shared=plan.measurement.shared
-        ),
+        decisions=recompute_decisions(plan.stages, plan.profile.edges, "always", schedule, 4),
     )
 
 

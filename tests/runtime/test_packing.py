@@ -114,7 +114,6 @@ def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: A
             recompute,
             training.schedule,
             training.microbatches,
-            shared=made.measurement.shared,
         ),
     )
     torch.manual_seed(0)

@@ -102,9 +102,7 @@ def planned(task: Task, *grids: Grid, recompute: Recompute = "never", offload: b
         cluster=Cluster.emulated((sum(len(grid.devices) for grid in grids), 1 << 30)),
         training=Training(batch_size=4 * MICROBATCHES, microbatches=MICROBATCHES, **options),
         stages=stages,
-        decisions=recompute_decisions(
-            stages, found.edges, recompute, "1f1b", MICROBATCHES, shared=found.measurements[0].shared
-        ),
+        decisions=recompute_decisions(stages, found.edges, recompute, "1f1b", MICROBATCHES),
     )
     if not offload:
         return plan

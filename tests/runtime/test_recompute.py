@@ -40,7 +40,6 @@ def recomputed(plan: Plan, mode: Recompute) -> Plan:
             mode,
             training.schedule,
             training.microbatches,
-            shared=plan.measurement.shared,
         ),
     )
 

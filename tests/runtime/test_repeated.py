@@ -188,11 +188,7 @@ def drawn(found: ModelProfile, rng: Random) -> Plan:
     schedule = rng.choice(sorted(SCHEDULES))
     size = found.measurements[0].microbatch_size
     decisions = (
-        recompute_decisions(
-            stages, found.edges, rng.choice(RECOMPUTE), schedule, number, shared=found.measurements[0].shared
-        )
-        if rng.random() < 0.4
-        else ()
+        recompute_decisions(stages, found.edges, rng.choice(RECOMPUTE), schedule, number) if rng.random() < 0.4 else ()
     )
     if rng.random() < 0.4:
         start = rng.randint(0, layers - 1)

@@ -9,6 +9,7 @@ import pytest
 from pipefit.errors import UsageError
 from pipefit.lowering import lower, lower_evaluation
 from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import parse_program
 from pipefit.schema.trace import Category
@@ -38,6 +39,22 @@ def test_a_bucket_is_gathered_while_the_pass_before_is_computed() -> None:
         "0UNSHARD[3:4] 0WAIT_UNSHARD[2:3] 0F0[2:3] 0RESHARD[2:3] 0WAIT_UNSHARD[3:4] 0F0[3:4] "
         "0UNSHARD[2:3] 0B0[3:4] 0RESHARD[3:4] 0UNSHARD[1:2] 0WAIT_UNSHARD[2:3] 0B0[2:3] 0RESHARD[2:3] "
         "0UNSHARD[0:1] 0WAIT_UNSHARD[1:2] 0B0[1:2] 0RESHARD[1:2] 0WAIT_UNSHARD[0:1] 0B0[0:1] 0RESHARD[0:1] 0STEP"
+    )
+
+
+def test_a_shared_parameter_comes_with_the_bucket_of_its_first_user() -> None:
+    """That is there for the passes through the last user too, and away in between."""
+    plan = gridded(2, *[1] * 5, microbatches=1, schedule="gpipe", samples=12)
+    name = plan.measurement.costs[0].parameters[0].name
+    tied = SharedParameter(name=name, users=(0, 5), nbytes=32, gradient_bytes=32, state_bytes=0)
+    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
+    grid = Grid(devices=(0, 1), data=2, shard="parameters", buckets=5)
+    told = drawn(replace(plan, profile=shared, stages=(Stage(start=0, stop=6, grid=grid),))).split()
+    first = [action for action in told if "[0:1]" in action or "[4:6]" in action]
+    assert " ".join(first) == (
+        "0UNSHARD[0:1] 0WAIT_UNSHARD[0:1] 0F0[0:1] 0RESHARD[0:1] 0UNSHARD[0:1] 0UNSHARD[4:6] 0WAIT_UNSHARD[0:1] "
+        "0WAIT_UNSHARD[4:6] 0F0[4:6] 0B0[4:6] 0RESHARD[0:1] 0RESHARD[4:6] "
+        "0UNSHARD[0:1] 0WAIT_UNSHARD[0:1] 0B0[0:1] 0RESHARD[0:1]"
     )
 
 

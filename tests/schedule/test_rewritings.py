@@ -145,14 +145,12 @@ def sharing() -> ModelProfile:
     return profile(replace(model, shared=(shared,)))
 
 
-def test_pieces_that_share_a_parameter_are_refused() -> None:
-    """Their gradients would be added up in another order; recomputing both users together, or neither, is allowed."""
-    for start, stop in ((0, 1), (0, 2), (3, 4), (1, 2)):
-        plan = make_plan(sharing(), [4], decisions=(run(start, stop),))
-        with pytest.raises(UsageError, match=r"between layers 0, 3, which share parameter 'layer0.w'"):
-            lower(plan)
-    lower(make_plan(sharing(), [4], decisions=(run(0, 4),)))
-    lower(make_plan(sharing(), [2, 2], decisions=(run(0, 1),)))
+def test_pieces_may_share_a_parameter() -> None:
+    """Its later users run by themselves too: their gradients wait."""
+    plan = make_plan(sharing(), [4], microbatches=1, decisions=(run(0, 1), run(2, 4)))
+    assert words([action for action in lower(plan).actions[0] if "LOAD" not in str(action)]) == (
+        "0N0[0:1] 0F0[1:2] 0N0[2:4] 0R0[2:4] 0B0[2:4] 0B0[1:2] 0R0[0:1] 0B0[0:1] 0STEP"
+    )
 
 
 def test_two_stages_of_a_device_that_share_a_parameter_are_refused() -> None:

@@ -151,13 +151,21 @@ def test_sums_for_owners_and_their_parameters_take_as_long_as_sums_for_all(data:
     assert divided == pytest.approx(whole)
 
 
-def test_users_of_a_parameter_and_recomputed_runs_stay_together() -> None:
-    """A cut goes to the nearest layer that divides neither; without any there is one bucket."""
+def test_a_shared_parameter_counts_in_the_bucket_of_its_first_user() -> None:
+    """Its gradient is summed there, when those of all users have been added up."""
+    plan = one_stage(buckets=2)
+    name = plan.measurement.costs[0].parameters[0].name
+    tied = SharedParameter(name=name, users=(0, 3), nbytes=32, gradient_bytes=32, state_bytes=0)
+    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
+    plan = replace(plan, profile=shared)
+    assert bucket_edges(plan, 0) in ([1], [2])
+    assert bucket_edges(replace(plan, stages=(one_stage(buckets=4).stages[0],)), 0) == [1, 2]
+
+
+def test_recomputed_runs_stay_together() -> None:
+    """A cut goes to the nearest layer that divides none; without any there is one bucket."""
     plan = one_stage(buckets=2)
     assert bucket_edges(plan, 0) == [2]
-    tied = SharedParameter(name="w", users=(1, 2), nbytes=4, gradient_bytes=4, state_bytes=0)
-    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
-    assert bucket_edges(replace(plan, profile=shared), 0) in ([1], [3])
     run = Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE, microbatches=Microbatches())
     assert bucket_edges(replace(plan, decisions=(run,)), 0) == [3]
     assert drawn(replace(plan, decisions=(run,))) == (

@@ -89,7 +89,7 @@ def is_exact_when_cut(ends: list[int], recompute: Recompute) -> bool:
         cluster=Cluster.emulated((len(stages), 1 << 34)),
         training=Training(batch_size=6, microbatches=3, schedule="gpipe"),
         stages=stages,
-        decisions=recompute_decisions(stages, found.edges, recompute, "gpipe", 3, shared=found.measurements[0].shared),
+        decisions=recompute_decisions(stages, found.edges, recompute, "gpipe", 3),
     )
     return certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
 

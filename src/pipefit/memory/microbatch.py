@@ -393,20 +393,7 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
         transition.refuse(
             f"has no data: {transition.action.stage}LOAD{transition.action.microbatch} must come before it"
         )
-    _check_together(transition, first, end)
     return residency.values
-
-
-def _check_together(transition: Transition, first: int, end: int) -> None:
-    """Refuse a forward that separates two layers of the stage that share a trained parameter."""
-    for again in transition.storages.repetitions:
-        apart = (first <= again.user < end) != (first <= again.later < end)
-        if apart and again.shared.gradient_bytes:
-            user, later = transition.layer(again.user), transition.layer(again.later)
-            transition.refuse(
-                f"takes layer {user} apart from layer {later}, which shares parameter {again.shared.name!r} with it: "
-                "their gradients would be added up in another order"
-            )
 
 
 def _recompute(transition: Transition) -> Answer:
@@ -474,16 +461,16 @@ def _backward(transition: Transition) -> Answer:
             layers = None if (piece.first, piece.end) == (0, storages.count) else _layers(transition, piece)
             transition.refuse(f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it")
     _check_present(transition, first, end)
-    born = travelling = 0
+    grown = travelling = 0
     for piece in reversed(pieces):
         made = run_backward(transition.working, piece, bears=transition.bears)
-        born, travelling = born + made[0], travelling + made[1]
+        grown, travelling = grown + made[0], travelling + made[1]
         transition.working.level += sum(made)
         transition.working.drop_from(_kept(transition, piece), transition.holders.kept(piece.first))
-    transition.working.level -= born + travelling
+    transition.working.level -= grown + travelling
     if first == 0 and not transition.sent.backward:
         travelling -= storages.sent_gradient_bytes
-    return transition.left(back=first, gradients=born, boundary=travelling)
+    return transition.left(back=first, gradients=grown, boundary=travelling)
 
 
 def _kept(transition: Transition, piece: Piece) -> Iterator[int]:

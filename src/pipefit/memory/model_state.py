@@ -18,6 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.storages import Effect, StageStorages, effect
 from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.grids import Grid, Sharding, Stage
+from pipefit.schema.layer_costs import lenders
 from pipefit.schema.plan import Plan
 
 # ---- Shares of a stage's state: the ZeRO owner of each layer
@@ -85,8 +86,9 @@ class Gathered:
     parameters are always present.
     """
 
-    def __init__(self, share: Share | None) -> None:
+    def __init__(self, share: Share | None, storages: StageStorages) -> None:
         self._divides = share is not None and share.divides_parameters
+        self._lenders = lenders(storages.measurement.shared, storages.start, storages.stop)
         self._coming, self._here = set[int](), set[int]()
 
     def __bool__(self) -> bool:
@@ -133,7 +135,10 @@ class Gathered:
         Raises:
             UsageError: some are not; says what must come before the action.
         """
-        missing = [layer for layer in layers if self._divides and layer not in self._here]
+        if not self._divides:
+            return
+        needed = dict.fromkeys(one for layer in layers for one in (layer, *self._lenders.get(layer, ())))
+        missing = [layer for layer in needed if layer not in self._here]
         if missing:
             raise UsageError(
                 f"{action} needs the parameters of layer {missing[0]}, which replicas divide: the join of an "
@@ -412,9 +417,18 @@ class StageRest:
         return effect(peak_bytes=peak, workspace=workspace, gradients=-self.bytes_of("gradients", start, stop))
 
     def _updated(self, first: int, end: int) -> list[int]:
-        """Return the positions whose layers the device updates."""
-        start = self.storages.start
-        return [place for place in range(first, end) if self.share is None or self.share.owns(start + place)]
+        """Return the positions whose layers the device updates.
+
+        A layer whose parameters and optimizer state all belong to earlier layers has no update of its own.
+        """
+        start, costs = self.storages.start, self.storages.costs
+        owned = (n for n in range(first, end) if self.share is None or self.share.owns(start + n))
+        return [n for n in owned if self._is_own(n) or not costs[n].trained_bytes]
+
+    def _is_own(self, position: int) -> bool:
+        """Return whether a layer has parameters or optimizer state that belong to no earlier layer."""
+        layer = self.storages.start + position
+        return self._trained_bytes[position] > 0 or self.whole_bytes_of("optimizer", layer, layer + 1) > 0
 
 
 def _first_highest(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:

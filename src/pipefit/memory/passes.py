@@ -8,8 +8,8 @@ subtracted if they have no other holder.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pipefit.memory.storages import (
@@ -179,11 +179,31 @@ class Forward(NamedTuple):
     saves: bool
 
 
-def _given(storages: StageStorages, first: int, inputs: tuple[int, ...]) -> dict[int, int]:
-    """Return the instances of a piece's inputs and of the targets, by their storages."""
-    numbers = storages.values(first)
-    found = dict(zip(numbers, inputs, strict=True))
-    return found | {s: s for s in storages.target_storages}
+def _given(storages: StageStorages, piece: Piece) -> Iterator[tuple[int, ...]]:
+    """Yield the instances of the inputs of every layer of a piece."""
+    shift, values = len(storages.sizes) if piece.again else 0, piece.inputs
+    for position in range(piece.first, piece.end):
+        layer = storages.layers[position]
+        yield _with_targets(storages, position, values)
+        values = () if _is_loss(storages, position) else _outputs(layer, values, shift)
+
+
+def _is_loss(storages: StageStorages, position: int) -> bool:
+    return storages.start + position == storages.stop
+
+
+def _with_targets(storages: StageStorages, position: int, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the instances that a layer receives; the loss also takes targets."""
+    return values + storages.target_storages if _is_loss(storages, position) else values
+
+
+def _instances(layer: LayerStorages, numbers: Iterable[int], given: tuple[int, ...], shift: int) -> Iterator[int]:
+    """Yield the instances of storages that a layer saves: an input's are those that the layer received."""
+    inputs = defaultdict[int, list[int]](list)
+    for k in layer.saved_inputs:
+        inputs[layer.inputs[k]].append(given[k])
+    for number in numbers:
+        yield from inputs.get(number, (number + shift,))
 
 
 def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,18 +213,17 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if way.again else 0
-    known = _given(storages, way.first, inputs)
     values = inputs
     for position in range(way.first, way.end):
-        layer = storages.layers[position]
+        layer, given = storages.layers[position], _with_targets(storages, position, values)
         if way.saves:
             working.reach(layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
         else:
             working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
-        is_loss = storages.start + position == storages.stop
+        is_loss = _is_loss(storages, position)
         outputs = () if is_loss else _outputs(layer, values, shift)
-        for number in layer.saves if way.saves else ():
-            working.hold(known.get(number, number + shift), holders.saved(position))
+        for instance in _instances(layer, layer.saves, given, shift) if way.saves else ():
+            working.hold(instance, holders.saved(position))
         for instance in outputs:
             working.hold(instance, holders.value)
         for instance in values:
@@ -242,78 +261,81 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
 
     Args:
         bears: whether the backward of a position allocates its parameter gradients, as the step's first one
-            does, instead
-        of accumulating.
+            does, instead of accumulating.
 
     Returns:
-        The bytes of parameter gradients that it allocates, and the growth in bytes of value gradients.
+        The growth in bytes of parameter gradients, and of value gradients.
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if piece.again else 0
-    known = _given(storages, piece.first, piece.inputs)
-    entry, born = storages.arrived_gradients(piece.end), 0
-    added = _added(storages, piece)
+    given = dict(enumerate(_given(storages, piece), start=piece.first))
+    entry, waited, born = storages.arrived_gradients(piece.end), _waiting(storages, piece.end, bears), 0
     for position in reversed(range(piece.first, piece.end)):
         layer = storages.layers[position]
-        cost, mine = layer.cost, holders.saved(position)
-        above = storages.gradients(position + 1) - entry + born + added[position]
-        above += _waiting(storages, piece, position, bears)
-        for span in cost.spans(is_first=bears(position), inner=position + 1 < storages.count):
-            gone = {known.get(number, number + shift) for number in _released(layer, span)}
+        cost, mine, added = layer.cost, holders.saved(position), _added(storages, position)
+        left, spans = _left_waiting(storages, position, bears)
+        above = storages.gradients(position + 1) - entry + born + added + left
+        above += _waiting(storages, position + 1, bears) - waited
+        for span in spans:
+            gone = _released(layer, span, given[position])
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
-        for number in layer.saves:
-            if number not in layer.lasts:
-                working.drop(known.get(number, number + shift), mine)
-        born += cost.gradient_bytes - added[position] if bears(position) else 0
+        for instance in _instances(layer, [n for n in layer.saves if n not in layer.lasts], given[position], shift):
+            working.drop(instance, mine)
+        born += cost.gradient_bytes - added if bears(position) else 0
     for position in range(piece.first, piece.end):
-        for number in storages.layers[position].lasts:
-            working.drop(known.get(number, number + shift), holders.saved(position))
-    left = storages.gradients(piece.first)
+        layer = storages.layers[position]
+        for instance in _instances(layer, layer.lasts, given[position], shift):
+            working.drop(instance, holders.saved(position))
+    grown, travelling = born + _waiting(storages, piece.first, bears) - waited, storages.gradients(piece.first)
     if piece.first == 0:
-        working.reach(left - entry + born + storages.made_gradient_bytes)
-        left = storages.sent_gradient_bytes
-    return born, left - entry
+        working.reach(travelling - entry + grown + storages.made_gradient_bytes)
+        travelling = storages.sent_gradient_bytes
+    return grown, travelling - entry
 
 
-def _released(layer: LayerStorages, span: Span) -> set[int]:
-    """Return the storages of saved inputs that the layer has released before `span`.
+def _released(layer: LayerStorages, span: Span, given: tuple[int, ...]) -> set[int]:
+    """Return the instances of saved inputs that the layer has released before `span`; two values may share one."""
+    kept = {given[k] for k in layer.saved_inputs if k not in span.released}
+    return {given[k] for k in span.released} - kept
 
-    Two values may share one.
+
+def _added(storages: StageStorages, position: int) -> int:
+    """Return the bytes of gradients that a layer adds to those of later users of its parameters.
+
+    Those wait, and autograd adds the two into newly allocated memory.
     """
-    kept = {layer.inputs[k] for k in layer.saved_inputs if k not in span.released}
-    return {layer.inputs[k] for k in span.released} - kept
+    return sum(again.shared.gradient_bytes for again in storages.repetitions if again.user == position)
 
 
-def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
-    """Return, by position, the gradient bytes of parameters shared with a later layer of the piece.
+def _waiting(storages: StageStorages, boundary: int, bears: Callable[[int], bool]) -> int:
+    """Return the gradient bytes of shared parameters that wait at a boundary for users before it.
 
-    The later layer's gradient waits, and autograd adds the two into newly allocated memory.
-    """
-    added = Counter[int]()
-    for again in storages.repetitions:
-        if piece.first <= again.user and again.later < piece.end:
-            added[again.user] += again.shared.gradient_bytes
-    return added
-
-
-def _waiting(storages: StageStorages, piece: Piece, position: int, bears: Callable[[int], bool]) -> int:
-    """Return the gradient bytes of shared parameters that wait during the backward at `position`.
-
-    They wait for the gradient of an earlier layer.
-
-    Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own
-    gradient also waits, although the layer's profile has it added and freed at once. If a backward allocates
+    The gradients of all users are added up before the sum is added to `.grad`. If a backward allocates
     gradients, nothing waits: the sum becomes `.grad`, and counts among the allocated parameter gradients.
     """
-    inside = [
-        again
-        for again in storages.repetitions
-        if piece.first <= again.user and again.later < piece.end and not bears(again.user)
-    ]
-    adding = {again.shared.name for again in inside if again.user == position}
     return sum(
         again.shared.gradient_bytes
-        for again in inside
-        if again.user <= position < again.later or (again.later == position and again.shared.name not in adding)
+        for again in storages.repetitions
+        if again.user < boundary <= again.later and not (bears(again.user) or bears(again.later))
     )
+
+
+def _left_waiting(storages: StageStorages, position: int, bears: Callable[[int], bool]) -> tuple[int, Sequence[Span]]:
+    """Return the gradient bytes that a layer leaves waiting, and the spans of its backward without these.
+
+    The profile adds and frees the gradient of the last user of a shared parameter at once, or allocates it. A
+    layer whose gradients all wait behaves like one whose gradients are allocated.
+    """
+    cost, inner = storages.costs[position], position + 1 < storages.count
+    if bears(position):
+        return 0, cost.spans(is_first=True, inner=inner)
+    adding = {again.shared.name for again in storages.repetitions if again.user == position}
+    left = sum(
+        again.shared.gradient_bytes
+        for again in storages.repetitions
+        if again.later == position and again.shared.name not in adding
+    )
+    if left and left == cost.gradient_bytes:
+        return 0, cost.spans(is_first=True, inner=inner)
+    return left, cost.spans(is_first=False, inner=inner)

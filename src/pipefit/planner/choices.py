@@ -210,24 +210,8 @@ class Menus:
         return tuple(map(self._menu, range(self.question.blocks)))
 
     def of_stage(self, start: int, stop: int) -> tuple[Menu, ...]:
-        """Return the menus of blocks `start` to `stop - 1` in one stage.
-
-        Recipes that would separate the users of a shared parameter are left out, since its gradients would
-        then be summed in another order.
-        """
-        menus = self.blocks[start:stop]
-        edges = self.question.layers(start, stop)
-        apart = frozenset(self._undivided(*edges))
-        if not apart:
-            return menus
-        return tuple(m._replace(recipes=tuple(r for r in m.recipes if not apart & set(sum(r.runs, ())))) for m in menus)
-
-    def _undivided(self, start: int, stop: int) -> Iterator[int]:
-        """Yield the layers of a stage at which no recomputed run may start."""
-        for shared in self.measurement.shared:
-            users = [user for user in shared.users if start <= user < stop]
-            if len(users) > 1 and shared.gradient_bytes:
-                yield from range(min(users) + 1, max(users) + 1)
+        """Return the menus of blocks `start` to `stop - 1` in one stage."""
+        return self.blocks[start:stop]
 
     def _menu(self, block: int) -> Menu:
         start, stop = self.question.layers(block, block + 1)

@@ -19,7 +19,7 @@ stays on the devices only if their memory bound fits. (ZeRO-Offload, arXiv 2101.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -161,15 +161,23 @@ def _decided(
     decisions = list[Decision]()
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=in_buckets and bool(moves))
-        decisions += moved(number, runs, moves, ahead=1)
+        decisions += moved(number, together(question, runs), moves, ahead=1)
         decisions += ran_again(number, runs[:-1] if recompute == "always" != question.options.recompute else ())
     return (*(plan.decisions if question.options.recompute == "always" else ()), *decisions)
 
 
 def runs_of(question: Question, plan: Plan, number: int, *, in_buckets: bool) -> list[Layers]:
-    """Return the runs of a stage's layers that move together: those of a bucket, or of a block."""
+    """Return the runs of a stage's layers that are treated together: those of a bucket, or of a block."""
     stage, edges = plan.stages[number], bucket_edges(plan, number) if in_buckets else question.edges
-    return [*pairwise(cuts(edges, stage.start, stage.stop, question.measurement.shared))]
+    return [*pairwise(cuts(edges, stage.start, stage.stop))]
+
+
+def together(question: Question, runs: Sequence[Layers]) -> list[Layers]:
+    """Return the runs whose state moves: `runs`, merged where layers share a parameter."""
+    start, stop = runs[0][0], runs[-1][1]
+    users = [[user for user in one.users if start <= user < stop] for one in question.measurement.shared]
+    inside = {layer for here in users if here for layer in range(here[0] + 1, here[-1] + 1)}
+    return [*pairwise([start, *(edge for edge, _ in runs[1:] if edge not in inside), stop])]
 
 
 def moved(number: int, runs: Iterable[Layers], moves: Moves, *, ahead: int) -> Iterator[Decision]:

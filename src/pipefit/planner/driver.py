@@ -474,7 +474,6 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
             question.options.recompute,
             training.schedule,
             training.microbatches,
-            shared=question.measurement.shared,
         )
     return Plan(
         profile=question.profile, cluster=question.cluster, training=training, stages=stages, decisions=decisions

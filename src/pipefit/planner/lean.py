@@ -30,7 +30,7 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.memory.arenas import missing_bytes
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of
+from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of, together
 from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
@@ -121,7 +121,8 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
     plan, found = plan_of(question, split), list[Decision]()
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=False)
-        found += moved(number, runs[: ceil(part * len(runs))], moves, ahead=0)
+        moving = together(question, runs)
+        found += moved(number, moving[: ceil(part * len(moving))], moves, ahead=0)
         found += ran_again(number, runs)
     simulation = assembled(plan_of(question, split, decisions=tuple(found)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
@@ -213,7 +214,7 @@ class _Search:
         plan = plan_of(question, candidate.split)
         for number in range(len(plan.stages)):
             runs = runs_of(question, plan, number, in_buckets=candidate.in_buckets)
-            found += moved(number, runs, candidate.moves, ahead=0)
+            found += moved(number, together(question, runs), candidate.moves, ahead=0)
             found += ran_again(number, runs if question.options.recompute != "never" else ())
         return tuple(found)
 

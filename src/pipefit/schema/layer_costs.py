@@ -7,6 +7,7 @@ counted once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -214,6 +215,19 @@ class SharedBuffer(SharedTensor):
         """The buffer's contributions to its users' costs."""
         what = "buffer_bytes" if self.copied else "constant_bytes"
         return ((user, what, self.nbytes) for user in self.users)
+
+
+def lenders(shared: Iterable[SharedParameter], start: int, stop: int) -> dict[int, frozenset[int]]:
+    """Return, by layer of a stage, the earlier layers to which a parameter that it uses belongs, or its
+    half-precision copy. The stage has layers `start` to `stop - 1`.
+    """
+    found = defaultdict[int, set[int]](set)
+    for one in shared:
+        for users in (one.users, one.copying):
+            here = [user for user in users if start <= user < stop]
+            for user in here[1:]:
+                found[user].add(here[0])
+    return {layer: frozenset(others) for layer, others in found.items()}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Ledger:
         self._stepped: set[int] = set()  # layers with optimizer state
         moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
-        self._gathered = {number: Gathered(stage.share) for number, stage in stages.items()}
+        self._gathered = {number: Gathered(stage.share, stage.storages) for number, stage in stages.items()}
         self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
         self.placed: list[Action] = []  # actions of one step at which the use of memory elsewhere starts or ends

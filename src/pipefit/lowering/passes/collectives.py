@@ -24,14 +24,15 @@ have the number of the microbatch after which the stage is updated:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from pipefit.lowering.passes.offload import Timeline
 from pipefit.schema.actions import COMPUTE, Action, Kind
 from pipefit.schema.decisions import What
+from pipefit.schema.layer_costs import lenders
 from pipefit.schema.plan import Plan
 
 
@@ -179,16 +180,20 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
 
     Bytes are those of gradients, or of parameters with ZeRO 3.
 
-    Layers that share a parameter are not separated, because their gradients would be added up in another
-    order, or would be gathered with the first layer only; nor is a run that is recomputed as a whole.
+    Bytes of a shared parameter belong to its first user. A run that is recomputed as a whole is not separated.
     """
     place, measured = plan.stages[stage], plan.measured(stage)
+    gathers = place.grid.shard == "parameters"
+    repeated = Counter[int]()  # by layer, bytes that belong to an earlier one
+    for shared in measured.shared:
+        for user in [user for user in shared.users if place.start <= user < place.stop][1:]:
+            repeated[user] += shared.nbytes if gathers else shared.gradient_bytes
     at, before = 0, {place.start: 0}  # bytes before each layer
     for layer, cost in enumerate(measured.costs[place.start : place.stop], start=place.start):
-        before[layer + 1] = at = at + (
-            cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
-        )
-    within = {n for first, last in _together(plan, stage) for n in range(first + 1, last + 1)}
+        at += (cost.parameter_bytes if gathers else cost.gradient_bytes) - repeated[layer]
+        before[layer + 1] = at
+    runs = (decision.layers for decision in plan.decisions_of(stage, What.RECOMPUTE))
+    within = {n for layers in runs for n in range(layers[0] + 1, layers[-1] + 1)}
     allowed = [n for n in range(place.start + 1, place.stop) if n not in within]
     cuts = {before[layer]: layer for layer in reversed(allowed)}  # the first of layers without bytes
     nearest = _nearest(sorted(cuts), at, place.grid.buckets)
@@ -210,17 +215,6 @@ def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
             yield size
 
 
-def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """Return the first and last layers of runs that no cut may separate."""
-    place = plan.stages[stage]
-    found = [(d.layers[0], d.layers[-1]) for d in plan.decisions_of(stage, What.RECOMPUTE)]
-    for shared in plan.measurement.shared:
-        users = [user for user in shared.users if place.start <= user < place.stop]
-        exchanged = shared.gradient_bytes or place.grid.shard == "parameters"
-        found += [(users[0], users[-1])] if users and exchanged else []
-    return found
-
-
 # ---- Gathers of parameters that replicas divide (ZeRO 3)
 #
 # Passes are cut in buckets, and a bucket's parameters are present during the passes through it:
@@ -229,8 +223,9 @@ def _together(plan: Plan, stage: int) -> list[tuple[int, int]]:
 #
 # A gather starts when the device begins the previous compute action. Parameters stay if nothing would be
 # computed while they are freed, as at the turn from a forward to its backward. Thus a replica has the
-# parameters of at most two buckets in addition to its own. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et
-# al., VLDB 2023.)
+# parameters of at most two buckets in addition to its own. A shared parameter is in the bucket of its first
+# user, which is gathered for passes through the other users too. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao
+# et al., VLDB 2023.)
 
 
 def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
@@ -241,7 +236,7 @@ def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
     timeline = Timeline(actions)
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     computing = [number for number, action in enumerate(actions) if action.kind in COMPUTE]
-    for unshard, uses in _uses(actions, computing, unshards).items():
+    for unshard, uses in _uses(actions, computing, unshards, plan).items():
         for first, last in uses:
             start = computing[max(first - 1, 0)]
             before[timeline.before_waiting(start)].append(unshard)
@@ -261,26 +256,32 @@ def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
             yield from (Action(Kind.UNSHARD, stage, layers=run) for run in pairwise(cuts))
 
 
+def _users(unshard: Action, plan: Plan) -> frozenset[int]:
+    """Return the layers whose passes need the parameters of a bucket: its own, and later users of a parameter in it."""
+    assert unshard.layers is not None
+    own, stage = frozenset(range(*unshard.layers)), plan.stages[unshard.stage]
+    borrowing = lenders(plan.measurement.shared, stage.start, stage.stop)
+    return own.union(layer for layer, others in borrowing.items() if not own.isdisjoint(others))
+
+
 def _uses(
-    actions: Sequence[Action], computing: Sequence[int], unshards: Sequence[Action]
+    actions: Sequence[Action], computing: Sequence[int], unshards: Sequence[Action], plan: Plan
 ) -> dict[Action, list[tuple[int, int]]]:
-    """For every bucket the first and the last of the computing actions that pass through it, without gaps in which it
-    is freed. The buckets of a stage follow one another.
-    """
-    found: dict[Action, list[tuple[int, int]]] = {unshard: [] for unshard in unshards}
-    of_stage = defaultdict[int, list[Action]](list)
+    """Return the first and last compute actions of each use of every bucket, during which it stays gathered."""
+    uses: dict[Action, list[tuple[int, int]]] = {unshard: [] for unshard in unshards}
+    needed = defaultdict[tuple[int, int], list[Action]](list)  # by stage and layer
     for unshard in unshards:
-        of_stage[unshard.stage].append(unshard)
-    edges = {stage: [one.layers or (0, 0) for one in buckets] for stage, buckets in of_stage.items()}
+        for layer in _users(unshard, plan):
+            needed[unshard.stage, layer].append(unshard)
+    passed = dict[tuple[int, tuple[int, int]], list[Action]]()  # the buckets of a pass, by its stage and layers
     for number, position in enumerate(computing):
         action = actions[position]
-        runs, buckets = edges.get(action.stage, []), of_stage.get(action.stage, [])
-        if action.layers is not None:
-            first, end = action.layers
-            after = bisect_right(runs, first, key=lambda run: run[1])
-            buckets = buckets[after : bisect_left(runs, end, key=lambda run: run[0])]
-        for bucket in buckets:
-            uses = found[bucket]
-            begins = uses.pop()[0] if uses and uses[-1][1] >= number - 2 else number
-            uses.append((begins, number))
-    return found
+        place = plan.stages[action.stage]
+        key = action.stage, action.layers or (place.start, place.stop)
+        if key not in passed:
+            passed[key] = list(dict.fromkeys(b for layer in range(*key[1]) for b in needed.get((key[0], layer), ())))
+        for bucket in passed[key]:
+            runs = uses[bucket]
+            begins = runs.pop()[0] if runs and runs[-1][1] >= number - 2 else number
+            runs.append((begins, number))
+    return uses

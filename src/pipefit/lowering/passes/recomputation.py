@@ -23,7 +23,6 @@ from pipefit.lowering.schedules import Order
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, State, What
 from pipefit.schema.grids import Stage
-from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 
 # ---- Recompute settings, and the decisions that each makes
@@ -62,8 +61,6 @@ def recompute_decisions(
     recompute: Recompute,
     schedule: str,
     microbatches: int,
-    *,
-    shared: Sequence[SharedParameter] = (),
 ) -> tuple[Decision, ...]:
     """Return the decisions of a recompute setting for these stages.
 
@@ -73,7 +70,6 @@ def recompute_decisions(
         recompute: the setting.
         schedule: the schedule, which orders the backwards.
         microbatches: of a step.
-        shared: parameters that layers share; blocks of a stage that share one are recomputed together.
 
     Raises:
         UsageError: no such setting.
@@ -89,28 +85,19 @@ def recompute_decisions(
         )
         for number, stage in enumerate(stages)
         if which is not None
-        for run in _runs(stage, edges if recompute == "always" else (), shared)
+        for run in _runs(stage, edges if recompute == "always" else ())
     )
 
 
-def _runs(stage: Stage, edges: Sequence[int], shared: Sequence[SharedParameter]) -> Iterator[Run]:
+def _runs(stage: Stage, edges: Sequence[int]) -> Iterator[Run]:
     """Yield the runs of layers of a stage that are recomputed separately."""
-    for start, stop in pairwise(cuts(edges, stage.start, stage.stop, shared)):
+    for start, stop in pairwise(cuts(edges, stage.start, stage.stop)):
         yield Run(start=start, stop=stop)
 
 
-def cuts(edges: Sequence[int], start: int, stop: int, shared: Sequence[SharedParameter]) -> list[int]:
-    """Return the edges at which layers `start` to `stop - 1` may be run in parts, both ends included.
-
-    Layers that share a trained parameter are not separated, because their gradients would be added up in
-    another order.
-    """
-    inside = [edge for edge in edges if start < edge < stop]
-    for one in shared if inside else ():
-        users = [user for user in one.users if start <= user < stop]
-        if users and one.gradient_bytes:
-            inside = [edge for edge in inside if not users[0] < edge <= users[-1]]
-    return [start, *inside, stop]
+def cuts(edges: Sequence[int], start: int, stop: int) -> list[int]:
+    """Return the edges at which layers `start` to `stop - 1` are cut, both ends included."""
+    return [start, *(edge for edge in edges if start < edge < stop), stop]
 
 
 # ---- Orders with recomputation
@@ -126,8 +113,8 @@ def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> li
     reductions; with ZeRO 2, all microbatches do.
 
     Raises:
-        UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer
-            would compute something else when it runs again.
+        UsageError: two decisions recompute one layer for one microbatch, or a layer would compute something else when
+            it runs again.
     """
     found = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
     return [[action for unit in units for action in unit] for units in found]
@@ -212,9 +199,7 @@ def _divided(
     """Return the layers of a stage, cut at the ends of these ordered runs, and at other `edges`.
 
     Raises:
-        UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be
-            added up in another order than in one backward; or a layer computes something else when it runs
-            again.
+        UsageError: two decisions recompute one layer, or a layer computes something else when it runs again.
     """
     place = plan.stages[stage]
     pieces: list[Piece] = []
@@ -229,7 +214,6 @@ def _divided(
         at = stop
     pieces += [(at, place.stop, None)] if at < place.stop else []
     pieces = [cut for piece in pieces for cut in _cut(piece, edges)]
-    _check_shared(plan, stage, pieces)
     _check_repeatable(plan, stage, pieces)
     return pieces
 
@@ -254,23 +238,6 @@ def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
 def _start(decision: Decision) -> int:
     assert isinstance(decision.subject, Run)
     return decision.subject.start
-
-
-def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """Check that two pieces of a stage do not share a trained parameter.
-
-    Raises:
-        UsageError: they do.
-    """
-    for shared in plan.measurement.shared if len(pieces) > 1 else ():
-        users = [[user for user in shared.users if start <= user < stop] for start, stop, _ in pieces]
-        if sum(map(bool, users)) > 1 and shared.gradient_bytes:
-            layers = ", ".join(str(user) for part in users for user in part)
-            raise UsageError(
-                f"stage {stage} cannot be run in pieces between layers {layers}, which share parameter "
-                f"{shared.name!r}: its gradients would be added up in another order. Recompute the whole stage, or a "
-                "run that holds all of these layers or none; and move the state of such runs"
-            )
 
 
 def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:

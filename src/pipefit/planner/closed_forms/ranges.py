@@ -88,6 +88,7 @@ def _computed(measurement: Measurement, start: int, stop: int) -> dict[str, int]
         "weights": rest.weight_bytes,
         "early": rest.early_state_bytes,
         "update_first_peak": rest.early_state_bytes + rest.first_update.peak_bytes,
+        "update_peak": rest.update(start, stop, first=False).peak_bytes,
         "backward_first_peak": stage.backward(is_first=True).peak_bytes,
         "backward_later_peak": stage.backward(is_first=False).peak_bytes,
         "input_gradients": stage.storages.sent_gradient_bytes,

@@ -120,7 +120,6 @@ class Reader:
             question.options.recompute,
             how.schedule,
             how.microbatches,
-            shared=question.measurement.shared,
         )
         return Plan(
             profile=question.profile, cluster=question.cluster, training=how, stages=stages, decisions=tuple(decisions)

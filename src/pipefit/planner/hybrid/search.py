@@ -173,7 +173,7 @@ def recomputed_blocks(question: Question, number: int, one: Placed, blocks: int)
         return
     ends = question.edges[one.start], question.edges[one.start + blocks]
     edges = question.edges if one.way.recompute == "always" else ()
-    for start, stop in pairwise(cuts(edges, *ends, question.measurement.shared)):
+    for start, stop in pairwise(cuts(edges, *ends)):
         yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
 
 

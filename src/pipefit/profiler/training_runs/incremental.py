@@ -207,7 +207,6 @@ def plan_of(
         recompute,
         training.schedule,
         training.microbatches,
-        shared=profile.at(training.microbatch_size).shared,
     )
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 

@@ -107,7 +107,6 @@ def _cut(
         recompute,
         training.schedule,
         training.microbatches,
-        shared=profile.at(training.microbatch_size).shared,
     )
     plan = Plan(profile=profile, cluster=wider, training=training, stages=stages, decisions=decisions)
     return plan, int(start > 0)

@@ -88,6 +88,27 @@ class _Leave(torch.autograd.Function):
         return (None, *incoming)
 
 
+@dataclass(slots=True)
+class Waiting:
+    """A parameter, and the gradient of later layers, which waits for those of earlier ones."""
+
+    parameter: Tensor
+    gradient: Tensor | None
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, waiting: Waiting, parameter: Tensor) -> Tensor:
+        ctx.waiting = waiting
+        return parameter.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        found, ctx.waiting.gradient = ctx.waiting.gradient, None
+        # A view, to which autograd never adds in place: so the sum is in new memory, whatever the layers are
+        return None, found.view_as(found) if found is not None and found.layout is torch.strided else found
+
+
 class _Apart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -125,15 +146,21 @@ def leave(graph: GraphEnds, outputs: Values) -> None:
     graph.root = root if root.requires_grad else None
 
 
-def backward(graph: GraphEnds) -> None:
+def backward(graph: GraphEnds, waiting: Sequence[Waiting] = ()) -> None:
     """Run the graph backward, from output gradients `graph.incoming` to input gradients `graph.outgoing`.
 
-    Only `graph` may refer to the incoming gradients: then the engine frees each after its last use.
+    Gradients of parameters that are `waiting` are the first summands of those that the graph makes, as if one
+    graph had made both. Only `graph` and `waiting` may refer to these gradients: then the engine frees each
+    after its last use.
     """
     root, graph.root = graph.root, None
+    roots: list[Tensor] = [_Late.apply(one, one.parameter) for one in waiting]  # type: ignore[no-untyped-call]
     if root is not None:
         _pass_over(root, graph.incoming or ())
-        torch.autograd.backward(root, root.detach())
+        roots.append(root)
+    del root
+    if roots:
+        torch.autograd.backward(roots, [one.detach() for one in roots])
     graph.incoming = None
 
 
@@ -234,7 +261,8 @@ class Flight:
     model and after the last, and `weight` the factor on the microbatch's loss. `version` is the weight
     version that it uses, if stages are updated with microbatches in flight. `values` wait for the next piece.
     `gradients` has one gradient, or None, for each value at the boundary that the backward has reached.
-    `luggage` holds the saved tensors that the program offloads.
+    `waiting` has gradients of shared parameters, by their numbers in the stage, that wait for those of earlier
+    layers. `luggage` holds the saved tensors that the program offloads.
     """
 
     microbatch: int
@@ -251,6 +279,7 @@ class Flight:
     values: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
+    waiting: dict[int, Tensor] = field(default_factory=dict)
     pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
 
     def rows(self, load: Action, microbatches: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -278,6 +307,7 @@ class Flight:
         self.values.clear()
         self.targets.clear()
         self.gradients.clear()
+        self.waiting.clear()
 
 
 def take(box: list[Tensor]) -> tuple[Tensor, ...]:

@@ -6,13 +6,13 @@ dropped as early as possible, in an order that depends on the calls alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.structure import Values
@@ -25,6 +25,7 @@ from pipefit.runtime.engine.flight import (
     Flight,
     GraphEnds,
     Piece,
+    Waiting,
     apart,
     backward,
     born_apart,
@@ -107,6 +108,7 @@ class Passes:
         self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
         self.device, self._graph_dropped, self._watching = device, graph_dropped, watching
         self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
+        self._shared = _shared(layers, storages.start)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     # ---------------------------------------------------------------- forward
@@ -316,10 +318,40 @@ class Passes:
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        with naming_changes(flight, piece), self._weights_of(flight, backward=True), born_apart(chain(*trained)):
-            backward(graph)
+        with (
+            naming_changes(flight, piece),
+            self._weights_of(flight, backward=True),
+            self._sharing(flight, piece) as waiting,
+            born_apart(chain(*trained)),
+        ):
+            backward(graph, waiting)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
+
+    @contextmanager
+    def _sharing(self, flight: Flight, piece: Piece) -> Iterator[list[Waiting]]:
+        """Yield the gradients of shared parameters that have waited for a piece, which then goes backward.
+
+        Afterwards, gradients of parameters with earlier users wait in `flight`, so that `.grad` gets their sum.
+        """
+        waiting, kept = list[Waiting](), list[tuple[int, nn.Parameter, Tensor | None]]()
+        for number, places in enumerate(self._shared):
+            here = [layer for layer in places if piece.first <= layer < piece.end]
+            if not here:
+                continue
+            module = flight.layers[here[0] - self.start].module
+            parameter = module.get_parameter(places[here[0]])
+            if number in flight.waiting:
+                waiting.append(Waiting(parameter, flight.waiting.pop(number)))
+            if min(places) < piece.first:
+                kept.append((number, parameter, parameter.grad))
+                parameter.grad = None
+        try:
+            yield waiting
+            flight.waiting |= {number: one.grad for number, one, _ in kept if one.grad is not None}
+        finally:
+            for _, parameter, gradient in kept:
+                parameter.grad = gradient
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
         """Return the gradient of the loss: the microbatch's weight times the loss scale.
@@ -332,3 +364,13 @@ class Passes:
         scale = self.agreement.scale if self.agreement is not None else None
         part = flight.weight * (scale.value if scale else 1.0)
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
+
+
+def _shared(layers: Sequence[ChainLayer], start: int) -> list[dict[int, str]]:
+    """Return the trained parameters that several layers use, each as its names by layer, from `start` on."""
+    found = dict[int, dict[int, str]]()
+    for number, layer in enumerate(layers, start=start):
+        for name, parameter in layer.module.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), {})[number] = name
+    return [places for places in found.values() if len(places) > 1]

@@ -82,7 +82,7 @@ class StageRunner:
         divided = share is not None and share.divides_parameters
         self.copies = WeightCopies(self.layers, storages.costs, self.start, divided=divided)
         self.weights = None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
-        self.gathered = GatheredParameters(share, own, self.copies, self.start)
+        self.gathered = GatheredParameters(share, own, self.copies, storages)
         if states is not None:
             states.put_away(self.updates)
         self.passes = Passes(

@@ -29,6 +29,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.arenas import slots
 from pipefit.memory.model_state import Gathered, Share, StageRest
 from pipefit.memory.states import Condition, Conditions, Home, Kept, Layers, StateMoves, home_of
+from pipefit.memory.storages import StageStorages
 from pipefit.runtime.offload.copying import Slot
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.optim.half_precision import WeightCopies
@@ -355,7 +356,7 @@ _DEVICE = torch.ops.prim.device.default  # fake tensors call it
 class GatheredParameters:
     """The parameters of one replica of a stage, which keeps only those of layers that it owns.
 
-    `own` are the parameters of every layer from `start` on. The object is false if the replica keeps all
+    `own` are the parameters of every layer of the stage. The object is false if the replica keeps all
     parameters.
 
     Raises:
@@ -363,14 +364,14 @@ class GatheredParameters:
     """
 
     def __init__(
-        self, share: Share | None, own: Sequence[Sequence[nn.Parameter]], copies: WeightCopies, start: int
+        self, share: Share | None, own: Sequence[Sequence[nn.Parameter]], copies: WeightCopies, storages: StageStorages
     ) -> None:
-        self._gathered, self._share, self._own = Gathered(share), share, own
-        self._copies, self._start = copies, start
+        self._gathered, self._share, self._own = Gathered(share, storages), share, own
+        self._copies, self._start = copies, storages.start
         self._storages: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # gathered, by layer
         self._absent: set[int] = set()  # keys of storages that never have memory here
         self._watched = {mode: WeakSet[nn.Module]() for mode in (True, False)}  # ran, by training mode
-        for layer, parameters in enumerate(own if self else (), start=start):
+        for layer, parameters in enumerate(own if self else (), start=storages.start):
             copied: list[Tensor] = [copies.copies[id(weight)].tensor for weight in copies.own(layer)]
             others = [] if self._owns(layer) else parameters
             gathered = [parameter for parameter in others if not copies.is_cast_only(parameter)]
