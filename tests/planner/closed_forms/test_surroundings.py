@@ -55,19 +55,16 @@ def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
 
 
-@pytest.mark.parametrize("seed", seeds(60, of=200))
+@pytest.mark.parametrize("seed", [95, 193, 291, *seeds(60, of=1000)])
 def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says(seed: int) -> None:
-    """For layers that do whatever a layer can, but share no parameters between blocks and do not work in place; of
-    plain layers on one device, it is what the simulator finds.
-    """
+    """For layers that do whatever a layer can; of plain layers on one device, it is what the simulator finds."""
     rng = Random(seed)
     is_plain = seed % 2 == 0
     count = small_first(seed, largest=8)
-    model = plain(rng, count) if is_plain else hostile(rng, count, shared=0)
+    model = plain(rng, count) if is_plain else hostile(rng, count)
     plan = any_plan(rng, model, any_training(rng), stages=1 if is_plain else None, recompute="always")
     simulated, bound = Simulation(plan, steps=2).peak_bytes, predicted(plan, "always")
-    in_place = any(cost.mutates_inputs for cost in (*model.costs, model.loss))
-    for device, nbytes in bound.items() if not in_place else ():
+    for device, nbytes in bound.items():
         assert nbytes == simulated[device] if is_plain else nbytes <= simulated[device]
 
 

@@ -22,7 +22,7 @@ measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -34,6 +34,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pipefit.lowering.passes.recomputation import Recompute
+from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import StageRest
 from pipefit.memory.stage import WholeStage
 from pipefit.memory.storages import StageStorages, gradient_bytes
@@ -53,6 +54,8 @@ from pipefit.planner.closed_forms.lifetimes import (
     saved,
     span_table,
 )
+from pipefit.schema.actions import Action, Kind
+from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.profile import Measurement
 
 # ---- Ranges computed one by one
@@ -100,125 +103,252 @@ def _computed(measurement: Measurement, start: int, stop: int) -> dict[str, int]
 # The forward of a block keeps only the block's inputs. In the backward the blocks of a stage are recomputed
 # one by one, the last first. During the work on block k of blocks i to j - 1, the device holds
 #
-#     the inputs of blocks i to k, and copies of the buffers that feed back
-#     the saved tensors and peak of block k, as of a separate stage, and the gradients of its outputs
+#     the inputs of blocks i to k - 1, and copies of the buffers that feed back
+#     what block k adds: inputs made by the block before it, saved tensors, temporaries, gradients of its outputs
 #     the gradients of all parameters, or in a step's first backward those of blocks k to j - 1
 #
 # so every peak is the maximum over k of a number of block k plus sums over the edges before it: running
-# maxima. They are lower bounds of the ledger's peaks, and mostly equal to them. They are lower if blocks
-# share a parameter or release inputs that earlier blocks keep; if blocks change their inputs in place, they
-# may be lower or higher.
+# maxima. A block's number depends only on the block, and on whether it begins or ends its stage. The ledger
+# computes it for the block as a separate stage: inputs that the block before also received are kept by that
+# block, and count as zero. A block that changes its inputs in place hands on copies of them.
+#
+# The peaks are lower bounds of the ledger's, and mostly equal to them. They are lower if blocks share a
+# parameter, if the gradient of a value is part of another gradient, or if outputs of a block share a storage.
+# Cost: the ledger's time for each kind of block, and as many numbers as four arrays of a band.
 
 _NOTHING = -(1 << 60)
 
 
-class Inputs(NamedTuple):
-    """Bytes of every block's inputs from the blocks before it; 0 for the first block.
-
-    `new` are the storages made by the block before, and `saved` those of them that the block saves.
-    `as_stage` are the inputs that the block saves as a separate stage, which receives every value in its own
-    storage.
+class Peaks(NamedTuple):
+    """The highest bytes of the passes of every block, with its counted inputs and the gradients that it receives,
+    and in a step's first backward with its parameter gradients.
     """
 
-    new: Ints
-    saved: Ints
-    as_stage: Ints
+    forward: Ints
+    recompute: Ints
+    backward_first: Ints
+    backward_later: Ints
 
-    @staticmethod
-    def of(measurement: Measurement, edges: Sequence[int]) -> Inputs:
-        """Return the inputs of the blocks between these edges."""
-        layers, model = len(measurement.layers), lifetimes(measurement)
-        whole, columns = StageStorages(measurement, 0, layers), [(0, 0, 0)]
-        for (before, start), stop in zip(pairwise(edges), edges[2:], strict=False):
-            end = stop + (stop == layers)  # the loss goes with the last block
-            new = set(whole.values(start)) - set(whole.values(before))
-            saves = {number for layer in whole.layers[start:end] for number in layer.saves}
-            fresh = (value.nbytes for value in model.fresh[start] if value.saver != NEVER and value.saver < end)
-            sizes = whole.sizes
-            as_stage = sum(fresh)
-            saved = min(sum(sizes[n] for n in new & saves), as_stage)  # more of a storage may be released, too
-            columns.append((sum(sizes[n] for n in new), saved, as_stage))
-        return Inputs(*(np.array(column, np.int64) for column in zip(*columns, strict=True)))
+
+OfBlock = tuple[int, int, int, int]  # the same of one block
 
 
 class Blocks(NamedTuple):
     """Bytes of every block of a model.
 
-    `alone` is the band of blocks as stages. `first` and `later` are the highest bytes of a block's backward
-    with its saved tensors if another block of the stage follows, in a step's first backward and in later
-    ones; `gradients` are those of the values at its end in that case. `copies` and `born` are sums over the
-    blocks before each edge: of buffers that feed back, and of gradients.
+    `inputs` are all inputs of a block, `new` those made by the block before it, and `sent` the outputs that only
+    the send holds after its forward. `copies` and `born` are sums over the blocks before each edge: of buffers
+    that feed back, and of gradients. `begin` and `alone` are the peaks of a block that begins its stage, with and
+    without a block after it; `inside` and `end` those of a block that does not.
     """
 
-    alone: Band
-    first: Ints
-    later: Ints
-    gradients: Ints
-    inputs: Inputs
+    inputs: Ints
+    new: Ints
     copies: Ints
     born: Ints
+    sent: Ints
+    begin: Peaks
+    alone: Peaks
+    inside: Peaks
+    end: Peaks
+
+    @staticmethod
+    def of(measurement: Measurement, edges: Sequence[int], copies: Ints, born: Ints, sent: Ints) -> Blocks:
+        """Return the bytes of the blocks between these edges; `copies`, `born` and `sent` are known."""
+        maker = _Maker(measurement)
+        new = [*_new_inputs(measurement, edges)]
+        inputs = [sum(value.nbytes for value in measurement.costs[edge].inputs) for edge in edges[:-1]]
+        every = [maker.blocks(start, stop, own) for (start, stop), own in zip(pairwise(edges), new, strict=True)]
+        begin, alone, inside, end = (
+            Peaks(*(np.array(column, np.int64) for column in zip(*variant, strict=True)))
+            for variant in zip(*every, strict=True)
+        )
+        return Blocks(
+            inputs=np.array(inputs, np.int64),
+            new=np.array([sum(own) for own in new], np.int64),
+            copies=copies,
+            born=born,
+            sent=sent,
+            begin=begin,
+            alone=alone,
+            inside=inside,
+            end=end,
+        )
+
+
+def _new_inputs(measurement: Measurement, edges: Sequence[int]) -> Iterator[list[int]]:
+    """Yield, for every block, the bytes of each input whose storage the block before it has made, else 0.
+
+    Of several inputs in one storage, the first counts all of it.
+    """
+    costs, sizes = measurement.costs, list[int]()
+
+    def made(nbytes: Sequence[int]) -> list[int]:
+        sizes.extend(nbytes)
+        return [*range(len(sizes) - len(nbytes), len(sizes))]
+
+    values = made([value.nbytes for value in costs[0].inputs])
+    yield [0] * len(values)
+    for start, stop in pairwise(edges[:-1]):
+        known, new = set(values), list[int]()
+        if costs[start].mutates_inputs:
+            values = made([value.nbytes for value in costs[start].inputs])
+        for cost in costs[start:stop]:
+            own, none = made(cost.storages), made([0])
+            places = {"own": own, "input": values}
+            values = [places[o.kind][o.index] if o.kind in places else none[0] for o in cost.output_origins]
+        for storage in values:
+            new.append(0 if storage in known else sizes[storage])
+            known.add(storage)
+        yield new
+
+
+class _Maker:
+    """Computes the peaks of single blocks, once for equal blocks."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self.measurement, self.count = measurement, len(measurement.layers)
+        self._unlike = {boundary for boundary, _ in StageStorages(measurement, 0, self.count).unlike_gradients()}
+        self._later_users = {user for one in measurement.shared if one.gradient_bytes for user in one.users[1:]}
+        self._known: dict[object, tuple[OfBlock, ...]] = {}
+
+    def blocks(self, start: int, stop: int, new: Sequence[int]) -> tuple[OfBlock, ...]:
+        """Return the peaks of layers `start` to `stop - 1` as a block that begins its stage, is alone in it, is
+        inside it, and ends it.
+        """
+        lends = not self._later_users.isdisjoint(range(start, stop))
+        unlike = not self._unlike.isdisjoint(range(start, stop + 1))
+        kinds = self.measurement.layers[start:stop]
+        key = kinds, not start, stop == self.count, tuple(new), lends, unlike, tuple(self._repeated(start, stop))
+        if key not in self._known:
+            self._known[key] = tuple(
+                self._peaks(start, stop, None if begins else new, ends=ends, lends=lends, unlike=unlike and not ends)
+                for begins in (True, False)
+                for ends in (False, True)
+            )
+        return self._known[key]
+
+    def _repeated(self, start: int, stop: int) -> Iterator[object]:
+        """Yield the tensors that layers of a block share, with these layers."""
+        for one in (*self.measurement.shared, *self.measurement.shared_buffers):
+            yield from ((user - start, later - start, one) for user, later in one.pairs if start <= user < later < stop)
+
+    def _peaks(
+        self, start: int, stop: int, inputs: Sequence[int] | None, *, ends: bool, lends: bool, unlike: bool
+    ) -> OfBlock:
+        """Return the peaks of a block whose inputs count as `inputs`, or as those of a stage.
+
+        The sizes of `unlike` gradients depend on the rest of the stage. A block that `lends` a gradient to an
+        earlier user of a parameter may need less in its backward than alone.
+        """
+        measurement = self.measurement if ends else self._followed(stop)
+        storages = StageStorages(measurement, start, stop)
+        if inputs is not None:
+            for storage, nbytes in zip(storages.input_storages, inputs, strict=True):
+                storages.sizes[storage] = nbytes
+            storages.made_gradient_bytes = 0  # only the first block of a stage sends gradients
+        passes = _Passes(storages)
+        forward, recompute, kept, arriving = passes.forward(), passes.recompute(), passes.level, passes.arriving
+        first, later = (passes.backward(is_first=is_first) for is_first in (True, False))
+        if unlike:
+            recompute, kept = recompute - arriving, kept - arriving
+        return (forward, recompute, kept if unlike else first, kept if unlike or lends else later)
+
+    def _followed(self, stop: int) -> Measurement:
+        """Return the measurement, in which the layer before `stop` receives gradients from a layer of its stage."""
+        number = self.measurement.layers[stop - 1]
+        cost = self.measurement.kinds[number]
+        if stop == self.count or not (cost.inner_first or cost.inner_later):
+            return self.measurement
+        inner = [cost.spans(is_first=is_first, inner=True) for is_first in (True, False)]
+        kinds: list[LayerCost] = [
+            *self.measurement.kinds,
+            replace(cost, backward_first=inner[0], backward_later=inner[1]),
+        ]
+        layers = [*self.measurement.layers]
+        layers[stop - 1] = len(kinds) - 1
+        return replace(self.measurement, kinds=tuple(kinds), layers=tuple(layers))
+
+
+class _Passes:
+    """A microbatch in a stage that is recomputed as a whole; `level` are the bytes that it holds."""
+
+    def __init__(self, storages: StageStorages) -> None:
+        self._flights = Flights(storages)
+        self._residency, self.level, self.arriving = self._flights.start, 0, 0
+        self._is_first, self._is_last = not storages.start, storages.last
+
+    def forward(self) -> int:
+        """Return the peak of the forward, inputs included."""
+        if not self._is_first:
+            self._do(Kind.RECV_FORWARD)
+            self._do(Kind.RECV_FORWARD, wait=True)
+        if self._is_first or self._is_last:
+            self._do(Kind.LOAD)
+        return self._do(Kind.FORWARD_ONLY)
+
+    def recompute(self) -> int:
+        """Return the peak of the second forward."""
+        if not self._is_last:
+            self._do(Kind.SEND_FORWARD)
+            self._do(Kind.SEND_FORWARD, wait=True)
+            before = self.level
+            self._do(Kind.RECV_BACKWARD)
+            self._do(Kind.RECV_BACKWARD, wait=True)
+            self.arriving = self.level - before
+        return self._do(Kind.RECOMPUTE)
+
+    def backward(self, *, is_first: bool) -> int:
+        """Return the peak of the backward, without doing it."""
+        _, effect = self._flights.apply(self._residency, Action(Kind.BACKWARD, 0, 0), is_first=is_first)
+        assert effect is not None
+        return self.level + effect.peak_bytes
+
+    def _do(self, kind: Kind, *, wait: bool = False) -> int:
+        self._residency, effect = self._flights.apply(self._residency, Action(kind, 0, 0, wait=wait))
+        peak = self.level + (0 if effect is None else effect.peak_bytes)
+        self.level += 0 if effect is None else effect.after_bytes
+        return peak
 
 
 def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
     """Return the band of stages recomputed block by block, from the band of the same stages."""
-    one, inputs = blocks.alone, blocks.inputs
     width, starts = band.valid.shape
     i = band.first + np.arange(starts)
-    end = np.minimum(i + np.arange(1, width + 1)[:, None], len(inputs.new))
+    end = np.minimum(i + np.arange(1, width + 1)[:, None], len(blocks.new))
     last = end - 1
-    taken = np.cumsum(inputs.new)  # up to a block's own inputs
-    kept = taken + blocks.copies[:-1]
-    before = np.concatenate(([0], taken[:-1])) + blocks.copies[:-1] - inputs.as_stage + inputs.saved
-    follow_inputs = np.concatenate((one.inputs[0, :-1], [0]))  # of blocks that others follow: without targets
-    base = follow_inputs[i] - kept[i]
+    taken = np.cumsum(blocks.new)
+    before = taken - blocks.new + blocks.copies[:-1]  # of the blocks before each, from the model's start
+    base = blocks.inputs[i] - taken[i] - blocks.copies[i]
 
-    def highest(of_first: Ints, of_block: Ints) -> Ints:
-        """Return the highest number of the blocks of every range except its last."""
+    def highest(name: str, beside: Ints | int = 0, *, followed: Ints | int = 0) -> Ints:
+        """Return the highest peak plus `beside` over the blocks of every range; all but the last add `followed`."""
+        begin, alone, inside, end_ = (
+            getattr(peaks, name) + beside for peaks in (blocks.begin, blocks.alone, blocks.inside, blocks.end)
+        )
         found = np.full((width, starts), _NOTHING, np.int64)
-        found[1:] = of_first[i]
+        found[1:] = begin[i]
         for row in range(2, width):
-            np.maximum(found[row - 1], base + of_block[np.minimum(i + row - 1, len(of_block) - 1)], out=found[row])
-        return found
+            np.maximum(found[row - 1], base + (before + inside)[last[row - 1]], out=found[row])
+        at_end = np.where(last == i, alone[last], base + (before + end_)[last])
+        highest_of_all: Ints = np.maximum(found + followed, at_end)
+        return highest_of_all
 
-    def recompute(born: Ints) -> Ints:
-        """Return the peak of the second forwards; `born` are the gradients of the blocks up to each."""
-        working = kept + one.forward_peak[0] + one.buffers[0]
-        inner = working + blocks.gradients - born
-        inside = highest(follow_inputs - kept + inner, inner) - band.output_gradients
-        found: Ints = np.maximum(inside, band.inputs - kept[i] + (working - born)[last])
-        return found
-
-    def backward(inner: Ints, peak: Ints, born: Ints) -> Ints:
-        """Return the peak of the backwards."""
-        beside = before + one.buffers[0] - born
-        inside = highest(inner + one.buffers[0] - born, beside + inner)
-        own = one.retained[0] + one.output_gradients[0] + peak
-        at_end = np.where(last == i, (own + one.buffers[0] - born)[last], base + (beside + own)[last])
-        found: Ints = np.maximum(inside, at_end)
-        return found
-
-    none, born = np.zeros_like(blocks.born[1:]), blocks.born[1:]
     of_range = blocks.born[end]
+    earlier = -blocks.born[1:]  # before a block's first backward, blocks up to it have no gradients
     return replace(
         band,
-        kept=band.inputs + kept[last] - kept[i] + np.diff(blocks.copies)[last],
-        checkpoint_peak=_running(kept + one.checkpoint_peak[0], i, width) - kept[i],
-        checkpoint_sent=one.checkpoint_sent[0][last],
+        kept=band.inputs + taken[last] - taken[i] + blocks.copies[end] - blocks.copies[i],
+        checkpoint_peak=highest("forward", followed=band.inputs - blocks.inputs[i]) - band.inputs,
+        checkpoint_sent=blocks.sent[last],
         recomputed=Recomputed(
-            forward_first=recompute(born) + of_range,
-            forward_later=recompute(none),
-            backward_first=backward(blocks.first, one.backward_first_peak[0], born) + of_range,
-            backward_later=backward(blocks.later, one.backward_later_peak[0], none),
+            forward_first=highest("recompute", earlier) + of_range - band.output_gradients,
+            forward_later=highest("recompute") - band.output_gradients,
+            backward_first=highest("backward_first", earlier) + of_range,
+            backward_later=highest("backward_later"),
         ),
         _sums={},
     )
-
-
-def _running(of_block: Ints, starts: Ints, width: int) -> Ints:
-    """Return the highest number of the blocks of every range."""
-    at = np.minimum(starts + np.arange(width)[:, None], len(of_block) - 1)
-    found: Ints = np.maximum.accumulate(of_block[at], axis=0)
-    return found
 
 
 # ---- Bands of ranges
@@ -310,16 +440,9 @@ class Ranges:
 
     def _of_blocks(self) -> Blocks:
         """Return the bytes of every single block."""
-        first, later = self._maker(1, 0, self.count - 1).inner_backwards()
-        return Blocks(
-            alone=self._maker(1, 0, self.count - 1).make(estimated=False),
-            first=first,
-            later=later,
-            gradients=self.inner_gradients[self.edges[1:]],
-            inputs=Inputs.of(self.measurement, [*map(int, self.edges)]),
-            copies=self.fed_back[self.edges],
-            born=self.owned()[1],
-        )
+        sent = self._maker(1, 0, self.count - 1).make(estimated=True).checkpoint_sent[0]
+        edges = [*map(int, self.edges)]
+        return Blocks.of(self.measurement, edges, self.fed_back[self.edges], self.owned()[1], sent)
 
     def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
         """Return the band of ranges up to `width` blocks that start at blocks `first` to `last` (or all)."""
@@ -414,23 +537,6 @@ class _BandMaker:
         }
         band = Band(first=self.first, valid=self._valid, **arrays)
         return band if estimated else self._corrected(band)
-
-    def inner_backwards(self) -> tuple[Ints, Ints]:
-        """Return the highest bytes of a block's backward, with its saved tensors, if another block follows.
-
-        For bands of one block, in a step's first backward and in later ones; 0 if sums over layers are not
-        exact.
-        """
-        r, born, ended = self.ranges, self._at(self.ranges.gradients), self._ended
-        inner, rows = self._held() + self._at(r.inner_gradients), self.stops - self.starts - 1
-
-        def highest(spans: Ints) -> Ints:
-            found = np.maximum.accumulate(inner[1:] + spans, axis=0)
-            found = found if self.is_fine else np.take_along_axis(found, rows, axis=0)
-            return np.where(self._one_by_one()[0], 0, found[0])
-
-        behind = ended(born) if self.is_fine else np.take_along_axis(ended(born), rows, axis=0)
-        return highest(self._spans(r.spans_first) - born[1:]) + behind[0], highest(self._spans(r.spans_later))
 
     @property
     def _valid(self) -> NDArray[np.bool_]:
