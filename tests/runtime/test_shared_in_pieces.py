@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipefit.simulate import simulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
+from pipefit.simulator import simulate
 from sampled import sampled
 from step_peaks import step_peaks, too_low
 from tiny import task_of
