@@ -51,4 +51,4 @@ def test_pip_is_told_the_oldest() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (spec,) = (one for one in wanted if one.startswith("torch"))
     assert spec == f"torch>={FIRST[0]}.{FIRST[1]}"
-    assert f"torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]};" in (ROOT / "README.md").read_text()
+    assert f"torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}." in (ROOT / "README.md").read_text()

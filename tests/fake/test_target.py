@@ -260,7 +260,7 @@ def test_cpu_target_fills_no_device_slot() -> None:
 
 def test_a_taken_slot_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    monkeypatch.setattr("pipefit.fake_cuda.target.privateuse1_name", lambda: "npu")
     monkeypatch.setattr("pipefit.fake_cuda.target._fill_slot", _fill_slot.__wrapped__)  # which forgets an earlier call
     with pytest.raises(UsageError, match="'npu' holds: use a process that does not import"):
         FakeTarget("cuda")

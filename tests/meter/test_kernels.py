@@ -25,7 +25,6 @@ from pipefit.errors import PipefitWarning
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import kernels as cache_module
 from pipefit.measure import kernels as kernels_module
-from pipefit.measure import kernels as measuring
 from pipefit.measure import machine
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Cache, Kernels, key_of, text_of
@@ -46,14 +45,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that are measured from now on."""
-    found: list[str] = []
+    operations: list[str] = []
+    measured = kernels_module.measured
 
-    def measured(operation: str, *args: object, **kwargs: object) -> Kernel:
-        found.append(operation)
-        return measuring.measured(operation, *args, **kwargs)  # type: ignore[arg-type]
+    def counting(operation: str, *args: object, **kwargs: object) -> Kernel:
+        operations.append(operation)
+        return measured(operation, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernels_module, "measured", measured)
-    return found
+    monkeypatch.setattr(kernels_module, "measured", counting)
+    return operations
 
 
 def met(kernels: Kernels, func: object, *args: object) -> Kernel:

@@ -144,7 +144,7 @@ def test_an_evaluation_runs_no_backward() -> None:
 
 def test_without_fake_gpus_backwards_may_run_on_real_ones() -> None:
     """Where no target has been used, autograd follows the GPU's streams."""
-    with mock.patch.object(torch._C, "_get_privateuse1_backend_name", return_value="privateuseone"):
+    with mock.patch("pipefit.fake_cuda.target.privateuse1_name", return_value="privateuseone"):
         check_backwards([GPU])
 
 
