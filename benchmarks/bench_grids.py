@@ -52,10 +52,9 @@ from pipefit.models.hugging_face import hf
 from pipefit.planner import Options, Question, exact, lean
 from pipefit.planner.baselines import alpa, capture, simple
 from pipefit.planner.baselines.capture import CaptureOptions
-from pipefit.planner.degrees import divisors
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
-from pipefit.planner.problem import Found, Planner, Split
+from pipefit.planner.problem import Found, Planner, Split, divisors
 from pipefit.planner.replicas import in_replicas
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster

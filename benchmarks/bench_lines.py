@@ -25,7 +25,7 @@ from measured_on import machine
 from page_tables import markdown, put
 from pipefit.planner import Question
 from pipefit.planner.baselines.capture import Runs
-from pipefit.planner.degrees import SINGLE
+from pipefit.planner.problem import SINGLE
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 

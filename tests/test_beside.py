@@ -196,7 +196,7 @@ _PROGRAM = """
 import os, sys, time
 from unittest import mock
 from pipefit.processes import beside, forking, forks_left
-from pipefit.cli.stopping import stoppable
+from pipefit.cli.progress import stoppable
 
 with mock.patch("os.sched_getaffinity", lambda _: {0, 1}), stoppable(at_once=True), forking():
     process, sleeping = beside(os.getpid, lambda: time.sleep(1000))

@@ -94,10 +94,10 @@ def files() -> str:
 def processes() -> str:
     """Describe the limits of processes and threads of this user and of this process's control groups."""
     of_user, of_groups = _soft("RLIMIT_NPROC"), _of_control_groups()
-    found = [] if of_user is None else [f"this user may have {of_user} processes and threads (ulimit -u)"]
+    result = [] if of_user is None else [f"this user may have {of_user} processes and threads (ulimit -u)"]
     if of_groups:
-        found.append(f"this control group may have {min(of_groups)} of them (pids.max)")
-    return ", and ".join(found)
+        result.append(f"this control group may have {min(of_groups)} of them (pids.max)")
+    return ", and ".join(result)
 
 
 def addresses() -> str:
@@ -147,7 +147,7 @@ def _soft(name: str) -> int | None:
 
 def _of_control_groups() -> list[int]:
     """Return the limits of processes and threads of this process's control groups."""
-    found = []
+    result = []
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -158,11 +158,11 @@ def _of_control_groups() -> list[int]:
         root = Path("/sys/fs/cgroup") / controllers
         for folder in (root / path.lstrip("/"), root):  # the second, for a container that sees only its own group
             try:
-                found.append(int((folder / "pids.max").read_text()))
+                result.append(int((folder / "pids.max").read_text()))
                 break
             except (OSError, ValueError):  # no such file, or the content is "max"
                 continue
-    return found
+    return result
 
 
 # ---- Forks
@@ -390,9 +390,9 @@ def _serve(works: Sequence[Callable[[], object]], results: int, telling: int) ->
     """Run the works until one is not silent, and hand over the results so far."""
     for work in works:
         with warnings.catch_warnings(record=True) as warned:
-            found = pickle.dumps(work())
+            result = pickle.dumps(work())
         if warned or os.fstat(1).st_size:
             return
         with open(results, "wb", closefd=False) as file:
-            file.write(found)
-        os.write(telling, len(found).to_bytes(_LENGTH, "little"))
+            file.write(result)
+        os.write(telling, len(result).to_bytes(_LENGTH, "little"))

@@ -132,8 +132,8 @@ class Shown:
         return html(self._blocks())
 
     def _blocks(self) -> list[Block]:
-        found: list[Block] = import_module("pipefit.report.show").describe(self)  # a module above all documents
-        return found
+        result: list[Block] = import_module("pipefit.report.show").describe(self)  # a module above all documents
+        return result
 
 
 def _html_lines(words: str) -> str:

@@ -56,8 +56,8 @@ def counted(count: int, noun: str) -> str:
 def meant(name: str, known: Iterable[str], most: int = 1) -> str:
     """Return a question that suggests the known names nearest to an unknown one; empty if none is near."""
     names, usual = list(known), _USUAL.get(name.lower())
-    found = [usual] if usual in names else get_close_matches(name.lower(), names, n=most, cutoff=0.52)
-    return f"did you mean {' or '.join(found)}?" if found else ""
+    result = [usual] if usual in names else get_close_matches(name.lower(), names, n=most, cutoff=0.52)
+    return f"did you mean {' or '.join(result)}?" if result else ""
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -78,24 +78,24 @@ class Exchange(NamedTuple):
         Each direction of a wire is slowed until the direction that ends first has ended.
         """
         delay, own = self.delay_seconds, self.wire_seconds
-        found = delay
+        result = delay
         for wire, slowed in self.slowed.items():
             other = opposite(wire) if slowed < 1.0 else None
             both = delay + part * min(own[wire], own[other]) if other in own else 0.0
-            found = max(found, delay + part * own[wire] + both * (1 / slowed - 1))
-        return found
+            result = max(result, delay + part * own[wire] + both * (1 / slowed - 1))
+        return result
 
 
 def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[Exchange]:
     """Return the algorithms for an all-reduce: the ring, and trees if several hosts take part."""
     count = len(members)
     hops = _around(members, [2 * (count - 1) * nbytes // count] * count)
-    found = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
+    result = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
     chains = _chains(cluster, members)
     if cluster.backend == "cuda" and len(chains) > 1:
         with suppress(UsageError):  # no link joins some of the hosts
-            found.append(_double_tree(cluster, chains, nbytes))
-    return found
+            result.append(_double_tree(cluster, chains, nbytes))
+    return result
 
 
 def sum_for_all(cluster: Cluster, members: Sequence[int], nbytes: int) -> Exchange:
@@ -196,10 +196,10 @@ def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
 
 def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
     """Return the members on every host, in the order of the first ones."""
-    found = defaultdict[int, list[int]](list)
+    result = defaultdict[int, list[int]](list)
     for device in dict.fromkeys(members):
-        found[cluster.devices[device].host].append(device)
-    return list(found.values())
+        result[cluster.devices[device].host].append(device)
+    return list(result.values())
 
 
 def _double_tree(cluster: Cluster, chains: Sequence[Sequence[int]], nbytes: int) -> Exchange:

@@ -30,7 +30,7 @@ from pipefit.schema import profile as profiles
 from pipefit.schema import training
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import dumps, load, save
-from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace

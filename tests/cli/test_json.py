@@ -13,9 +13,8 @@ from pydantic import TypeAdapter
 from pipefit.cli import app, main
 from pipefit.errors import FileError
 from pipefit.planner import plan
-from pipefit.schema.answers import ANSWERS
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.json_io import load, save
+from pipefit.schema.json_io import ANSWERS, load, save
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from pipelines import make_plan, random_profile

@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 from pipefit.cli import main
-from pipefit.cli.stopping import Stopped, cleared_away, stoppable
+from pipefit.cli.progress import Stopped, cleared_away, stoppable
 from pipefit.schema.json_io import load
 from sampled import sampled
 

@@ -30,7 +30,7 @@ from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Cache, Kernels, key_of, text_of
 from pipefit.measure.machine import this_machine
 from pipefit.schema.json_text import adapter
-from pipefit.schema.kernels import Kernel, KernelMemory, Layout
+from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Kernels
-from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.trace import Category
 
 

@@ -12,7 +12,7 @@ from made_up import AMPLE, devices, even, keeping, plain
 from pipefit.planner import Question, plan
 from pipefit.planner.baselines import alpa, capture
 from pipefit.planner.baselines.capture import CaptureOptions, Runs
-from pipefit.planner.degrees import Degree
+from pipefit.planner.problem import Degree
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from slice_sizes import sized, written

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipefit import Cluster, Task, Trainer, plan, profile
 from pipefit.errors import UsageError
-from pipefit.profiler import coupling
+from pipefit.profiler import feedback
 from pipefit.report.plan import sentences
 from pipefit.runtime.engine.passes import seed_layer
 
@@ -151,7 +151,7 @@ def test_replicas_of_other_samples_are_considered(name: str) -> None:
 @pytest.mark.parametrize("name", ["negatives", "a sum", "targets that do not count", "a masked mean"])
 def test_a_loss_is_seen_where_the_module_is_too_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random outputs go through it alone."""
-    monkeypatch.setattr(coupling, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(feedback, "LONGEST_SECONDS", 0.0)
     task, reason = COUPLED[name]
     assert profile(task, microbatch_size=(8, 4)).coupled.startswith(reason)
     assert not profile(APART["plain"], microbatch_size=(8, 4)).coupled

@@ -15,10 +15,9 @@ from pipefit.lowering import ENDLESS
 from pipefit.memory.model_state import share_among
 from pipefit.memory.stage import Costs
 from pipefit.planner import plan
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.programme import Floats, Way
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Options, Question
+from pipefit.planner.problem import Degree, Options, Question
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.training import Training

@@ -12,9 +12,8 @@ from made_up import AMPLE, devices
 from pipefit import models
 from pipefit.errors import UsageError
 from pipefit.planner import plan, plan_again
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.search import searches
-from pipefit.planner.problem import Question
+from pipefit.planner.problem import Degree, Question
 from pipefit.profiler import profile
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

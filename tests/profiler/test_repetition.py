@@ -10,8 +10,7 @@ from torch import nn
 
 from pipefit.capture import Task
 from pipefit.models import build
-from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiler.repetition import NotRepeated, Repeated, same_costs
+from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, same_costs
 from tiny import task_of
 
 SMALL = {"hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 8}

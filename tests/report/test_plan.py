@@ -15,7 +15,7 @@ from pipefit.planner import plan
 from pipefit.report.plan import describe_plan, stage_table, told_sharing
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
-from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan, Prediction
 from pipefit.schema.profile import Block
 from pipefit.schema.trace import AllocatorPeaks, Stream, Trace

@@ -23,8 +23,7 @@ from pipefit.runtime import Trainer
 from pipefit.runtime.comm.collectives import mark, received, to_send, unmark
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Sharding, Stage
-from pipefit.schema.kernels import KernelMemory
-from pipefit.schema.layer_costs import Value
+from pipefit.schema.layer_costs import KernelMemory, Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate

@@ -13,8 +13,8 @@ from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.measure.kernels import Kernels
+from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer
-from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.hardware import Hardware
 from pipefit.schema.plan import Plan
 from random_cases import plan_for, random_case

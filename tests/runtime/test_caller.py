@@ -20,8 +20,8 @@ from pipefit.errors import UsageError
 from pipefit.measure.cpu import Meter
 from pipefit.profiler import profile
 from pipefit.profiler.training_runs.incremental import train as train_once
+from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.alone import LoneStages
 from pipefit.simulator import simulate
 from tiny import alone, batch_of, plan_of, task_of
 

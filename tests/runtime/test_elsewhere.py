@@ -25,7 +25,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import save
-from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
 from random_cases import accounts, random_case

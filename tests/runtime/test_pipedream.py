@@ -21,8 +21,8 @@ from pipefit.lowering import ENDLESS, distinct_steps, step_programs
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Kernels
 from pipefit.profiler import profile
+from pipefit.profiler.training_runs.trimmed import LoneStages
 from pipefit.runtime import Trainer, certify, train
-from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.dry_run.asynchronous import fewer
 from pipefit.schema.cluster import Cluster

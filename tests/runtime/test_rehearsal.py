@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipefit.runtime.dry_run.rehearsal import Rehearsed
-from pipefit.schema.kernels import Kernel
+from pipefit.schema.layer_costs import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forks of this kind")
 

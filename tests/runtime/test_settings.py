@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from pipefit.errors import FileError, UsageError
-from pipefit.runtime.optim.settings import options_of, state_of, take_options, take_state
+from pipefit.runtime.checkpoint.restoring import options_of, state_of, take_options, take_state
 
 STEPS = 7
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.schema.kernels import Kernel
+from pipefit.schema.layer_costs import Kernel
 
 aten = torch.ops.aten
 
@@ -129,8 +129,8 @@ def _number(tensor: Tensor) -> bool | int | float:
         numbers.count += 1
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
-    found = _updating.get() or (2 if _otherwise.get() else 1)
-    return found % 2 == 1 if tensor.dtype is torch.bool else float(found) if tensor.is_floating_point() else found
+    result = _updating.get() or (2 if _otherwise.get() else 1)
+    return result % 2 == 1 if tensor.dtype is torch.bool else float(result) if tensor.is_floating_point() else result
 
 
 def _selects(count: int) -> int:
@@ -152,8 +152,8 @@ def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
     places: list[Tensor | None] = []
     for index in indices:
         places += _nonzero(index).unbind(1) if index is not None and index.dtype is torch.bool else (index,)
-    found: Tensor = aten.index.Tensor(tensor, places)
-    return found
+    result: Tensor = aten.index.Tensor(tensor, places)
+    return result
 
 
 def _ctc(log_probabilities: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

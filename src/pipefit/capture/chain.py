@@ -51,8 +51,8 @@ def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((number, name))
-    found = (Shared(parameters[key], tuple(where)) for key, where in places.items())
-    return tuple(shared for shared in found if len(shared.users) > 1)
+    result = (Shared(parameters[key], tuple(where)) for key, where in places.items())
+    return tuple(shared for shared in result if len(shared.users) > 1)
 
 
 def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequence[int]) -> nn.Parameter:
@@ -115,13 +115,13 @@ class SharedStorage:
 
 def held_storages(module: nn.Module) -> dict[Key, Held]:
     """Return the storages of buffers and of plain attributes; a storage that is both counts as a buffer."""
-    found: dict[Key, Held] = {}
+    result: dict[Key, Held] = {}
     for name, tensor in module.named_buffers():
-        found.setdefault((storage_key(tensor), True), _held(name, tensor, is_buffer=True))
+        result.setdefault((storage_key(tensor), True), _held(name, tensor, is_buffer=True))
     for name, tensor in named_constants(module):
-        if (storage_key(tensor), True) not in found:
-            found.setdefault((storage_key(tensor), False), _held(name, tensor, is_buffer=False))
-    return found
+        if (storage_key(tensor), True) not in result:
+            result.setdefault((storage_key(tensor), False), _held(name, tensor, is_buffer=False))
+    return result
 
 
 def shared_storages(modules: Sequence[nn.Module]) -> tuple[SharedStorage, ...]:
@@ -233,8 +233,8 @@ class ChainLayer:
 
     def __call__(self, values: Values) -> Values:
         """Return the values that the layer passes on, given the values from the layer before."""
-        found = as_values(self.outputs(values), self.name)
-        return found if self.leaves is None else contiguous(found, self.leaves)
+        result = as_values(self.outputs(values), self.name)
+        return result if self.leaves is None else contiguous(result, self.leaves)
 
 
 @dataclass(frozen=True, slots=True)

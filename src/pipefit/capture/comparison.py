@@ -166,16 +166,16 @@ def compared(
     `precisions` determines the allowed difference.
     """
     allowed = max((ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32])
-    found = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
+    result = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
     return Numbers(
         name=name,
         microbatch_size=microbatch_size,
         losses=tuple(loss.item() for loss in plain.losses),
         gradients=sum(gradient is not None for gradient in plain.gradients.values()),
         buffers=len(plain.buffers),
-        apart=max((d.apart for d in found if d.apart is not None and d.apart <= allowed), default=0.0),
+        apart=max((d.apart for d in result if d.apart is not None and d.apart <= allowed), default=0.0),
         allowed=allowed,
-        differences=tuple(d for d in found if d.apart is None or not d.apart <= allowed),
+        differences=tuple(d for d in result if d.apart is None or not d.apart <= allowed),
     )
 
 
@@ -230,8 +230,8 @@ def largest(tensor: Tensor) -> float:
     """Return the largest finite absolute value."""
     if not tensor.numel():
         return 0.0
-    if tensor.is_floating_point() and isfinite(found := _norm(tensor)):
-        return found
+    if tensor.is_floating_point() and isfinite(result := _norm(tensor)):
+        return result
     return tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
 
 
@@ -282,15 +282,15 @@ class Row:
 
 def rows_of(module: nn.Module) -> list[Row]:
     """Return the lists of blocks that a copy can shorten, except lists in left-out blocks."""
-    found = list[Row]()
+    result = list[Row]()
     for path, part in module.named_modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in found):
+        if isinstance(part, nn.ModuleList | nn.Sequential) and not any(row.leaves_out(path) for row in result):
             names = tuple(part._modules)
             superfluous = _superfluous([_kind(block) for block in part._modules.values()])
             if superfluous:
                 left_out = names[superfluous.start : superfluous.stop]
-                found.append(Row(path=path, blocks=len(names), left_out=left_out))
-    return found
+                result.append(Row(path=path, blocks=len(names), left_out=left_out))
+    return result
 
 
 def with_fewer_blocks(task: Task, rows: Sequence[Row]) -> Task:
@@ -329,14 +329,14 @@ def _superfluous(kinds: Sequence[object]) -> range:
 
     It is a single run, and a late one, because models also look blocks up by number.
     """
-    found, before = range(0), Counter[object]()
+    result, before = range(0), Counter[object]()
     for start, kind in enumerate(kinds):
         stop = start
         while stop < len(kinds) and before[kinds[stop]] >= _ENOUGH:
             stop += 1
-        found = max(found, range(start, stop), key=len)
+        result = max(result, range(start, stop), key=len)
         before[kind] += 1
-    return found
+    return result
 
 
 def _kind(block: nn.Module | None) -> object:
@@ -420,12 +420,12 @@ def values_before(
         own, _ = copies_of([layer.module for layer in chain.layers], None)
         seed_all(0)
         values = chain.flatten(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch[0]))
-        found = []
+        result = []
         for number, (layer, copy) in enumerate(zip(chain.layers, own, strict=True)):
             if number in layers:
-                found.append(tuple(value.clone() for value in values))
+                result.append(tuple(value.clone() for value in values))
             values = replace(layer, module=copy.eval())(values)
-        return found
+        return result
 
 
 class NotComparable(UsageError):

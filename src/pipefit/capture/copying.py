@@ -58,9 +58,9 @@ _noticing: ContextVar[StoodIn | None] = ContextVar("what stands in for real tens
 @contextmanager
 def noticing() -> Iterator[StoodIn]:
     """Collect the stand-ins of losses that run over fake tensors in the body."""
-    token = _noticing.set(found := StoodIn())
+    token = _noticing.set(result := StoodIn())
     try:
-        yield found
+        yield result
     finally:
         _noticing.reset(token)
 
@@ -75,7 +75,7 @@ def standing_in(values: tuple[Tensor, ...], loss: object) -> AbstractContextMana
 def _standing_in(like: FakeTensor, loss: object) -> Iterator[None]:
     parts = loss.modules() if isinstance(loss, nn.Module) else ()
     buffers = {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
-    found, stand_ins = _noticing.get(), _StandIns(like)
+    result, stand_ins = _noticing.get(), _StandIns(like)
     try:
         with stand_ins:
             yield
@@ -83,10 +83,10 @@ def _standing_in(like: FakeTensor, loss: object) -> Iterator[None]:
         for (part, name), buffer in buffers.items():
             if part._buffers.get(name) is not buffer:
                 part._buffers[name] = buffer
-                if found is not None and buffer is not None:
-                    found.replaced.append(buffer)
-        if found is not None:
-            found.pairs.extend(stand_ins.pairs)
+                if result is not None and buffer is not None:
+                    result.replaced.append(buffer)
+        if result is not None:
+            result.pairs.extend(stand_ins.pairs)
 
 
 def left_real(tensor: Tensor) -> AbstractContextManager[object]:
@@ -182,14 +182,14 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
 def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
     """Return the unregistered tensors in each attribute of `module` and its parts, by the attribute's name."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    found = {}
+    result = {}
     for path, part in module.named_modules():
         for name, item in vars(part).items():
             leaves = pytree.tree_leaves(item) if name not in _REGISTERED else []
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in registered]
             if tensors:
-                found[f"{path}.{name}".removeprefix(".")] = tensors
-    return found
+                result[f"{path}.{name}".removeprefix(".")] = tensors
+    return result
 
 
 # ---- Deep copies
@@ -216,8 +216,8 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
                 copy_hooks(tensor, memo[id(tensor)], memo)
             else:
                 memo[id(tensor)] = _converted(tensor, convert, storages)
-        found: Tensor = memo[id(tensor)]
-        return found
+        result: Tensor = memo[id(tensor)]
+        return result
 
     def function(original: FunctionType, memo: dict[int, Any]) -> FunctionType:
         return _function(original, memo, own) if _reaches(original, own, set()) else original

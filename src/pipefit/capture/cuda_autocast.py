@@ -84,13 +84,13 @@ def policies() -> Mapping[str, Policy]:
             f"what CUDA's autocast casts is read from {header}, which this torch does not have: install torch from a "
             "wheel, or profile for the target cpu"
         ) from error
-    found = dict(_BESIDE)
+    result = dict(_BESIDE)
     for macro, policy in _MACROS.items():
         match = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
         if match is None:
             raise UsageError(f"{header} has no list AT_FORALL_{macro}: pipefit does not know this torch; try another")
-        found |= dict.fromkeys(map(_operator, _entries(match[1], policy)), policy)
-    return found
+        result |= dict.fromkeys(map(_operator, _entries(match[1], policy)), policy)
+    return result
 
 
 def _entries(macro: str, policy: Policy) -> Iterable[str]:
@@ -337,12 +337,12 @@ def _entered(enter: Callable[[Any], Any], device_type: str) -> Callable[[Any], A
     """Wrap `__enter__`: torch's query functions for `cuda` then return the state of the stand-in's autocast."""
 
     def entered(self: Any) -> Any:
-        found = enter(self)
+        result = enter(self)
         if self.device == device_type:
             of_cuda = torch.is_autocast_enabled(_CUDA), torch.get_autocast_dtype(_CUDA)
             self.of_cuda = [*vars(self).get("of_cuda", ()), of_cuda]  # a stack, because autocasts nest
             _tell_of_cuda((torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)))
-        return found
+        return result
 
     return entered
 

@@ -96,8 +96,8 @@ def _constant(tensor: Tensor) -> Tensor | None:
             if node in needed:
                 args, keywords = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **keywords)
-    found: Tensor = values[end]
-    return found
+    result: Tensor = values[end]
+    return result
 
 
 def _node_of(tensor: Tensor) -> fx.Node | None:
@@ -109,13 +109,13 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 def _needed_by(node: fx.Node) -> set[fx.Node]:
     """Return a node and all the nodes that it is computed from."""
-    found, pending = set[fx.Node](), [node]
+    result, pending = set[fx.Node](), [node]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in result:
+            result.add(node)
             pending += node.all_input_nodes
-    return found
+    return result
 
 
 # ---- Attributes that a forward changes in every call, such as a count or a temperature
@@ -165,13 +165,13 @@ class ChangedAttributes:
 
 def _numbers_and_texts(module: nn.Module) -> Attributes:
     """Return the numbers and strings among the attributes of a module, its parts, and their classes."""
-    found: Attributes = {}
+    result: Attributes = {}
     for path, part in module.named_modules():
         classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
         for owner in (*reversed(classes), part):
             numbers = {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)}
-            found.update({f"{path}.{name}".removeprefix("."): value for name, value in numbers.items()})
-    return found
+            result.update({f"{path}.{name}".removeprefix("."): value for name, value in numbers.items()})
+    return result
 
 
 # ---- Calls of `contiguous`, recorded even if they do nothing
@@ -205,10 +205,10 @@ def the_loss(outputs: Any, name: str) -> Tensor:
     Raises:
         UsageError: the model returns none.
     """
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found
-    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(outputs)
+    result = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return result
+    what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(outputs)
     raise UsageError(
         f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
         "give the labels among the inputs, or Task(..., loss=...), which is called with what the module returns"

@@ -135,20 +135,20 @@ def flatten(program: ExportedProgram, name: str, *, autocasts: bool = False) -> 
 
 def role(node: fx.Node) -> Role | None:
     """Return the meaning of a placeholder; None for an operation."""
-    found: Role | None = node.meta.get("role")
-    return found
+    result: Role | None = node.meta.get("role")
+    return result
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
     """Return the paths of the modules around an operation, root ("") first; `block@1` for a second call."""
-    found: tuple[str, ...] = node.meta.get("stack", ())
-    return found
+    result: tuple[str, ...] = node.meta.get("stack", ())
+    return result
 
 
 def context(node: fx.Node) -> Context:
     """Return the contexts that the operation runs under, outermost first."""
-    found: Context = node.meta.get("context", ())
-    return found
+    result: Context = node.meta.get("context", ())
+    return result
 
 
 def value(node: fx.Node) -> Any:
@@ -158,8 +158,8 @@ def value(node: fx.Node) -> Any:
 
 def nbytes(node: fx.Node) -> int:
     """Return the bytes of the operation's result, as if sent; 0 if it is not a tensor."""
-    found = value(node)
-    return found.numel() * found.element_size() if isinstance(found, Tensor) else 0
+    result = value(node)
+    return result.numel() * result.element_size() if isinstance(result, Tensor) else 0
 
 
 def draws(node: fx.Node) -> bool:

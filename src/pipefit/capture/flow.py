@@ -66,8 +66,8 @@ class Flow:
 
     def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
         """Return the nodes that operations and outputs need, in the order of the graph."""
-        found = self._expanded(outputs).union(*(self.needs(node) for node in order))
-        return [node for node in self.graph.nodes if node in found]
+        result = self._expanded(outputs).union(*(self.needs(node) for node in order))
+        return [node for node in self.graph.nodes if node in result]
 
     @cached_property
     def crossing(self) -> list[tuple[fx.Node, int, int]]:
@@ -134,14 +134,14 @@ class Flow:
     @cached_property
     def _changed(self) -> dict[fx.Node, list[fx.Node]]:
         """Groups of values that share memory and are changed in place, with the operations that change them."""
-        found: dict[fx.Node, list[fx.Node]] = {}
+        result: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             for target in mutated_arguments(node):
                 root = self._group[target]
                 if _kind(root) == "input":
                     refuse_value(self.model, node, f"it changes its input {root.name} in place")
-                found.setdefault(root, []).append(node)
-        return found
+                result.setdefault(root, []).append(node)
+        return result
 
     def _to_repeat(
         self, node: fx.Node, needed: Mapping[fx.Node, frozenset[fx.Node]], sent: Set[fx.Node]
@@ -153,20 +153,20 @@ class Flow:
         """
         if node.op != "call_function" or self._group[node] in self._changed or not _repeatable(node):
             return None
-        found: set[fx.Node] = set()
+        result: set[fx.Node] = set()
         is_part = self._is_part(node, needed.keys() | sent)
         for source in node.all_input_nodes:
             if source in needed and (is_part or not self._is_part(source, needed.keys() | sent)):
-                found |= needed[source]
+                result |= needed[source]
             elif source in sent:
-                found.add(source)
+                result.add(source)
             elif self._given(source):
-                found |= {source} if _kind(source) == "input" else set()
+                result |= {source} if _kind(source) == "input" else set()
             elif is_part:
-                found.add(source)
+                result.add(source)
             else:
                 return None
-        return frozenset(found)
+        return frozenset(result)
 
     def _is_part(self, node: fx.Node, known: Set[fx.Node]) -> bool:
         """Return whether `node` is a view of a part of a value: it cannot cross a cut, but can be made again."""
@@ -181,19 +181,19 @@ class Flow:
         return kind in ("buffer", "constant") and self._group[node] not in self._changed
 
     def _expanded(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-        found: set[fx.Node] = set()
+        result: set[fx.Node] = set()
         for node in nodes:
-            found |= self._sources_of_repeated[node] if node in self.repeated else {node}
-        return frozenset(found)
+            result |= self._sources_of_repeated[node] if node in self.repeated else {node}
+        return frozenset(result)
 
     @cached_property
     def _sources_of_repeated(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        found: dict[fx.Node, frozenset[fx.Node]] = {}
+        result: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.graph.nodes:
             if node in self.repeated:
-                sources = (found.get(source, frozenset((source,))) for source in node.all_input_nodes)
-                found[node] = frozenset().union(*sources)
-        return found
+                sources = (result.get(source, frozenset((source,))) for source in node.all_input_nodes)
+                result[node] = frozenset().union(*sources)
+        return result
 
     def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int]]:
         """Return ranges of cuts that are illegal because the memory of `root` is changed in place."""
@@ -209,8 +209,8 @@ class Flow:
 
 
 def _kind(node: fx.Node) -> str | None:
-    found = role(node)
-    return found.kind if found else None
+    result = role(node)
+    return result.kind if result else None
 
 
 def _repeatable(node: fx.Node) -> bool:
@@ -222,10 +222,10 @@ def _repeatable(node: fx.Node) -> bool:
 
 def _can_cross(node: fx.Node) -> bool:
     """Return whether `node` is a tensor with all of its memory, for any number of samples."""
-    found = value(node)
-    if not isinstance(found, Tensor) or role(node) is not None:
-        return isinstance(found, Tensor)
-    return node.target not in _EXPANDING and is_dense(found, of=_memory(node))
+    result = value(node)
+    if not isinstance(result, Tensor) or role(node) is not None:
+        return isinstance(result, Tensor)
+    return node.target not in _EXPANDING and is_dense(result, of=_memory(node))
 
 
 def _memory(node: fx.Node) -> int:
@@ -233,8 +233,8 @@ def _memory(node: fx.Node) -> int:
     at = node
     while at.target is not _CONTIGUOUS and (viewed := next(iter(sources(at)), None)) is not None:
         at = viewed
-    found = value(node)
-    return nbytes(at) if at.target is _CONTIGUOUS else found.untyped_storage().nbytes()
+    result = value(node)
+    return nbytes(at) if at.target is _CONTIGUOUS else result.untyped_storage().nbytes()
 
 
 def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:

@@ -51,20 +51,20 @@ class Binding:
     def names(self, layer: str, needed: Sequence[Role]) -> dict[str, str]:
         """Return local names for the tensors and modules that a layer needs."""
         prefix = f"{plain(layer)}."
-        found = {item.name: _local(item.name, layer) for item in needed if item.kind == "module"}
-        prefixes = [*((f"{path}.", f"{local}.") for path, local in found.items()), (prefix, "")]
+        result = {item.name: _local(item.name, layer) for item in needed if item.kind == "module"}
+        prefixes = [*((f"{path}.", f"{local}.") for path, local in result.items()), (prefix, "")]
         for item in needed:
             if item.kind == "module":
                 continue
             if item.name not in self.tensors:
-                found[item.name] = f"constant{len(found)}"
+                result[item.name] = f"constant{len(result)}"
                 continue
             names = self.aliases[id(self.tensors[item.name])]
             local = (own + name.removeprefix(p) for p, own in prefixes for name in names if name.startswith(p))
-            found[item.name] = next(local, item.name)
-        if len(set(found.values())) < len(found):
+            result[item.name] = next(local, item.name)
+        if len(set(result.values())) < len(result):
             return {item.name: item.name for item in needed}
-        return found
+        return result
 
     def fill(self, layer: nn.Module, needed: Sequence[Role], names: Mapping[str, str]) -> dict[str, str]:
         """Register needed tensors and modules in `layer`; return the original names of its state dict."""
@@ -112,11 +112,11 @@ class Binding:
         if name in self.tensors:
             return self.tensors[name]
         owner, _, attribute = name.rpartition(".")
-        found = getattr(self._part(owner), attribute, None)
-        found = found if isinstance(found, Tensor) else self.constants[name]
-        if id(found) not in self._of_constants:
-            self._of_constants[id(found)] = self._constant(found)
-        return self._of_constants[id(found)]
+        result = getattr(self._part(owner), attribute, None)
+        result = result if isinstance(result, Tensor) else self.constants[name]
+        if id(result) not in self._of_constants:
+            self._of_constants[id(result)] = self._constant(result)
+        return self._of_constants[id(result)]
 
     def _constant(self, found: Tensor) -> Tensor:
         """Return a constant of the program on the device of the model's tensors, fake if they are."""
@@ -256,11 +256,11 @@ class GraphLayer(nn.Module):
 def wholes(layer: GraphLayer) -> list[nn.Module]:
     """Return the modules that a layer's code calls as they are."""
     inside = (part for _, part in layer.named_modules() if type(part) not in (nn.Module, type(layer)))
-    found = list[nn.Module]()
+    result = list[nn.Module]()
     for part in inside:
-        if not any(part in set(around.modules()) for around in found):
-            found.append(part)
-    return found
+        if not any(part in set(around.modules()) for around in result):
+            result.append(part)
+    return result
 
 
 @functools.lru_cache(maxsize=1024)

@@ -51,15 +51,15 @@ class _TorchWithoutCopies:
 
 def cache_class() -> type[Any] | tuple[()]:
     """Return the class of transformers' caches of keys and values; () if transformers has not been imported."""
-    found: type[Any] | tuple[()] = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
-    return found
+    result: type[Any] | tuple[()] = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    return result
 
 
 def advice(module: nn.Module) -> str:
     """Return how to turn off settings of a Hugging Face model that often break a trace, or ""."""
     configs = configurations(module)
-    found = dict.fromkeys(setting for config in configs for setting in _settings(config))
-    ways = [f"set {' and '.join(found)} in the model's config"] if found else []
+    result = dict.fromkeys(setting for config in configs for setting in _settings(config))
+    ways = [f"set {' and '.join(result)} in the model's config"] if result else []
     if any(getattr(config, "_attn_implementation", None) not in _FOLLOWED for config in configs):
         ways.append("call the model's set_attn_implementation('sdpa')")
     return ", and ".join(ways)
@@ -69,13 +69,13 @@ def configurations(module: nn.Module) -> list[Any]:
     """Return the configurations of the transformers models in `module`, nested ones included, each once."""
     kind = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
     pending = [part.config for part in module.modules() if isinstance(getattr(part, "config", None), kind or ())]
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
     while pending:
         config = pending.pop()
-        if id(config) not in found:
-            found[id(config)] = config
+        if id(config) not in result:
+            result[id(config)] = config
             pending += [inner for inner in vars(config).values() if isinstance(inner, kind or ())]
-    return list(found.values())
+    return list(result.values())
 
 
 def _settings(config: Any) -> Iterator[str]:

@@ -46,14 +46,14 @@ def check_release(version: str) -> None:
     Raises:
         UsageError: the release is too old. The message says which to install.
     """
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    result = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
-    if found < FIRST:
+    if result < FIRST:
         raise UsageError(
             f"pipefit follows torch {first} to {last} to the byte, and this is torch {version}: install one of these, "
             f"such as pip install 'torch=={last}.*'"
         )
-    if found > LAST:
+    if result > LAST:
         warnings.warn(
             f"this is torch {version}, and pipefit is tested with torch {first} to {last}: peaks for the target cuda "
             "may be off, and a model may be refused that could be planned; for what is tested, "
@@ -87,15 +87,15 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
         blocks = (Block(name=WHOLE, layers=1, undivided=WHY),) if whole else ()
         layers, given = _by_hand(module, task.name, whole=whole), Tree.of("the inputs", inputs)
         made = Chain(task.name, layers, blocks=blocks, inputs=given, criterion=task.loss)
-        found = with_batch(made, inputs, targets)
+        result = with_batch(made, inputs, targets)
     else:
-        found = traced_chain(task, module, inputs, _wanted(targets), target, whole=whole)
-    found = replace(found, layers=tuple(_with_names(found.layers, module)))
-    _refuse_shared_hooks(found)
+        result = traced_chain(task, module, inputs, _wanted(targets), target, whole=whole)
+    result = replace(result, layers=tuple(_with_names(result.layers, module)))
+    _refuse_shared_hooks(result)
     if task.autocast is None:
-        return found
-    layers = tuple(replace(layer, autocast=task.autocast) for layer in found.layers)
-    return replace(found, layers=layers, autocast=task.autocast)
+        return result
+    layers = tuple(replace(layer, autocast=task.autocast) for layer in result.layers)
+    return replace(result, layers=layers, autocast=task.autocast)
 
 
 def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
@@ -127,23 +127,23 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     Raises:
         UsageError: a part is not a module, or its name is invalid or already taken.
     """
-    found = nn.Sequential()
+    result = nn.Sequential()
     for number, part in enumerate(instance("parts", parts, Sequence)):
         name, module = part if isinstance(part, tuple) and len(part) == 2 else (str(number), part)
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"part {number} of a chain must be a module, or a pair of a name and one, not {kind_of(part)}"
             )
-        if not isinstance(name, str) or name in found._modules:
+        if not isinstance(name, str) or name in result._modules:
             taken = "that of another part" if isinstance(name, str) else "no text"
             raise UsageError(
                 f"part {number} of a chain has the name {shortened(repr(name))}, which is {taken}: rename it"
             )
         try:
-            found.add_module(name, module)
+            result.add_module(name, module)
         except KeyError as error:
             raise UsageError(f"part {number} of a chain has a name that no module can have: {error.args[0]}") from None
-    return found
+    return result
 
 
 def with_batch(chain: Chain, inputs: Any, targets: Any) -> Chain:

@@ -52,15 +52,15 @@ def _wanted(options: ParameterOptions, name: str, parameter: nn.Parameter) -> di
         UsageError: `options` fails, or does not return a dictionary of options.
     """
     try:
-        found: object = options(name, parameter)
+        result: object = options(name, parameter)
     except Exception as error:
         raise UsageError(f"groups of a Task fails for {name}: {in_one_line(error)}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) and key != "params" for key in found):
+    if not isinstance(result, dict) or not all(isinstance(key, str) and key != "params" for key in result):
         raise UsageError(
             f"groups of a Task must return the options of a parameter's group, such as {{'weight_decay': 0.0}}, not "
-            f"{shortened(repr(found))} as for {name}"
+            f"{shortened(repr(result))} as for {name}"
         )
-    return found
+    return result
 
 
 # ---- Optimizers that couple parameters, so that layers cannot have separate groups
@@ -103,14 +103,14 @@ def couples(task: Task, module: nn.Module) -> bool:
 
 def _kinds(task: Task, module: nn.Module) -> list[_Kind]:
     """Return the kinds of parameters that are trained, each once."""
-    found: list[_Kind] = []
+    result: list[_Kind] = []
     for group in (group for of_layer in parameter_groups([ChainLayer("", module)], task.groups) for group in of_layer):
         wanted = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             kind = _Kind(wanted, parameter.ndim)
-            if len(found) < _MOST and kind not in found:
-                found.append(kind)
-    return found
+            if len(result) < _MOST and kind not in result:
+                result.append(kind)
+    return result
 
 
 def _updated(task: Task, kinds: Sequence[_Kind], *, at_once: bool, seed: int) -> list[Tensor]:

@@ -52,13 +52,13 @@ class Draws:
         Raises:
             UnknownDraw: the local batches of a part drew different numbers of times.
         """
-        found = deque[Tensor]()
+        result = deque[Tensor]()
         for slices in parts:
             drawn = [self.of.get(key, []) for key in slices]
             if len({len(one) for one in drawn}) > 1:
                 raise UnknownDraw("slices of a microbatch draw another number of times")
-            found.extend(_together(list(tensors)) for tensors in zip(*drawn, strict=True))
-        return found
+            result.extend(_together(list(tensors)) for tensors in zip(*drawn, strict=True))
+        return result
 
 
 def _together(tensors: list[Tensor]) -> Tensor:
@@ -238,7 +238,7 @@ class _Loop:
                 )
             elif one is not parameter:
                 one.grad = None
-        given = [one.grad for one in self._worked_on.values() if one.grad is not None]
+        given = [value.grad for value in self._worked_on.values() if value.grad is not None]
         if self._scale != 1 and not all(bool(gradient.isfinite().all()) for gradient in given):
             self._scale /= 2
             return False

@@ -347,13 +347,13 @@ def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -
 
 def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[str, nn.Module]:
     """Return path and module of the last part, from outside to inside, that cannot be copied."""
-    found = "", module
+    result = "", module
     for place, part in module.named_modules():
         try:
             copied(part, convert)
         except Exception:  # noqa: BLE001 -- whatever a copy of the user's part raises
-            found = place, part
-    return found
+            result = place, part
+    return result
 
 
 def _compiled(part: nn.Module) -> str:

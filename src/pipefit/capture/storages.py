@@ -30,8 +30,8 @@ def orders_of(values: Sequence[Tensor]) -> Orders:
     of one channel or one pixel in channels-last format. Kernels use these strides for the layout of their
     results.
     """
-    found = tuple(order if (order := _order(value)) != tuple(range(value.ndim)) else () for value in values)
-    return found if any(found) else ()
+    result = tuple(order if (order := _order(value)) != tuple(range(value.ndim)) else () for value in values)
+    return result if any(result) else ()
 
 
 def _order(value: Tensor) -> Order:

@@ -171,8 +171,8 @@ class Task:
         """Dtype to which parameters and data are cast; None if they are not cast."""
         if self.precision is None or self.precision.startswith("mixed-"):
             return None
-        found: torch.dtype = getattr(torch, self.precision.removeprefix("master-"))
-        return found
+        result: torch.dtype = getattr(torch, self.precision.removeprefix("master-"))
+        return result
 
     @property
     def master_weights(self) -> bool:
@@ -184,5 +184,5 @@ class Task:
         """Dtype of autocast; None without autocast."""
         if self.precision is None or not self.precision.startswith("mixed-"):
             return None
-        found: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))
-        return found
+        result: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))
+        return result

@@ -52,11 +52,11 @@ class Units:
     @cached_property
     def of_all(self) -> list[str]:
         """The unit of each operation; "" for operations without a unit."""
-        found, lone = self._found(frozenset()), frozenset[str]()
-        while more := self._too_large(found) - lone:  # split a module with most of the model's operations
+        result, lone = self._found(frozenset()), frozenset[str]()
+        while more := self._too_large(result) - lone:  # split a module with most of the model's operations
             lone |= more
-            found = self._found(lone)
-        return found
+            result = self._found(lone)
+        return result
 
     def _found(self, lone: frozenset[str]) -> list[str]:
         units = {path: self._of(path, lone) for path in self._paths}
@@ -109,27 +109,27 @@ class Units:
         So the stages of a vision model are divided, but not the experts of a block, nor modules that a
         shortcut skips.
         """
-        around, spans, found = self._around_containers(), self._spans(), set[str]()
+        around, spans, result = self._around_containers(), self._spans(), set[str]()
         calls = defaultdict[str, list[tuple[int, int]]](list)
         for part, span in spans.items():
             calls[_parent(part)].append(span)
         for container in sorted(around, key=lambda path: path.count(".")):
-            units = {self._innermost(path, found) for path in around[container]} - {""}
+            units = {self._innermost(path, result) for path in around[container]} - {""}
             if len(units) == 1 and self._is_row(container, spans[units.pop()], sorted(calls[container])):
-                found.add(container)
-        return frozenset(found)
+                result.add(container)
+        return frozenset(result)
 
     def _around_containers(self) -> Mapping[str, set[tuple[str, ...]]]:
         """Return for every module with parts the modules around them, outermost first, in each of its calls."""
-        found = defaultdict[str, set[tuple[str, ...]]](set)
+        result = defaultdict[str, set[tuple[str, ...]]](set)
         for path in {tuple(filter(None, path)) for path in self._paths}:
             first: dict[str, int] = {}
             for n, part in enumerate(path):
                 first.setdefault(_parent(part), n)
             for container, n in first.items():
                 if container:
-                    found[container].add(path[:n])
-        return found
+                    result[container].add(path[:n])
+        return result
 
     def _innermost(self, path: tuple[str, ...], rows: set[str]) -> str:
         """Return the innermost unit, or block in a row, of a path; empty if there is none."""
@@ -137,11 +137,11 @@ class Units:
 
     def _spans(self) -> dict[str, tuple[int, int]]:
         """Return the first and last operation of every call of a module."""
-        found: dict[str, tuple[int, int]] = {}
+        result: dict[str, tuple[int, int]] = {}
         for number, node in enumerate(self.flow.order):
             for part in filter(None, stack(node)):
-                found[part] = found.get(part, (number, number))[0], number
-        return found
+                result[part] = result.get(part, (number, number))[0], number
+        return result
 
     def _is_row(self, container: str, around: tuple[int, int], calls: Sequence[tuple[int, int]]) -> bool:
         """Return whether no more crosses between these calls of a container's parts than around their unit."""
@@ -170,14 +170,14 @@ def _parent(path: str) -> str:
 
 def with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     """Return the paths of modules that contain blocks: a container of modules that have parts themselves."""
-    found = set[str]()
+    result = set[str]()
     for path, module in modules.items():
         if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
             around = path
-            while around not in found:
-                found.add(around)
+            while around not in result:
+                result.add(around)
                 around = around.rpartition(".")[0]
-    return frozenset(found)
+    return frozenset(result)
 
 
 # ---- Cuts of a traced model: fine layers, and blocks of layers between which a stage may end
@@ -233,7 +233,7 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mappin
         return Pieces(layers, ())
     runs, ends = (blocks, blocks.cuts) if granularity == "blocks" else (halves, finer)
     starts = [layer.start for layer in layers]
-    found = [
+    result = [
         Block(
             name=name,
             layers=bisect_left(starts, stop) - bisect_left(starts, start),
@@ -246,7 +246,7 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity, kept: Mappin
         )
         for start, stop, name in _named(flow, ends, runs.name)
     ]
-    return Pieces(layers, tuple(found))
+    return Pieces(layers, tuple(result))
 
 
 def _whole(nodes: Sequence[fx.Node], module: nn.Module, kept: Mapping[str, str]) -> Iterator[str]:
@@ -365,17 +365,17 @@ class _Runs:
 
     def _heavy(self) -> list[tuple[int, int]]:
         """Return first and last operation of every run of a unit that uses parameters."""
-        found: list[tuple[int, int]] = []
+        result: list[tuple[int, int]] = []
         previous, light = None, self._light()
         for number, (unit, node) in enumerate(zip(self.units, self.flow.order, strict=True)):
             uses = plain(unit) not in light and bool(_parameters(self.flow, node))
             if uses and unit == previous:
-                found[-1] = (found[-1][0], number)
+                result[-1] = (result[-1][0], number)
             elif uses:
-                found.append((self._begin(number), number))
+                result.append((self._begin(number), number))
                 previous = unit
-        ends = [self._end(last) for _, last in found]
-        return [(first, end) for (first, _), end in zip(found, ends, strict=True)]
+        ends = [self._end(last) for _, last in result]
+        return [(first, end) for (first, _), end in zip(result, ends, strict=True)]
 
     def _light(self) -> set[str]:
         """Return units with too few parameters to be blocks; without halves, operations of no unit."""
@@ -485,7 +485,7 @@ def _layers(
     flow: Flow, module: nn.Module, cut: Sequence[Piece], program: ExportedProgram, first: Sequence[fx.Node]
 ) -> Iterator[ChainLayer]:
     """Yield the layers, one for each piece; each takes the values that the layer before it returns."""
-    binding, found, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
+    binding, result, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
     for piece in cut:
         leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
         order = flow.order[piece.start : piece.stop]
@@ -494,15 +494,15 @@ def _layers(
         ]
         names = binding.names(piece.name, needed)
         layer = _class_of(module, piece.name)(write(flow, order, arriving, leaving, names))
-        found.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
+        result.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
         arriving = leaving
-    yield from binding.with_the_rest(found)
+    yield from binding.with_the_rest(result)
 
 
 def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
     """Return the class of a layer, named after the class of the module that it comes from."""
-    found = dict(module.named_modules(remove_duplicate=False)).get(plain(name))
-    return layer_class(type(found or module).__name__)
+    result = dict(module.named_modules(remove_duplicate=False)).get(plain(name))
+    return layer_class(type(result or module).__name__)
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:

@@ -133,8 +133,8 @@ class _Call:
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
             raise Refusal(f"{self.name} returns something other than tensors and None", in_a_whole_module=True)
         self.returned = [leaf is not None for leaf in leaves]
-        found = (leaf for leaf in leaves if leaf is not None)
-        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in found]
+        result = (leaf for leaf in leaves if leaf is not None)
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in result]
 
     def packed(self, results: Sequence[Tensor]) -> Any:
         """Return `results` in the structure that the function returns."""
@@ -202,9 +202,9 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
 
 def _asked(function: type[Function], name: str) -> Any:
     """Return the attribute of a function's class that torch sees."""
-    found = type.__getattribute__(function, name)
+    result = type.__getattribute__(function, name)
     trace = _trace.get()
-    return found if trace is None else trace.answer(function, name, found)
+    return result if trace is None else trace.answer(function, name, result)
 
 
 @contextmanager
@@ -272,10 +272,10 @@ def call_whole(
     name = type(module).__name__
     if versions != _versions(given):
         raise UsageError(f"{name}, which stays whole in a traced model, changed an argument in place: {_REMEDY}")
-    found = tuple(map(_form, leaves))
-    if found != forms:
+    result = tuple(map(_form, leaves))
+    if result != forms:
         raise UsageError(
-            f"{name}, which stays whole in a traced model, returned {_words(found)}, and {_words(forms)} when the "
+            f"{name}, which stays whole in a traced model, returned {_words(result)}, and {_words(forms)} when the "
             f"model was traced: {_REMEDY}"
         )
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -297,7 +297,7 @@ def _form(leaf: Any) -> Form:
 
 def _words(forms: Sequence[Form]) -> str:
     """Return the forms in words, for messages."""
-    return ", ".join(f"{one[0]} {one[1]}" if isinstance(one, tuple) else repr(one) for one in forms) or "nothing"
+    return ", ".join(f"{form[0]} {form[1]}" if isinstance(form, tuple) else repr(form) for form in forms) or "nothing"
 
 
 # -------------------------------------------------------------------- the trace
@@ -363,8 +363,8 @@ class _Whole:
             self._refuse(f"it takes {kind_of(strange)}")
         tensors = given.tensors
         returned, opposite = self._run(given)
-        found, packing = pytree.tree_flatten(returned)
-        made, forms = [leaf for leaf in found if isinstance(leaf, Tensor)], tuple(map(_form, found))
+        result, packing = pytree.tree_flatten(returned)
+        made, forms = [leaf for leaf in result if isinstance(leaf, Tensor)], tuple(map(_form, result))
         parameters, buffers = list(self._part.parameters()), list(self._part.buffers())
         if not (parameters or buffers or tensors):
             self._refuse("neither it nor its arguments hold a tensor")
@@ -374,23 +374,23 @@ class _Whole:
 
     def _run(self, given: Given) -> tuple[Any, bool]:
         """Return the results of a call, and True if it only succeeds when no condition holds."""
-        found, error = dict[bool, Any](), Exception()
+        result, error = dict[bool, Any](), Exception()
         for opposite in (False, True):
             try:
                 with otherwise() if opposite else nullcontext():
-                    found[opposite] = self._once(given)
+                    result[opposite] = self._once(given)
             except (PipefitError, Refusal):
                 raise
             except Exception as raised:  # noqa: BLE001 -- with values of no meaning a forward may raise anything
                 error = raised
-        if not found:
+        if not result:
             self._refuse(in_one_line(error))
-        forms = {tuple(map(_form, pytree.tree_leaves(returned))) for returned in found.values()}
+        forms = {tuple(map(_form, pytree.tree_leaves(returned))) for returned in result.values()}
         if len(forms) > 1:
             self._refuse("how many values it returns, or their shapes or numbers, depends on values")
         if not all(isinstance(form, (tuple, *_WHOLE_MODULES_PLAIN)) for form in next(iter(forms))):
             self._refuse("it returns something other than tensors, numbers, texts and None")
-        return next(iter(found.values())), False not in found
+        return next(iter(result.values())), False not in result
 
     def _once(self, given: Given) -> Any:
         """Return the results of a call over separate fake tensors."""
@@ -402,7 +402,10 @@ class _Whole:
             if any(fake._version for fake in fakes):
                 self._refuse("it changes an argument in place")
             own = {storage_key(tensor) for tensor in (*self._like.parameters(), *self._like.buffers())}
-            if any(isinstance(one, Tensor) and storage_key(one) in own for one in pytree.tree_leaves(returned)):
+            if any(
+                isinstance(leaf, Tensor) and storage_key(leaf) in own
+                for leaf in pytree.tree_leaves(returned)
+            ):
                 self._refuse("it returns a parameter or a buffer")
             return returned
 
@@ -428,10 +431,10 @@ class _Assuming(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             with self:
-                found = assumed(func, args)
-            if found is None:
+                result = assumed(func, args)
+            if result is None:
                 raise
-            return found
+            return result
 
 
 def call_the_modules(program: ExportedProgram, calls: Sequence[_WholeModulesCall]) -> None:
@@ -459,8 +462,8 @@ def wider(module: nn.Module, whole: Mapping[str, str], refused: LooksAtValues) -
         return None
     why = refused.why or whole.get(refused.path, "")
     alike = {other: why for other, part in parts.items() if other and type(part) is type(parts[path])}
-    found = {**alike, **whole}
-    return None if found == whole else found
+    result = {**alike, **whole}
+    return None if result == whole else result
 
 
 def _around(path: str, parts: Mapping[str, nn.Module]) -> str:

@@ -51,12 +51,12 @@ class Checkpoint:
         Raises:
             DamagedCheckpoint: a shard is missing or damaged; names the previous checkpoint, if there is one.
         """
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for number, shard in enumerate(self.manifest.shards):
             here = [tensor for tensor in wanted if tensor.shard == number]
             with _damage(self.folder):
-                found |= read_shard(self.folder, shard, here) if here else {}
-        return found
+                result |= read_shard(self.folder, shard, here) if here else {}
+        return result
 
     def verify(self) -> None:
         """Check that all shards are as they were saved.
@@ -134,15 +134,15 @@ class Candidates:
             try:
                 if entry.obstacle:
                     raise DamagedCheckpoint(entry.obstacle)
-                found = _opened(entry.folder)
-                if self._is_of_another(found.manifest.owner):
-                    self.passed.append((entry.folder, f"it is of another training, {found.manifest.owner}"))
+                result = _opened(entry.folder)
+                if self._is_of_another(result.manifest.owner):
+                    self.passed.append((entry.folder, f"it is of another training, {result.manifest.owner}"))
                     continue
-                found.check_headers()
+                result.check_headers()
             except DamagedCheckpoint as error:
                 self._note(entry.folder, error)
             else:
-                return found
+                return result
         why = "name a folder that was saved to"
         if self.passed:
             folder, reason = self.passed[0]
@@ -195,9 +195,9 @@ def survey(directory: Path) -> list[Entry]:
         return []
     except (OSError, ValueError) as error:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
-    found = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
+    result = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
     return [
-        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name)) for step, name in sorted(found)
+        Entry(step=step, folder=directory / name, obstacle=_obstacle(directory / name)) for step, name in sorted(result)
     ]
 
 

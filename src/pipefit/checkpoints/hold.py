@@ -322,8 +322,8 @@ def _holder_of(file: int) -> Owner | None:
 def _read(file: int) -> Owner | None:
     """Return the owner that a lock file names; None if it names none."""
     try:
-        found: Any = json.loads(os.pread(file, _LARGEST, 0))
-        return Owner(**found) if _is_owner(found) else None
+        result: Any = json.loads(os.pread(file, _LARGEST, 0))
+        return Owner(**result) if _is_owner(result) else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 

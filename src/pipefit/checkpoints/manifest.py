@@ -215,8 +215,8 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     if name not in DTYPES:
         raise UsageError(f"{name!r} is not a dtype that a checkpoint can hold: {', '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    result: torch.dtype = getattr(torch, name)
+    return result
 
 
 DTYPES = {  # torch's name: safetensors' name

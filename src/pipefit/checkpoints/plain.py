@@ -165,10 +165,10 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str
     Raises:
         FileError: the file does not exist, or it is damaged.
     """
-    wanted, found = set(names), dict[str, Tensor]()
+    wanted, result = set(names), dict[str, Tensor]()
     for file in _files(path_of(path), wanted):
-        found |= _read(file, wanted)
-    return found
+        result |= _read(file, wanted)
+    return result
 
 
 def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
@@ -185,12 +185,12 @@ def _index(path: Path) -> Mapping[str, str]:
     """Return the file of each tensor from an index in Hugging Face's format."""
     source = printable(str(path))
     try:
-        found = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]
+        result = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FileError(f"{source} is not an index of a sharded model: it has no weight_map") from None
-    if not isinstance(found, dict) or not all(_is_file_name(file) for file in found.values()):
+    if not isinstance(result, dict) or not all(_is_file_name(file) for file in result.values()):
         raise FileError(f"{source} is not an index of a sharded model: its weight_map must name files beside it")
-    return found
+    return result
 
 
 def _is_file_name(name: object) -> bool:

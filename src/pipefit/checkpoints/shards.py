@@ -207,8 +207,8 @@ def _check_tensors(file: safe_open, wanted: Sequence[StoredTensor], source: str)
     for tensor in wanted:
         if tensor.key not in known:
             raise FileError(f"{source} is damaged: {printable(tensor.key)} is not in it")
-        found = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
-        dtype, shape = _NAMES.get(found.get_dtype(), found.get_dtype()), tuple(found.get_shape())
+        result = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
+        dtype, shape = _NAMES.get(result.get_dtype(), result.get_dtype()), tuple(result.get_shape())
         if (dtype, shape) != (tensor.dtype, tensor.shape):
             raise FileError(
                 f"{source} is damaged: {printable(tensor.key)} has dtype torch.{dtype} and shape {shape}, and the "

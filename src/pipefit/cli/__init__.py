@@ -44,7 +44,7 @@ from pipefit.cli import (
     train,
 )
 from pipefit.cli.output import fill_streams
-from pipefit.cli.stopping import STOPPED, Stopped, stoppable
+from pipefit.cli.progress import STOPPED, Stopped, stoppable
 from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, UsageError, in_one_line, no_memory
 from pipefit.processes import forking, met, no_room_for
 from pipefit.texts import printable, unknown, without_long_words

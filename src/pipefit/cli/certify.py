@@ -61,10 +61,10 @@ def command(
 
     if numbers:
         with progress("comparing numbers"):
-            found = certify_numbers(task, document)
-        found.check()
+            result = certify_numbers(task, document)
+        result.check()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            write([str(found)])
+            write([str(result)])
     settings_of_allocator = allocator(alloc_conf, target or document.profile.assumptions.target)
     with progress("dry run"):
         trace = certify(task, document, steps=steps, target=target, allocator=settings_of_allocator)

@@ -43,24 +43,23 @@ def command(
     folder in Hugging Face's layout.
     """
     from pipefit.cli.output import check_output
-    from pipefit.cli.progress import progress
-    from pipefit.cli.stopping import cleared_away
+    from pipefit.cli.progress import cleared_away, progress
 
     check_output(output)
     with progress("verifying"):
         from pipefit.checkpoints import export, find
 
-        found = find(checkpoint)
-        found.verify()
+        result = find(checkpoint)
+        result.verify()
         if output is not None:
             with cleared_away():
-                export(found.folder, output)
+                export(result.folder, output)
     if as_json:
-        print(json.dumps(_figures(found)))
+        print(json.dumps(_figures(result)))
         return
     from pipefit.tables import write
 
-    write(_described(found))
+    write(_described(result))
     if output is not None:
         on_stderr(f"saved to {output}")
 

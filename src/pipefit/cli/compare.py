@@ -29,8 +29,8 @@ def command(
     from pipefit.schema.trace import Trace
     from pipefit.tables import write
 
-    found = compare(load(predicted, Trace), load(measured, Trace))
+    result = compare(load(predicted, Trace), load(measured, Trace))
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(result.as_json()))
     else:
-        write(describe_comparison(found))
+        write(describe_comparison(result))

@@ -37,8 +37,7 @@ def command(
     A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, on which no
     split of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
-    from pipefit.cli.progress import progress
-    from pipefit.cli.stopping import cleared_away
+    from pipefit.cli.progress import cleared_away, progress
     from pipefit.schema.json_io import load_cluster
 
     say = _silent if as_json else _print

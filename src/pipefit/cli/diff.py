@@ -35,13 +35,13 @@ def command(
     one, two = load(first), load(second)
     if isinstance(one, Plan) and isinstance(two, Plan):
         with used_together(simulate, {first: one, second: two}):
-            found = difference_of_plans(one, two)
+            result = difference_of_plans(one, two)
     elif isinstance(one, Trace) and isinstance(two, Trace):
-        found = difference_of_traces(one, two)
+        result = difference_of_traces(one, two)
     else:
         kinds = " and ".join(f"{path} is a {name_of_kind(type(it))}" for path, it in ((first, one), (second, two)))
         raise UsageError(f"{kinds}: name two plans or two traces; pipefit simulate makes a trace of a plan")
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(result.as_json()))
     else:
-        write(describe_difference(found), width=80)
+        write(describe_difference(result), width=80)

@@ -27,19 +27,19 @@ def command(as_json: Json = False) -> None:
     from pipefit.cli.progress import progress
 
     with progress("looking around"):
-        found = examine()
+        result = examine()
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
     from pipefit.tables import Table, write
 
     rows = tuple(
         (name.removesuffix("_bytes").replace("_", " "), _shown(value))
-        for name, value in found.items()
+        for name, value in result.items()
         if name not in ("abilities", "packages")
     )
-    packages = tuple((name, number or "missing") for name, number in found["packages"].items())
-    abilities = "\n".join(f"{'yes' if able else 'no '}  {what}" for what, able in found["abilities"].items())
+    packages = tuple((name, number or "missing") for name, number in result["packages"].items())
+    abilities = "\n".join(f"{'yes' if able else 'no '}  {what}" for what, able in result["abilities"].items())
     write([Table(("machine", ""), rows), Table(("package", "version"), packages), f"pipefit can here:\n{abilities}"])
 
 
@@ -89,11 +89,11 @@ def _torch_facts() -> dict[str, Any]:
 def _gpus(cuda: Any) -> list[dict[str, Any]]:
     """Return the GPUs that torch can use; none, with a message, if their driver is too old or broken."""
     try:
-        found = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
+        result = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
         on_stderr(f"pipefit: GPUs cannot be used: {first_line(error)}")
         return []
-    return [{"name": one.name, "memory_bytes": one.total_memory} for one in found]
+    return [{"name": one.name, "memory_bytes": one.total_memory} for one in result]
 
 
 def _memory_bytes() -> int | None:

@@ -155,21 +155,21 @@ def command(
             threads=threads,
         )
         report(0, 0, "tracing the model")
-        found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
-    grown = [] if grow in _NO_SETTINGS else [f"{grow}={found.best.value}"]
+        result = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
+    grown = [] if grow in _NO_SETTINGS else [f"{grow}={result.best.value}"]
 
     def save_both() -> None:
         if output is not None:
-            save(found.best.plan, output)
+            save(result.best.plan, output)
         if plot is not None:
             from pipefit.report.page import fit_page
 
-            save_text(fit_page(found), plot)
+            save_text(fit_page(result), plot)
 
     print_and_save(
-        lambda: _print(found, built_with(model, [*settings, *grown]), as_json=as_json),
+        lambda: _print(result, built_with(model, [*settings, *grown]), as_json=as_json),
         save_both,
-        found=(lambda: {"result": found.as_json()}) if as_json else None,
+        found=(lambda: {"result": result.as_json()}) if as_json else None,
     )
     for path in (output, plot):
         if path is not None and not as_json:
@@ -209,17 +209,17 @@ def _overview(
         task = resolve(model, settings, precision)
         from pipefit.largest.overview import fit as look
 
-        found = look(task, cluster, progress=report, **asked)
+        result = look(task, cluster, progress=report, **asked)
     words = [model, *(word for setting in settings for word in ("--set", setting)), "--cluster", named]
     words += ["--precision", precision] if precision else []
     if not as_json:
-        write(told(describe_overview(found, shlex.join(words)), built_with(model, settings)), width=80)
-    if not found.fits:
-        why = found.impossible or f"no plan was found that does; with everything kept, {found.here.one.miss}"
-        with with_found(lambda: {"result": found.as_json()}):
+        write(told(describe_overview(result, shlex.join(words)), built_with(model, settings)), width=80)
+    if not result.fits:
+        why = result.impossible or f"no plan was found that does; with everything kept, {result.here.one.miss}"
+        with with_found(lambda: {"result": result.as_json()}):
             raise InfeasibleError(f"not one sample fits on {cluster.name}: {why}")
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(result.as_json()))
 
 
 def _growth(

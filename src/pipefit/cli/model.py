@@ -193,15 +193,15 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: not of this form, or a name given twice.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.isidentifier():
             raise UsageError(f"--set {setting} is not a setting: write --set name=value, such as --set layers=4")
-        if key in found:
+        if key in result:
             raise UsageError(f"--set {key} is given twice: keep one of them")
-        found[key] = _value(text.strip())
-    return found
+        result[key] = _value(text.strip())
+    return result
 
 
 def _value(text: str) -> Any:
@@ -240,10 +240,10 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
 
 
 def _factory(source: str, name: str) -> Callable[..., object]:
-    found = _attribute(_module(source), source, name)
-    if not callable(found):
-        raise UsageError(f"{source}:{name} is a {type(found).__name__}, not a function that returns a Task")
-    return cast("Callable[..., object]", found)
+    result = _attribute(_module(source), source, name)
+    if not callable(result):
+        raise UsageError(f"{source}:{name} is a {type(result).__name__}, not a function that returns a Task")
+    return cast("Callable[..., object]", result)
 
 
 def _as_module(file: str) -> str:
@@ -281,10 +281,10 @@ def _module(source: str) -> Any:
 
 
 def _attribute(module: Any, source: str, name: str) -> Any:
-    found = module
+    result = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            guess = meant(part, [other for other in dir(found) if not other.startswith("_")])
+        if not hasattr(result, part):
+            guess = meant(part, [other for other in dir(result) if not other.startswith("_")])
             raise UsageError(f"module {source} has no {name!r}{f'; {guess}' if guess else ''}")
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result

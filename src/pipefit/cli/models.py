@@ -34,11 +34,11 @@ def command(
     from pipefit.tables import write
 
     with progress("reading the models"):
-        found = _found(model)
+        result = _found(model)
     if as_json:
-        print(json.dumps(found, default=repr))
+        print(json.dumps(result, default=repr))
     else:
-        write(_told(model, found), width=80)
+        write(_told(model, result), width=80)
 
 
 def _found(model: str | None) -> dict[str, dict[str, object]]:

@@ -175,8 +175,8 @@ def deliver(
 
     A plan has lines of at most 80 columns in a pipe too.
     """
-    found = partial(plain_data, document) if as_json else None
-    print_and_save(partial(_print, document, as_json, describe), _saved(document, output), found=found)
+    result = partial(plain_data, document) if as_json else None
+    print_and_save(partial(_print, document, as_json, describe), _saved(document, output), found=result)
     if output is not None and not as_json:
         on_stderr(f"saved to {output}")
 
@@ -201,7 +201,7 @@ def print_and_save(
     JSON is printed last, because stdout has one document: if saving fails, `found` is part of the error's
     JSON.
     """
-    from pipefit.cli.stopping import cleared_away
+    from pipefit.cli.progress import cleared_away
 
     if found is None:
         try:
@@ -231,7 +231,7 @@ def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
 
     It is saved in `target` or next to its plan, and the error names the file.
     """
-    from pipefit.cli.stopping import cleared_away
+    from pipefit.cli.progress import cleared_away
     from pipefit.errors import OutOfMemory
     from pipefit.schema.json_io import save
 

@@ -213,10 +213,10 @@ def _cluster(name: str, reserve: str | None) -> Cluster:
     from pipefit.schema.json_io import load_cluster
     from pipefit.units import parse_part
 
-    found = load_cluster(name)
+    result = load_cluster(name)
     if reserve is None:
-        return found
-    return found.reserving([parse_part(reserve, device.memory_bytes) for device in found.devices])
+        return result
+    return result.reserving([parse_part(reserve, device.memory_bytes) for device in result.devices])
 
 
 def _loaded(path: str) -> ModelProfile:

@@ -103,7 +103,7 @@ def command(
         task = resolve(model, settings, precision)
         from pipefit.profiler import profile
 
-        found = profile(
+        result = profile(
             task,
             microbatch_size=microbatch_size,
             device=device,
@@ -114,9 +114,9 @@ def command(
             progress=report,
         )
     if runs is not None and devices is not None and training is not None:
-        training = replace(training, precision=found.assumptions.precision)
-        found = _with_runs(found, task, runs, devices, training, recompute=recompute, store=store)
-    deliver(found, output=output, as_json=as_json)
+        training = replace(training, precision=result.assumptions.precision)
+        result = _with_runs(result, task, runs, devices, training, recompute=recompute, store=store)
+    deliver(result, output=output, as_json=as_json)
 
 
 def _training(

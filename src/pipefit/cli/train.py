@@ -126,8 +126,7 @@ def command(
     """
     from pipefit.cli.model import build, check_order, precision_of, resolve
     from pipefit.cli.output import check_output, leaving_post_mortem, load_runnable, plain_data, print_and_save
-    from pipefit.cli.progress import progress
-    from pipefit.cli.stopping import cleared_away
+    from pipefit.cli.progress import cleared_away, progress
     from pipefit.cli.train_log import StepLog, in_json, lines_of_metrics
     from pipefit.schema.json_io import save as save_document
 
@@ -219,10 +218,10 @@ def _planned_for(cluster: str, plan: Plan) -> Plan:
     from pipefit.planner import plan_again
     from pipefit.schema.json_io import load_cluster
 
-    found = plan_again(plan, load_cluster(cluster))
-    if found is not plan:
-        on_stderr(f"pipefit: planned again for {found.cluster}")
-    return found
+    result = plan_again(plan, load_cluster(cluster))
+    if result is not plan:
+        on_stderr(f"pipefit: planned again for {result.cluster}")
+    return result
 
 
 class _Told:

@@ -103,12 +103,12 @@ def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
     """Return the steps before `first` in a file of metrics, with their lines."""
     if not first or not path.is_file():
         return []
-    found = list[tuple[int, bytes]]()
+    result = list[tuple[int, bytes]]()
     for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             step = json.loads(line)["step"]
-            found += [(step, line)] if step < first else []
-    return found
+            result += [(step, line)] if step < first else []
+    return result
 
 
 # ---- The log

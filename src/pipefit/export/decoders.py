@@ -99,9 +99,9 @@ def _check(plan: Plan, able: Abilities) -> None:
     Raises:
         UsageError: it does not; names the obstacles, and the options to plan with.
     """
-    found = dict(_impossible(plan, able))
-    if found:
-        raise UsageError(f"{able.tool} has no {', nor '.join(found.values())}: plan with {' '.join(found)}")
+    result = dict(_impossible(plan, able))
+    if result:
+        raise UsageError(f"{able.tool} has no {', nor '.join(result.values())}: plan with {' '.join(result)}")
 
 
 def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
@@ -120,7 +120,7 @@ def _impossible(plan: Plan, able: Abilities) -> Iterator[tuple[str, str]]:
         yield f"--shard {' or '.join(able.shards)}", f"replicas that divide {' or '.join(sorted(shards))}"
     if len(plan.workers) < sum(len(stage.devices) for stage in plan.stages):
         yield "--stages N, one for each device", "device with several stages"
-    if moved := next((one for one in plan.decisions if one.what is not What.RECOMPUTE), None):
+    if moved := next((decision for decision in plan.decisions if decision.what is not What.RECOMPUTE), None):
         yield "--planner exact (and --recompute always if that does not fit)", f"tensors that move ({moved})"
 
 

@@ -30,18 +30,18 @@ def deepspeed_config(plan: Plan) -> str:
     Raises:
         UsageError: DeepSpeed does not support the plan; says why, and what to plan instead.
     """
-    found, training = decoder_of(plan, _ABLE), plan.training
+    result, training = decoder_of(plan, _ABLE), plan.training
     config: dict[str, Any] = {
         "train_batch_size": training.batch_size,
-        "train_micro_batch_size_per_gpu": found.each(training.microbatch_size),
+        "train_micro_batch_size_per_gpu": result.each(training.microbatch_size),
         "gradient_accumulation_steps": training.microbatches,
         "pipeline": {
             "stages": len(plan.stages),
-            "partition": list(found.bounds),
-            "activation_checkpoint_interval": 1 if any(found.recomputed) else 0,
+            "partition": list(result.bounds),
+            "activation_checkpoint_interval": 1 if any(result.recomputed) else 0,
         },
         "gradient_clipping": training.clip_norm or 0.0,  # 0 disables clipping; DeepSpeed's default clips
     }
-    if found.grid.shard == "optimizer":
+    if result.grid.shard == "optimizer":
         config["zero_optimization"] = {"stage": 1}
     return json.dumps(config | _PRECISIONS[training.precision], indent=2) + "\n"

@@ -27,26 +27,26 @@ def megatron_arguments(plan: Plan) -> str:
     Raises:
         UsageError: Megatron does not support the plan; says why, and what to plan instead.
     """
-    found, training = decoder_of(plan, _ABLE), plan.training
+    result, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "Megatron")
     lines: list[tuple[str, ...]] = [
-        ("--num-layers", str(found.layers)),
+        ("--num-layers", str(result.layers)),
         ("--pipeline-model-parallel-size", str(len(plan.stages))),
-        ("--pipeline-model-parallel-layout", layout(found)),
-        ("--micro-batch-size", str(found.each(training.microbatch_size))),
+        ("--pipeline-model-parallel-layout", layout(result)),
+        ("--micro-batch-size", str(result.each(training.microbatch_size))),
         ("--global-batch-size", str(training.batch_size)),
         ("--clip-grad", str(training.clip_norm or 0.0)),  # 0 disables clipping; Megatron's default clips
     ]
-    if found.grid.tensor > 1:
-        lines.append(("--tensor-model-parallel-size", str(found.grid.tensor)))
-    if found.grid.shard == "optimizer":
+    if result.grid.tensor > 1:
+        lines.append(("--tensor-model-parallel-size", str(result.grid.tensor)))
+    if result.grid.shard == "optimizer":
         lines.append(("--use-distributed-optimizer",))
-    if found.sequence:
-        lines.append(("--seq-length", str(found.sequence)))
-    if not found.tied:
+    if result.sequence:
+        lines.append(("--seq-length", str(result.sequence)))
+    if not result.tied:
         lines.append(("--untie-embeddings-and-output-weights",))
     lines += _PRECISIONS[training.precision]
-    return "".join(f"{shlex.join(words)}\n" for words in (*lines, *_recomputation(found)))
+    return "".join(f"{shlex.join(words)}\n" for words in (*lines, *_recomputation(result)))
 
 
 def layout(found: Decoder) -> str:

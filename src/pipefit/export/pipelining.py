@@ -39,7 +39,11 @@ def pipelining_csv(plan: Plan) -> str:
     starts = {number: stage.start for number, stage in enumerate(plan.stages)}
     program = lower(plan)
     rows = [
-        [f"{one.stage}{_KINDS[one.kind]}{one.microbatch}" for one in program.actions[device] if _is_told(one, starts)]
+        [
+            f"{action.stage}{_KINDS[action.kind]}{action.microbatch}"
+            for action in program.actions[device]
+            if _is_told(action, starts)
+        ]
         for device in dict.fromkeys(devices)
     ]
     return "".join(",".join(row) + "\n" for row in rows)

@@ -28,20 +28,20 @@ def torchtitan_config(plan: Plan) -> str:
     Raises:
         UsageError: torchtitan does not support the plan; says why, and what to plan instead.
     """
-    found, training = decoder_of(plan, _ABLE), plan.training
+    result, training = decoder_of(plan, _ABLE), plan.training
     check_tokens(plan, "torchtitan")
-    if found.tied and len(plan.stages) > 1:
+    if result.tied and len(plan.stages) > 1:
         raise UsageError("torchtitan's pipelines have no embedding and head that share weights: plan with --stages 1")
-    parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(found.blocks, initial=0))]
+    parts = [[f"layers.{n}" for n in range(*pair)] for pair in pairwise(accumulate(result.blocks, initial=0))]
     parts[0].insert(0, "tok_embeddings")
-    parts[found.norm].append("norm")
+    parts[result.norm].append("norm")
     parts[-1].append("lm_head")
     # A single stage accumulates gradients
-    local = found.each(training.batch_size if len(parts) > 1 else training.microbatch_size)
+    local = result.each(training.batch_size if len(parts) > 1 else training.microbatch_size)
     rows = "".join(f"        {part!r},\n" for part in parts)
-    length = f"    seq_len={found.sequence},\n" if found.sequence else ""
+    length = f"    seq_len={result.sequence},\n" if result.sequence else ""
     norm = 'float("inf")' if training.clip_norm is None else repr(training.clip_norm)
-    recomputes = "FullAC.Config()" if any(found.recomputed) else "None"
+    recomputes = "FullAC.Config()" if any(result.recomputed) else "None"
     return (
         f'"""A plan of pipefit: {plan.profile.model} in {counted(len(parts), "stage")}."""\n\n'
         "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
@@ -49,7 +49,7 @@ def torchtitan_config(plan: Plan) -> str:
         "parallelism = ParallelismConfig(\n"
         f"    pipeline_parallel_degree={len(parts)},\n"
         f"    pipeline_parallel_schedule={_SCHEDULES[training.schedule]!r},\n"
-        f"    pipeline_parallel_microbatch_size={found.each(training.microbatch_size)},\n{_replicas(found)}"
+        f"    pipeline_parallel_microbatch_size={result.each(training.microbatch_size)},\n{_replicas(result)}"
         f"    module_fqns_per_model_part=[\n{rows}    ],\n)\n"
         f"training = TrainingConfig(\n    local_batch_size={local},\n    global_batch_size={training.batch_size},\n"
         f"{length}    max_norm={norm},\n    dtype={training.precision!r},\n"

@@ -71,14 +71,14 @@ def _events(device: DeviceTrace) -> list[dict[str, Any]]:
 
 def _moved(number: int, pile: list[int], level: int) -> list[tuple[str, int, int, int]]:
     """Return the events that bring a category to a level: removed blocks, and an added one."""
-    found = []
+    result = []
     while sum(pile) > level:
         size = pile.pop()
-        found.append(("free_completed", number, sum(pile), size))
+        result.append(("free_completed", number, sum(pile), size))
     if level > sum(pile):
-        found.append(("alloc", number, sum(pile), level - sum(pile)))
+        result.append(("alloc", number, sum(pile), level - sum(pile)))
         pile.append(level - sum(pile))
-    return found
+    return result
 
 
 def _left(device: int, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,13 +150,13 @@ def _device(trace: Trace, device: DeviceTrace) -> Iterator[dict[str, Any]]:
 
 def _threads(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Return the events of every thread, by its name: each event is on the first idle thread of its stream."""
-    found: dict[str, list[Event]] = {name: [] for name in _STREAMS}
+    result: dict[str, list[Event]] = {name: [] for name in _STREAMS}
     for event in sorted(events, key=lambda one: one.start_seconds):
         name = _STREAMS[_stream(event)]
         names = (name if not more else f"{name} {more + 1}" for more in count())
-        free = next(one for one in names if not found.get(one) or found[one][-1].end_seconds <= event.start_seconds)
-        found.setdefault(free, []).append(event)
-    return found
+        free = next(one for one in names if not result.get(one) or result[one][-1].end_seconds <= event.start_seconds)
+        result.setdefault(free, []).append(event)
+    return result
 
 
 def _stream(event: Event) -> int:

@@ -52,12 +52,12 @@ def apart(target: Target, work: Callable[[], T]) -> T:
             told = _told(work)
     if told is None:
         return work()
-    found, error, warned = told
+    result, error, warned = told
     for warning, kind, file, line in warned:
         warnings.warn_explicit(warning, kind, file, line)
     if error is not None:
         raise error
-    return found
+    return result
 
 
 def run_a_backward() -> None:
@@ -99,18 +99,18 @@ def _write(writing: int, answer: bytes) -> None:
 def _answer(work: Callable[[], object]) -> bytes:
     """Do the work in the fork; return the pickled answer, or b"" if this process must do the work."""
     torch.set_num_threads(1)  # a fork does not have the other kernel threads
-    found, error = None, None
+    result, error = None, None
     try:
         run_a_backward()
         with warnings.catch_warnings(record=True) as warned:
             try:
-                found = work()
+                result = work()
             except PipefitError as raised:
                 if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                     return b""  # the fork may be unable to use tensors on a GPU
                 error = raised
         said = [(one.message, one.category, one.filename, one.lineno) for one in warned]
-        made = pickle.dumps((found, error, said))
+        made = pickle.dumps((result, error, said))
         pickle.loads(made)  # noqa: S301 - just made; some errors cannot be
     except Exception:  # noqa: BLE001 - the parent does the work again, and raises it there
         return b""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from pipefit.errors import UsageError
-from pipefit.torch_internals.attention import enabled_kernels
+from pipefit.torch_internals.dispatcher import enabled_kernels
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BIAS_ALIGNMENT = 8  # elements: the efficient kernel reads its bias in blocks of this size

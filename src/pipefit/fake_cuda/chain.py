@@ -111,17 +111,17 @@ class Chains:
 
     def also_for(self, task: Task) -> Chains:
         """Return the chains of a task that differs only in what a trace does not see, such as the optimizer."""
-        found = Chains(task, self._sizes)
-        found._traced, found._tells = self._traced, self._tells
-        return found
+        result = Chains(task, self._sizes)
+        result._traced, result._tells = self._traced, self._tells
+        return result
 
     def of(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """Return the chain for `samples` samples over tensors of `fake`; `like` is a batch.
 
         Call it inside `fake`.
         """
-        found = self.unrun(samples, fake, like)
-        return chain_again(found, fake) if samples in self._traced or self._by_hand is not None else found
+        result = self.unrun(samples, fake, like)
+        return chain_again(result, fake) if samples in self._traced or self._by_hand is not None else result
 
     def unrun(self, samples: int, fake: FakeTarget, like: Sample | None = None) -> Chain:
         """Return the chain for this number of samples, which other callers may share. Call it inside `fake`.

@@ -53,7 +53,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
     """
     layers = [_operations(layer) for layer in chain.layers]
     optimizer = _optimizer(task)
-    found = Fingerprint(
+    result = Fingerprint(
         layers=tuple(digest(operations, _DIGITS) for operations, _ in layers),
         parameters=tuple(digest(_tensors(layer.module), _DIGITS) for layer in chain.layers),
         shared=tuple(_shared(chain)),
@@ -66,7 +66,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
         groups="" if task.groups is None else digest(repr(list(_groups(task, chain))), _DIGITS),
         lengths=chain.inputs.lengths,
     )
-    return Fingerprinted(found, digest(repr([sizes for _, sizes in layers])))
+    return Fingerprinted(result, digest(repr([sizes for _, sizes in layers])))
 
 
 def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:

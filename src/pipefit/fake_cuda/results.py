@@ -99,14 +99,14 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known = self._known.setdefault(func, {})
         tensors: list[FakeTensor] = []
         key = self._key(args, kwargs, tensors)
-        found = None if key is None else known.get(key)
-        if found is not None:
-            return self._made(found, tensors)
+        result = None if key is None else known.get(key)
+        if result is not None:
+            return self._made(result, tensors)
         out = self._run(func, types, args, kwargs)
         if key is not None and self._key(args, kwargs, []) == key:
-            found = _found(out, tensors, set())
-            if found is not None:
-                known[key] = found
+            result = _found(out, tensors, set())
+            if result is not None:
+                known[key] = result
         return out
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -120,14 +120,14 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """
         if torch.is_inference_mode_enabled():
             return None
-        found: list[object] = [torch.get_default_dtype(), default_device()]
-        if not self._describe(args, found, tensors):
+        result: list[object] = [torch.get_default_dtype(), default_device()]
+        if not self._describe(args, result, tensors):
             return None
         if kwargs:
-            found += kwargs
-            if not self._describe(kwargs.values(), found, tensors):
+            result += kwargs
+            if not self._describe(kwargs.values(), result, tensors):
                 return None
-        return tuple(found)
+        return tuple(result)
 
     def _describe(self, items: Iterable[Any], found: list[object], tensors: list[FakeTensor]) -> bool:
         """Add the description of these arguments to `found`; return whether it is complete."""
@@ -176,7 +176,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 view = torch.as_strided(tensors[0], known.shape, known.strides, known.offset)
             return FakeTensor(self, view, tensors[0].fake_device)
         if isinstance(known, _Several):
-            return known.kind(self._made(one, tensors) for one in known.results)
+            return known.kind(self._made(result, tensors) for result in known.results)
         return tensors[known.number] if isinstance(known, _Argument) else None
 
 

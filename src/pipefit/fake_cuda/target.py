@@ -55,7 +55,7 @@ from pipefit.capture.exporting import no_negative_variance, without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.attention_choice import cuda_attention
 from pipefit.fake_cuda.results import Known, QuickFakeMode
-from pipefit.schema.kernels import Kernel, KernelMemory
+from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
 from pipefit.torch_internals import without_dispatch_modes
@@ -98,8 +98,8 @@ def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 def _normalised(kernel: Callable[..., Any], x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     half_to_float = x.dtype == torch.float16 and dtype == torch.float32
-    found: Tensor = kernel(x if half_to_float or dtype is None else x.to(dtype), dim, half_to_float)
-    return found
+    result: Tensor = kernel(x if half_to_float or dtype is None else x.to(dtype), dim, half_to_float)
+    return result
 
 
 def kernel(*_: object, **__: object) -> None:
@@ -115,8 +115,8 @@ def counting_as_cuda(device_type: str) -> Iterator[None]:
         return tensor.device.type in ("cuda", device_type)
 
     def device_hint(tensor: Any) -> str:
-        found: str = hint(tensor)
-        return "cuda" if found == device_type else found
+        result: str = hint(tensor)
+        return "cuda" if result == device_type else result
 
     hint = meta_registrations.device_hint
     with ExitStack() as stack:
@@ -378,8 +378,8 @@ class FakeTarget:
 
 def follows_fake_streams() -> bool:
     """Return whether a `cuda` target was used in this process, so autograd uses streams of `fakecuda`."""
-    found: str = privateuse1_name()
-    return found == FAKE_CUDA
+    result: str = privateuse1_name()
+    return result == FAKE_CUDA
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -415,12 +415,12 @@ class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
             return made
         except (DataDependentOutputException, DynamicOutputShapeException):
             with self:
-                found = assumed(func, args) if self.assumes else None
-            if found is None:
+                result = assumed(func, args) if self.assumes else None
+            if result is None:
                 raise
             if is_named(func):
                 self.by_value[unknown(func)] = None
-            return found
+            return result
 
     def know(self, tensor: Tensor, known: Tensor) -> None:
         """Give a fake number a value."""

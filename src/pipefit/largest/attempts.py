@@ -19,8 +19,7 @@ from pipefit.planner.joint import exact_in_time
 from pipefit.planner.lean import ALL_AWAY, at_hosts
 from pipefit.planner.open_choices import by_distance, sizes_of
 from pipefit.processes import beside
-from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiler.repetition import Repeated
+from pipefit.profiler.on_demand import OnDemand, Repeated
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.fit import Attempt
 from pipefit.schema.plan import Plan
@@ -61,22 +60,22 @@ def soon_planned(value: int, question: Question) -> Look:
         with suppress(UsageError):  # layers that cannot run again, or hosts that may not update
             plan = solved(asked, planner, name=name)
             arenas = Simulation(plan).arenas if plan.decisions else ()
-            found = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
+            result = Attempt(value=value, plan=plan, shortage=shortage(plan, arenas) if arenas else "")
             shares = {member: needed.total() for member, needed in room_needed(plan, arenas).items()}
             hosts = (Need(nbytes, plan.cluster.capacity(member)) for member, nbytes in shares.items())
-            needs[way] = (Need(found.need_bytes, found.budget_bytes), *hosts)
-            return found
+            needs[way] = (Need(result.need_bytes, result.budget_bytes), *hosts)
+            return result
         return None
 
     for recompute in _without_hosts(question):
         asked = replace(question, options=replace(question.options, recompute=recompute))
-        found = fits(recompute, PLANNERS["exact"], "exact", asked)
-        if found is not None and found.fits:
-            return Look(found, needs)
+        result = fits(recompute, PLANNERS["exact"], "exact", asked)
+        if result is not None and result.fits:
+            return Look(result, needs)
     for way, planner in _with_hosts(needs):
-        found = fits(way, planner, "lean", question)
-        if found is not None and found.fits:
-            return Look(found, needs)
+        result = fits(way, planner, "lean", question)
+        if result is not None and result.fits:
+            return Look(result, needs)
     return Look(None, needs)
 
 
@@ -85,7 +84,7 @@ def _without_hosts(question: Question) -> Iterator[Recompute]:
     costs, budgets = question.measurement.costs, question.cluster.budgets
     shared = question.measurement.shared
     twice = sum((len(s.users) - 1) * (s.nbytes + s.gradient_bytes + s.state_bytes) for s in shared)
-    state = sum(one.parameter_bytes + one.gradient_bytes + one.state_bytes for one in costs) - twice
+    state = sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in costs) - twice
     if state > sum(budgets) or not exact_in_time(question):
         return
     asked = question.options.recompute
@@ -188,14 +187,14 @@ def plan_on_the_way(
     """
     make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, **asked)
     try:
-        found = make()
+        result = make()
     except InfeasibleError:
         if known.checked()():
             raise
-        found = make()
-    made = found.plan
+        result = make()
+    made = result.plan
     used = (made.measured(stage).microbatch_size for stage in range(len(made.stages)))
     as_traced = known.checked(used if attempt(0, made).fits else None)
-    (others,) = beside(found.others, forks=runs_dry)
+    (others,) = beside(result.others, forks=runs_dry)
 
     return Proposal(made, lambda: Answer(made, others) if as_traced() else make())

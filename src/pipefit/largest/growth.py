@@ -13,19 +13,81 @@ from functools import partial
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.fake_cuda.chain import Chains
 from pipefit.largest.attempts import Look, Proposal, attempt, plan_on_the_way, sizes_asked, soon_planned
-from pipefit.largest.depths import Depths
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner import ON_GRIDS, Answer, Asked, Means, Options, Question, check_planner
-from pipefit.planner.degrees import check_degrees
 from pipefit.planner.open_choices import Numbers, check_first
-from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiler.repetition import Repeated
+from pipefit.planner.problem import check_degrees
+from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated, same_costs
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.fit import Sense, named_value
+from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 from pipefit.units import format_bytes
+
+# ---- Profiles of a model at rising values of a setting that may say how many equal blocks it has.
+#
+# Every value is traced until two of them have shown different numbers of layers. Then three small neighbours
+# are, and profiles of larger values are written from these (`pipefit.profiler.on_demand`), as long as that
+# says what traces say.
+
+_FIRST = 1  # of the three neighbours: a single block is both the first and the last
+
+
+class Depths:
+    """The profiles of the `values` of a setting, each of which `trace` makes; some are written instead. `trace_at`
+    traces a value for microbatches of some sizes alone.
+    """
+
+    def __init__(
+        self, values: range, trace: Callable[[int], OnDemand], trace_at: Callable[[int, Sequence[int]], OnDemand]
+    ) -> None:
+        self._values, self._trace, self._trace_at = values, trace, trace_at
+        self._writes = len(values) > _FIRST + 3
+        self._layers = set[int]()  # how many layers values have that were traced
+        self._neighbours: tuple[OnDemand, ...] = ()
+
+    def profiles(self, value: int) -> OnDemand | Repeated:
+        """The profiles of a value, traced or written.
+
+        Raises:
+            UsageError: the model refuses the value.
+        """
+        place = self._values.index(value)
+        self._trace_at(value, ())  # settings that the model refuses are refused
+        if self._writes and place >= _FIRST + 3 and len(self._layers) > 1:
+            with suppress(UsageError, NotRepeated):
+                self._neighbours = self._neighbours or tuple(map(self._trace, self._values[_FIRST : _FIRST + 3]))
+                written = Repeated(self._neighbours, place - _FIRST)
+                written(min(written.sizes, default=1))
+                return written
+            self.trace_all()
+        traced = self._trace(value)
+        self._layers.add(len(traced(min(traced.sizes, default=1)).layers))
+        return traced
+
+    def trace_all(self) -> None:
+        """Write no profile from now on."""
+        self._writes, self._neighbours = False, ()
+
+    def as_traced(self, value: int, plan: Plan) -> tuple[Plan, Chains] | None:
+        """The plan of a value with its traced profile in place of a written one, and the chains of the trace; None
+        where the two profiles differ.
+        """
+        made = plan.profile
+        try:
+            known = self._trace_at(value, sorted({measured.microbatch_size for measured in made.measurements}))
+            every = [known(m.microbatch_size, (m.tensor,), sequences=m.sequences) for m in made.measurements]
+        except UsageError:
+            return None
+        measurements = tuple(
+            one.at(*m.way[:2], sequences=m.sequences) for one, m in zip(every, made.measurements, strict=True)
+        )
+        profile = replace(every[0], measurements=measurements, kernels=made.kernels)
+        return (replace(plan, profile=profile), known.chains) if same_costs(profile, made) else None
+
 
 _EACH = 4  # samples, or microbatches, per device
 _EFFORT = 0.1  # share of its budget that a simulating planner has per value
@@ -153,13 +215,13 @@ class Demand:
         make = partial(plan_on_the_way, known, within, **asked)
         chooses = self.planner in ON_GRIDS
         ranks = self.tensor or 1
-        found = _divided(make, ranks, along=chooses and ranks > 1)
-        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, found.plan).fits:
+        result = _divided(make, ranks, along=chooses and ranks > 1)
+        while chooses and self.tensor is None and 2 * ranks <= len(within.devices) and not attempt(0, result.plan).fits:
             ranks *= 2
             with suppress(UsageError):  # this many ranks cannot divide the layers
                 divided = _divided(make, ranks, along=True)
-                found = divided if attempt(0, divided.plan).fits else found
-        return found
+                result = divided if attempt(0, divided.plan).fits else result
+        return result
 
 
 def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answer:
@@ -327,7 +389,7 @@ def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
     """Return the cluster with `nbytes` on every device."""
     if _is_named(cluster):
         return Cluster.emulated((len(cluster.devices), nbytes))
-    return replace(cluster, devices=tuple(replace(one, memory_bytes=nbytes) for one in cluster.devices))
+    return replace(cluster, devices=tuple(replace(device, memory_bytes=nbytes) for device in cluster.devices))
 
 
 def _is_named(cluster: Cluster) -> bool:
@@ -349,7 +411,14 @@ def _links(cluster: Cluster, numbers: Sequence[int]) -> tuple[Link, ...]:
     have = len(cluster.devices)
     new = {Member.device(number): Member.device(place) for place, number in enumerate(numbers[:have])}
     among = (
-        (link, tuple(new.get(one, one) for one in link.members if one in new or one.kind is not MemberKind.DEVICE))
+        (
+            link,
+            tuple(
+                new.get(member, member)
+                for member in link.members
+                if member in new or member.kind is not MemberKind.DEVICE
+            ),
+        )
         for link in cluster.links
     )
     kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)

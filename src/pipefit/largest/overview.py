@@ -118,7 +118,7 @@ def _looked_at(
     own = precision_of(model, chain)
     (others,) = profiled_beside(kernels, lambda: tuple(_others(model, own, look, kernels, threads)))
     reaches = tuple(look.reach(count) for count in look.counts)
-    found = Overview(
+    result = Overview(
         cluster=cluster,
         sizes=look.seen,
         reaches=reaches,
@@ -127,9 +127,9 @@ def _looked_at(
         filled={},
         loss_bytes=_loss_bytes(look.profiles(1)),
     )
-    if not found.fits:
-        found = replace(found, impossible=impossible(look.profiles(1), cluster))
-    return replace(found, filled=_filled(found.limiting))
+    if not result.fits:
+        result = replace(result, impossible=impossible(look.profiles(1), cluster))
+    return replace(result, filled=_filled(result.limiting))
 
 
 def _silent(done: int, total: int, what: str) -> None:
@@ -225,15 +225,15 @@ class _Look:
         """
         one = self.at(devices, 1, "kept")
         start = max(least, self._place(one.budget_bytes // one.need_bytes))
-        found = [self.at(devices, size, how) for size in self.sizes[start : start + 1]]
-        if found and not found[0].fits:
+        result = [self.at(devices, size, how) for size in self.sizes[start : start + 1]]
+        if result and not result[0].fits:
             smaller = (self.at(devices, size, how) for size in reversed(self.sizes[least:start]))
             return next((one for one in smaller if one.fits), None)
         for size in self.sizes[start + 1 :]:
-            found.append(self.at(devices, size, how))
-            if not found[-1].fits:
+            result.append(self.at(devices, size, how))
+            if not result[-1].fits:
                 break
-        return next((one for one in reversed(found) if one.fits), None)
+        return next((one for one in reversed(result) if one.fits), None)
 
     def _place(self, size: int) -> int:
         """Return the index of the largest size up to `size`, 0 if there is none."""
@@ -248,21 +248,21 @@ class _Look:
         if question is None:
             return
         budget, simulations, fits = min(self.cluster.budgets), Simulations(question), False
-        for one in sorted(common_plans(question), key=lambda one: bool(one.moves)):
-            if fits and one.moves:
+        for common_plan in sorted(common_plans(question), key=lambda one: bool(one.moves)):
+            if fits and common_plan.moves:
                 return
-            self.say(0, 0, f"{counted(len(self.cluster.devices), 'device')}, {one.way}")
-            need, rate = simulations.least_bytes(one.split, one.recompute), None
-            is_bound = not one.moves and need > budget
+            self.say(0, 0, f"{counted(len(self.cluster.devices), 'device')}, {common_plan.way}")
+            need, rate = simulations.least_bytes(common_plan.split, common_plan.recompute), None
+            is_bound = not common_plan.moves and need > budget
             if not is_bound:
                 with suppress(UsageError):
-                    made = simulations.of(one.split, one.decisions)
+                    made = simulations.of(common_plan.split, common_plan.decisions)
                     need = max(made.peak_bytes)
                     rate = question.training.batch_size / made.step_seconds[-1] if made.fits else None
             fits = fits or rate is not None
             yield Replicated(
-                way=one.way,
-                recompute=one.recompute == "always",
+                way=common_plan.way,
+                recompute=common_plan.recompute == "always",
                 need_bytes=int(need),
                 is_bound=is_bound,
                 samples_per_second=rate,

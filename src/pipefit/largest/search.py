@@ -18,8 +18,7 @@ from pipefit.largest.attempts import Look, attempt, likely
 from pipefit.largest.growth import Growth
 from pipefit.planner import Answer
 from pipefit.processes import uncollected
-from pipefit.profiler.on_demand import OnDemand
-from pipefit.profiler.repetition import NotRepeated, Repeated
+from pipefit.profiler.on_demand import NotRepeated, OnDemand, Repeated
 from pipefit.runtime import certify as dry_run
 from pipefit.schema.fit import Attempt, Fit
 from pipefit.schema.plan import Plan
@@ -138,18 +137,18 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
         UsageError: every value is refused; has the first refusal. Or no plan satisfies the demand.
     """
     search = _Search(growth, progress)
-    found = search.edge()
+    result = search.edge()
     while True:
-        search.settle(found.fits)
-        tried = [value for value in (found.fits, found.beyond) if value is not None]
+        search.settle(result.fits)
+        tried = [value for value in (result.fits, result.beyond) if value is not None]
         if not all(map(search.as_traced, tried if certify else tried[:1])):
-            found = search.again()
+            result = search.again()
             continue
         new = [value for value in tried if certify and search.known[value].certified_bytes is None]
         contradicted = list(map(search.certify, new))
         if not any(contradicted):
-            return _answer(growth, search, found)
-        found = search.edge_of_all()
+            return _answer(growth, search, result)
+        result = search.edge_of_all()
 
 
 class _Neighbours(NamedTuple):
@@ -190,8 +189,8 @@ class _Search:
         """The neighbours by traces of every value, where one of a written profile says something else."""
         assert self.growth.depths is not None
         self.growth.depths.trace_all()
-        for found in (self.known, self.soon, self.made, self.written, self.chains):
-            found.clear()
+        for result in (self.known, self.soon, self.made, self.written, self.chains):
+            result.clear()
         self.fitting = None
         return self.edge()
 
@@ -212,10 +211,10 @@ class _Search:
         """The plan of a value with the profile of a trace; None where that is another one."""
         assert self.growth.depths is not None
         self._say("tracing", value)
-        found = self.growth.depths.as_traced(value, plan)
-        if found is None:
+        result = self.growth.depths.as_traced(value, plan)
+        if result is None:
             return None
-        plan, self.chains[value] = found
+        plan, self.chains[value] = result
         return plan
 
     def edge_of_all(self) -> _Neighbours:
@@ -245,18 +244,18 @@ class _Search:
         """Return the attempt, with a plan that has its alternatives."""
         self._say("alternatives to", value)
         if self.fitting is None or self.fitting[0] != value:  # a dry run did not fit although its plan did
-            found = self.growth.plan(self._known_profiles(value), value)
-            plan = self._traced(value, found.plan) if value in self.chains else found.plan
+            result = self.growth.plan(self._known_profiles(value), value)
+            plan = self._traced(value, result.plan) if value in self.chains else result.plan
             soon = Answer(self.known[value].plan)
             fits = plan is not None and attempt(value, plan).fits
-            self.fitting = value, found._replace(plan=plan) if plan is not None and fits else soon
+            self.fitting = value, result._replace(plan=plan) if plan is not None and fits else soon
         return replace(self.known[value], plan=self.fitting[1].complete())
 
     @property
     def tried(self) -> tuple[Attempt, ...]:
         """The attempts of all values that were tried, rising."""
         soon = {value: look.fitting for value, look in self.soon.items() if look.fitting is not None}
-        return tuple(found for _, found in sorted({**soon, **self.known}.items()))
+        return tuple(result for _, result in sorted({**soon, **self.known}.items()))
 
     def _likely(self, value: int) -> int:
         """The largest value that is likely to fit, by what was looked at; `value` does."""
@@ -284,9 +283,9 @@ class _Search:
         """Plan a value in a full search, unless it is refused."""
         profiles = self._profiles(value, "planning")
         if profiles is not None:
-            found = self._of_profiles(self.growth.plan, profiles, value)
-            self.known[value] = attempt(value, found.plan)
-            self.fitting = (value, found) if self.known[value].fits else self.fitting
+            result = self._of_profiles(self.growth.plan, profiles, value)
+            self.known[value] = attempt(value, result.plan)
+            self.fitting = (value, result) if self.known[value].fits else self.fitting
 
     def _of_profiles(
         self, make: Callable[[OnDemand | Repeated, int], T], profiles: OnDemand | Repeated, value: int
@@ -305,13 +304,13 @@ class _Search:
         """Return the profiles of a value; None if it is refused."""
         self._say("tracing", value)
         try:
-            found = self._known_profiles(value)
+            result = self._known_profiles(value)
         except UsageError as refusal:
             self.refused[value] = str(refusal)
             return None
-        found.report_to(lambda done, total, step: self._say(what, value, step))
+        result.report_to(lambda done, total, step: self._say(what, value, step))
         self._say(what, value)
-        return found
+        return result
 
     def _known_profiles(self, value: int) -> OnDemand | Repeated:
         """Return the profiles of a value, cached for the last two values, because neighbours are tried more
@@ -320,11 +319,11 @@ class _Search:
         Raises:
             UsageError: the value is refused.
         """
-        found = self.made.pop(value, None) or self.growth.profiles(value)
-        if isinstance(found, Repeated) and value not in self.chains:
+        result = self.made.pop(value, None) or self.growth.profiles(value)
+        if isinstance(result, Repeated) and value not in self.chains:
             self.written.add(value)
-        self.made = dict([*self.made.items(), (value, found)][-2:])
-        return found
+        self.made = dict([*self.made.items(), (value, result)][-2:])
+        return result
 
     def _say(self, what: str, value: int, step: str = "") -> None:
         """Report the current activity with a value, and the best value known to fit."""

@@ -267,7 +267,7 @@ def _plan_of_task(
     means = asked.get("means", Means())
     fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
     fewer.append(replace(fewer[-1], host=False, peers=False))
-    tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
+    tried = [partial(make, means=fromkey) for fromkey in dict.fromkeys(fewer) if fromkey != means]
     return plan_reserving(model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried)
 
 

@@ -91,7 +91,7 @@ def version_moves(timeline: Timeline, decisions: Sequence[Decision], stage: Stag
 def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
     """Return the versions of a stage's weights that forwards use, in order."""
     newest = current = _Version()
-    found = [current]
+    result = [current]
     for position, action in enumerate(timeline.actions):
         begins = action.layers is None or action.layers[0] == stage.start
         if action.kind in FORWARDS and begins and action.microbatch is not None:
@@ -101,9 +101,9 @@ def _versions(timeline: Timeline, stage: Stage) -> list[_Version]:
         elif action.kind is Kind.STASH:
             if newest is current:
                 newest = _Version()
-                found.append(newest)
+                result.append(newest)
             current.copied.append(position)
-    return found
+    return result
 
 
 def _gaps(timeline: Timeline, state: State, version: _Version) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -129,9 +129,9 @@ def _uses(timeline: Timeline, state: State, microbatch: int, since: int) -> Iter
     """Yield the uses of the layers by a microbatch after a position: its forward, and all later passes."""
     for kinds in (FORWARDS, _AGAIN):
         passes = ((number, timeline.actions[number]) for number in _computes(timeline, microbatch) if number > since)
-        found = tuple(number for number, action in passes if action.kind in kinds and _touches(action, state))
-        if found:
-            yield _Use(found, microbatch, kinds is FORWARDS)
+        result = tuple(number for number, action in passes if action.kind in kinds and _touches(action, state))
+        if result:
+            yield _Use(result, microbatch, kinds is FORWARDS)
 
 
 def _computes(timeline: Timeline, microbatch: int) -> list[int]:

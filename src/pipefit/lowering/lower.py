@@ -97,8 +97,8 @@ def rank_programs(
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
-        found = (_endless(plan, count, entered, ranks, devices=devices) for entered in _entered(plan)[:steps])
-        return tuple(_unchecked(plan, count, *step, endless=True) for step in found)
+        result = (_endless(plan, count, entered, ranks, devices=devices) for entered in _entered(plan)[:steps])
+        return tuple(_unchecked(plan, count, *step, endless=True) for step in result)
     return (_unchecked(plan, count, *_synchronous(plan, count, ranks, devices=devices), endless=False),)
 
 
@@ -188,8 +188,8 @@ def lower(
                 "several batches; use larger batches, or schedule 1f1b"
             )
         own = (*smaller, *_last_one(count, last))
-        found = _endless(plan, count, entered, range(len(plan.ranks)), steps, smaller=own)
-        return _program(plan, count, *found, endless=True)
+        result = _endless(plan, count, entered, range(len(plan.ranks)), steps, smaller=own)
+        return _program(plan, count, *result, endless=True)
     return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), last=last, update=update))
 
 
@@ -201,8 +201,8 @@ def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: 
     Raises:
         UsageError: as `lower`.
     """
-    found = _endless(plan, 0, entered, range(len(plan.ranks)), steps, smaller=smaller)
-    return _program(plan, 0, *found, endless=True)
+    result = _endless(plan, 0, entered, range(len(plan.ranks)), steps, smaller=smaller)
+    return _program(plan, 0, *result, endless=True)
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
@@ -333,8 +333,8 @@ def _program(
     plan: Plan, microbatches: int, of_devices: _OfDevices, bundles: Bundles, *, endless: bool = False
 ) -> Program:
     """Return the checked program of all devices."""
-    found = _unchecked(plan, microbatches, of_devices, bundles, endless=endless)
-    return Program(**{field.name: getattr(found, field.name) for field in fields(found)})
+    result = _unchecked(plan, microbatches, of_devices, bundles, endless=endless)
+    return Program(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def _unchecked(

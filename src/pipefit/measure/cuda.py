@@ -79,9 +79,9 @@ class Stopwatch:
             return []
         marks[-1].synchronize()
         known, seconds = self._known
-        found = [seconds + known.elapsed_time(mark) * _MILLISECOND for mark in marks]
-        self._known = marks[-1], found[-1]
-        return found
+        result = [seconds + known.elapsed_time(mark) * _MILLISECOND for mark in marks]
+        self._known = marks[-1], result[-1]
+        return result
 
     def has_come_to(self, mark: Mark) -> bool:
         """Return whether the GPU has passed a mark."""

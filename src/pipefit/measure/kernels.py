@@ -29,7 +29,7 @@ from pipefit.errors import PipefitWarning
 from pipefit.measure.machine import Machine, flags, this_machine, threads_of
 from pipefit.schema.file_access import NO_LINK, replace_file
 from pipefit.schema.json_text import adapter
-from pipefit.schema.kernels import Kernel, KernelMemory, Layout
+from pipefit.schema.layer_costs import Kernel, KernelMemory, Layout
 from pipefit.texts import dtype_name
 from pipefit.torch_internals import below_autograd, legacy_profiler, negative_view, pytree
 from pipefit.torch_internals.fake_tensors import FakeTensor
@@ -394,12 +394,12 @@ T = TypeVar("T")
 
 def apart(call: Callable[[], T]) -> T:
     """Return the result of `call`, or raise its exception, from a separate thread."""
-    found: list[T] = []
+    result: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            result.append(call())
         except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
             raised.append(error)
 
@@ -408,7 +408,7 @@ def apart(call: Callable[[], T]) -> T:
     thread.join()
     if raised:
         raise raised.pop()  # pop: its frames must not keep it alive
-    return found.pop()
+    return result.pop()
 
 
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
@@ -462,10 +462,10 @@ def measured(
     recipe = Recipe(args, kwargs, torch.is_grad_enabled())
     if why := _too_much(_size(args, kwargs, out), _flops(func, args, kwargs, out), threads):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
-    found = apart(partial(_run, func, recipe, threads))
-    if isinstance(found, str):
-        return Kernel(operation=operation, peak_bytes=None, reason=found)
-    peak, results = found
+    result = apart(partial(_run, func, recipe, threads))
+    if isinstance(result, str):
+        return Kernel(operation=operation, peak_bytes=None, reason=result)
+    peak, results = result
     return Kernel(operation=operation, peak_bytes=peak, results=results)
 
 
@@ -498,11 +498,11 @@ def _run(func: Any, recipe: Recipe, threads: int) -> Taken | str:
     """
     with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
         try:
-            found = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
+            result = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
         except Exception as error:  # noqa: BLE001 - whatever torch raises for synthetic data
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             return f"it cannot be run on made-up data ({said})"
-        return found.pop() if len(found) == 1 else _BY_VALUE
+        return result.pop() if len(result) == 1 else _BY_VALUE
 
 
 def _once(func: Any, recipe: Recipe, mask: bool) -> Taken:

@@ -59,14 +59,14 @@ def this_machine(threads: int) -> Machine:
 
 def flags() -> str:
     """Return settings that kernels depend on, as a prefix of an operation's text; empty by default."""
-    found = []
+    result = []
     if torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic:
-        found.append("deterministic")
+        result.append("deterministic")
     if not torch.backends.mkldnn.enabled:
-        found.append("without oneDNN")
+        result.append("without oneDNN")
     if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found.append(f"{precision} precision")
-    return "".join(f"{flag}: " for flag in found)
+        result.append(f"{precision} precision")
+    return "".join(f"{flag}: " for flag in result)
 
 
 @cache

@@ -46,12 +46,12 @@ def sums(plan: Plan) -> tuple[tuple[int, ...], ...]:
     grids = [stage.grid for stage in plan.stages]
     replicated = [(grid,) for grid in grids if grid.data > 1]
     shared = [tuple(grids[stage] for stage in stages) for stages in plan.summed.values()]
-    found = [
+    result = [
         tuple(device for grid in together for device in grid.holding(shard))
         for together in (*replicated, *shared)
         for shard in range(together[0].tensor)
     ]
-    return tuple(dict.fromkeys([*found, *[plan.workers] * plan.training.agrees]))
+    return tuple(dict.fromkeys([*result, *[plan.workers] * plan.training.agrees]))
 
 
 def tensor_groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -240,17 +240,17 @@ def pinned_sizes(slot_bytes: int, slots: int) -> tuple[int, ...]:
 
 def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
     """Return the bytes that every member of the cluster reserves for arenas."""
-    found: Room = defaultdict(Counter)
+    result: Room = defaultdict(Counter)
     on_gpus = plan.cluster.backend == "cuda"
     for arena in lent:
         pinned = on_gpus and arena.lender.kind is MemberKind.HOST
         nbytes = sum(pinned_sizes(arena.slot_bytes, arena.slots)) if pinned else arena.nbytes
-        found[arena.lender][arena.borrower] += nbytes
+        result[arena.lender][arena.borrower] += nbytes
     for borrower in {arena.borrower for arena in lent}:
         if buffer := buffer_bytes(lent, borrower):
             nbytes = sum(pinned_sizes(buffer, 1)) if on_gpus else buffer
-            found[Member.host(plan.cluster.devices[borrower].host)][borrower] += DISK_BUFFERS * nbytes
-    return found
+            result[Member.host(plan.cluster.devices[borrower].host)][borrower] += DISK_BUFFERS * nbytes
+    return result
 
 
 def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
@@ -270,8 +270,8 @@ def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
     Raises:
         OutOfMemory: a member lacks memory; says how much, and for which devices.
     """
-    if found := shortage(plan, lent):
-        raise OutOfMemory(f"{found}; move fewer tensors there, or those of fewer microbatches")
+    if result := shortage(plan, lent):
+        raise OutOfMemory(f"{result}; move fewer tensors there, or those of fewer microbatches")
 
 
 def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
@@ -292,7 +292,7 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
     A checkpoint is written from a copy of all saved tensors in host memory. The first replica stores what all
     replicas have, and each replica stores what it owns; a shared parameter is stored once.
     """
-    measurement, found = plan.measurement, Counter[Member]()
+    measurement, result = plan.measurement, Counter[Member]()
     costs = measurement.costs
     repeated = Counter[int]()  # bytes of parameters that an earlier layer stores
     repeated_state = Counter[int]()
@@ -309,8 +309,8 @@ def snapshot_bytes(plan: Plan) -> Counter[Member]:
             stores = owner if share is not None and share.divides_parameters else first
             kept = cost.parameter_bytes - repeated[layer] + cost.buffer_bytes + cost.constant_bytes
             for device, nbytes in ((stores, kept), (owner, cost.state_bytes - repeated_state[layer])):
-                found[Member.host(plan.cluster.devices[device].host)] += nbytes
-    return found
+                result[Member.host(plan.cluster.devices[device].host)] += nbytes
+    return result
 
 
 def snapshot_shortage(plan: Plan, lent: Sequence[Arena]) -> str:

@@ -76,8 +76,8 @@ class Transition:
 
         `gradients` is the change in bytes of parameter gradients, `boundary` that of value gradients.
         """
-        found = self.working.after(**fields)
-        return found, self.working.effect(found, gradients=gradients, boundary=boundary)
+        result = self.working.after(**fields)
+        return result, self.working.effect(result, gradients=gradients, boundary=boundary)
 
     def once(self) -> frozenset[Done]:
         """Return the residency's `done` including this action.
@@ -169,10 +169,10 @@ def offloaded(transition: Transition) -> Answer:
 def reload(transition: Transition) -> Answer:
     """Start a reload, into memory that is allocated now."""
     for _, instance in _subjects(transition):
-        found = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
-        if found != Away(Whereabouts.AWAY, transition.action.place):
-            where = "" if found.place is None else f" (@{found.place})"
-            transition.refuse(f"brings back a storage that is {found.state}{where}")
+        result = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
+        if result != Away(Whereabouts.AWAY, transition.action.place):
+            where = "" if result.place is None else f" (@{result.place})"
+            transition.refuse(f"brings back a storage that is {result.state}{where}")
         transition.working.away[instance] = Away(Whereabouts.RETURNING, transition.action.place)
     return transition.left()
 
@@ -193,7 +193,7 @@ def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
     """
     if transition.action.place is None:
         transition.refuse("does not say where: write @host, @device3 or, in shares, @device3*2+device4*1")
-    found: dict[int, Subject] = {}
+    result: dict[int, Subject] = {}
     for subject in transition.moved:
         if not isinstance(subject.what, int):
             transition.refuse("moves something else: only saved tensors move, such as [5.3]")
@@ -201,10 +201,10 @@ def _subjects(transition: Transition) -> list[tuple[Subject, int]]:
             number = transition.storages.storage(subject)
         except UsageError:
             transition.refuse(f"names a tensor that stage {transition.action.stage} does not keep")
-        if number in found:
-            transition.refuse(f"moves one storage by two names, {found[number]} and {subject}")
-        found[number] = subject
-    return [(subject, _instance(transition, number, subject)) for number, subject in found.items()]
+        if number in result:
+            transition.refuse(f"moves one storage by two names, {result[number]} and {subject}")
+        result[number] = subject
+    return [(subject, _instance(transition, number, subject)) for number, subject in result.items()]
 
 
 def _instance(transition: Transition, number: int, subject: Subject) -> int:
@@ -255,8 +255,8 @@ class Flights:
         key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
         if answer is None:
-            found, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))
-            answer = residency.known[key] = self._interned(found), changed
+            result, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))
+            answer = residency.known[key] = self._interned(result), changed
         return answer
 
     def is_over(self, residency: Residency) -> bool:
@@ -433,12 +433,12 @@ def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:
     Raises:
         UsageError: no such piece, because forwards were cut at other layers.
     """
-    found = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
-    if not found:
+    result = [(n, p) for n, p in enumerate(transition.residency.pieces) if (p.first, p.end) == (first, end)]
+    if not result:
         transition.refuse(
             "belongs to no forward of just these layers: cut forwards, recomputations and backwards alike"
         )
-    return found[0]
+    return result[0]
 
 
 # ---- Backward

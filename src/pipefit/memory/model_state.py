@@ -168,11 +168,11 @@ def owners(storages: StageStorages, grid: Grid) -> tuple[int, ...]:
     together = Counter[int]()  # bytes, by the first of the layers that share a parameter
     for layer, nbytes in enumerate(sizes):
         together[first[layer]] += nbytes
-    found, owned = dict[int, int](), [0] * grid.data
+    result, owned = dict[int, int](), [0] * grid.data
     for layer in sorted(together, key=lambda layer: (-together[layer], layer)):
-        found[layer] = min(range(grid.data), key=lambda replica: (owned[replica], replica))
-        owned[found[layer]] += together[layer]
-    return tuple(found[layer] for layer in first)
+        result[layer] = min(range(grid.data), key=lambda replica: (owned[replica], replica))
+        owned[result[layer]] += together[layer]
+    return tuple(result[layer] for layer in first)
 
 
 def _first_users(storages: StageStorages) -> list[int]:
@@ -186,7 +186,7 @@ def _first_users(storages: StageStorages) -> list[int]:
 
 def _sizes(storages: StageStorages, divided: frozenset[str]) -> list[int]:
     """Return the divided bytes of every layer; those of a shared parameter belong to the stage's first user."""
-    found = [
+    result = [
         cost.state_bytes
         + cost.gradient_bytes * ("gradients" in divided)
         + cost.parameter_bytes * ("parameters" in divided)
@@ -194,12 +194,12 @@ def _sizes(storages: StageStorages, divided: frozenset[str]) -> list[int]:
     ]
     for again in storages.repetitions:
         shared = again.shared
-        found[again.later] -= (
+        result[again.later] -= (
             shared.state_bytes
             + shared.gradient_bytes * ("gradients" in divided)
             + shared.nbytes * ("parameters" in divided)
         )
-    return found
+    return result
 
 
 # ---- Bytes of a stage's state
@@ -267,12 +267,12 @@ class StageRest:
     @cached_property
     def _unsharded_bytes(self) -> list[int]:
         """The `unsharded_bytes` of every layer of the stage."""
-        found = list(map(self.storages.copy_bytes, range(self.storages.start, self.storages.stop)))
+        result = list(map(self.storages.copy_bytes, range(self.storages.start, self.storages.stop)))
         for position, layer in enumerate(range(self.storages.start, self.storages.stop)):
             if self.share is not None and not self.share.keeps("parameters", layer):
                 cast_only, _ = self.storages.cast_only_bytes(layer)
-                found[position] += self.whole_bytes_of("parameters", layer, layer + 1) - cast_only
-        return found
+                result[position] += self.whole_bytes_of("parameters", layer, layer + 1) - cast_only
+        return result
 
     @property
     def loss_bytes(self) -> int:
@@ -348,15 +348,17 @@ class StageRest:
     def exchanged_tensors(self, layer: int, *, gathered: bool) -> int:
         """Return the number of a layer's gradients to reduce, or of its parameters to gather (`gathered`)."""
         every = gathered and self.divides_parameters
-        return sum(every or one.trainable for one in self.storages.costs[layer - self.storages.start].parameters)
+        return sum(
+            every or parameter.trainable for parameter in self.storages.costs[layer - self.storages.start].parameters
+        )
 
     @cached_property
     def _trained_bytes(self) -> list[int]:
         """Bytes of the trained parameters of every position; those of a shared one belong to its first user."""
-        found = [cost.trained_bytes for cost in self.storages.costs]
+        result = [cost.trained_bytes for cost in self.storages.costs]
         for again in self.storages.repetitions:
-            found[again.later] -= again.shared.nbytes if again.shared.gradient_bytes else 0
-        return found
+            result[again.later] -= again.shared.nbytes if again.shared.gradient_bytes else 0
+        return result
 
     def state_bytes_of(self, subject: Subject) -> int:
         """Return the bytes of one layer's state, named as in actions.
@@ -386,11 +388,11 @@ class StageRest:
 
     def update(self, start: int, stop: int, *, first: bool) -> Effect:
         """Return the effect of a STEP of layers `start` to `stop - 1`, their first one or a later one."""
-        found = self._updates.get((start, stop, first))
-        if found is None:
+        result = self._updates.get((start, stop, first))
+        if result is None:
             make = self._first_update if first else self._later_update
-            found = self._updates[start, stop, first] = make(start, stop)
-        return found
+            result = self._updates[start, stop, first] = make(start, stop)
+        return result
 
     def _first_update(self, start: int, stop: int) -> Effect:
         """Return the effect of the first STEP, which creates the optimizer state layer by layer."""

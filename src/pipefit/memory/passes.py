@@ -107,10 +107,10 @@ class Working:
 
         Copies of buffers count for the first position of their run.
         """
-        found = Counter[int]()
+        result = Counter[int]()
         for maker, _, nbytes in self.kept():
-            found[maker] += nbytes
-        return found
+            result[maker] += nbytes
+        return result
 
     def kept(self) -> Iterator[tuple[int, int, int]]:
         """Yield the activations on the device: position, storage and bytes.

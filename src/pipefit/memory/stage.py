@@ -49,10 +49,10 @@ class StageCost:
     def seconds(self, action: Action) -> float:
         """Return the seconds of a compute action."""
         first, end = action.layers or (self.start, self.stop)
-        found = self._seconds.get((action.kind, first, end))
-        if found is None:
-            found = self._seconds[action.kind, first, end] = self._sum(action.kind, first, end)
-        return found
+        result = self._seconds.get((action.kind, first, end))
+        if result is None:
+            result = self._seconds[action.kind, first, end] = self._sum(action.kind, first, end)
+        return result
 
     def _sum(self, kind: Kind, first: int, end: int) -> float:
         """Return the seconds of layers `first` to `end - 1`, and of the loss after the model's last layer."""
@@ -101,10 +101,10 @@ class StageCost:
         """
         if self.share is None or isinstance(action.subject, Subject):
             return None
-        found, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
+        result, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
         for position, nbytes in enumerate(self._collected_bytes(action), start=first):
-            found[self.share.owners[position]] += nbytes
-        return found
+            result[self.share.owners[position]] += nbytes
+        return result
 
     def _collected_bytes(self, action: Action) -> list[int]:
         """Return the bytes of every layer in a collective of its stage."""
@@ -122,12 +122,12 @@ class StageCost:
     @cached_property
     def _summed_bytes(self) -> Counter[int]:
         """Gradient bytes, by layer, of parameters that layers of other stages share."""
-        found = Counter[int]()
+        result = Counter[int]()
         for shared in self.storages.measurement.shared:
             users = [user for user in shared.users if self.start <= user < self.stop]
             if users and len(users) < len(shared.users):
-                found[users[0]] += shared.gradient_bytes
-        return found
+                result[users[0]] += shared.gradient_bytes
+        return result
 
 
 Way = tuple[int, int, bool]  # of a measurement: samples, ranks, and whether these divide positions too
@@ -218,11 +218,13 @@ class Costs:
 
     def _seconds(self, kind: DeviceKind, degree: Way, group: Group | None) -> tuple[Seconds, ...]:
         """Return the seconds of all layers in one measurement, on a device of `kind`."""
-        found = self._times.get((degree, kind.key, group))
-        if found is None:
+        result = self._times.get((degree, kind.key, group))
+        if result is None:
             measurement = self._measurements[degree]
-            found = self._times[degree, kind.key, group] = layer_seconds(measurement, kind, self._training.dtype, group)
-        return found
+            result = self._times[degree, kind.key, group] = layer_seconds(
+                measurement, kind, self._training.dtype, group
+            )
+        return result
 
 
 class WholeStage:

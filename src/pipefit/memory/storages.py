@@ -171,22 +171,22 @@ class StageStorages:
     def makers(self) -> dict[int, int]:
         """The position whose layer made each storage that the stage saves, returns or copies."""
         given = {*self.target_storages, *self.input_storages}
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for position, layer in enumerate(self.layers):
             for storage in (*layer.saves, *layer.outputs, *self.copies[position]):
                 if storage not in given:
-                    found.setdefault(storage, position)
-        return found
+                    result.setdefault(storage, position)
+        return result
 
     @cached_property
     def saved_as(self) -> dict[int, SavedTensor]:
         """The first saved tensor in each storage that a layer of the stage saves."""
-        found: dict[int, SavedTensor] = {}
+        result: dict[int, SavedTensor] = {}
         for cost, places in zip(self.costs, self._saved_places, strict=True):
             for tensor in cost.saved:
                 if tensor.origin in places:
-                    found.setdefault(places[tensor.origin], tensor)
-        return found
+                    result.setdefault(places[tensor.origin], tensor)
+        return result
 
     @property
     def samples(self) -> int:
@@ -259,13 +259,13 @@ class StageStorages:
                 one that hooks do not
             see, or a tensor of the loss.
         """
-        found = self._named.get(subject)
-        if found is None:
+        result = self._named.get(subject)
+        if result is None:
             raise UsageError(
                 f"saved tensor {subject} cannot be moved: in {layers_text(self.start, self.stop)} no such tensor is "
                 "kept, or one that autograd's hooks do not see, or values decide whether it is kept"
             )
-        return found
+        return result
 
     def nbytes(self, subject: Subject) -> int:
         """Return the bytes that move with a saved tensor, or with a version of a layer's weights.
@@ -299,7 +299,7 @@ class StageStorages:
         Only parameters that the whole stage reads through copies count. A shared one belongs to the first
         layer that uses it.
         """
-        own = [one for one in self.costs[layer - self.start].parameters if one.cast_only]
+        own = [parameter for parameter in self.costs[layer - self.start].parameters if parameter.cast_only]
         whole, copies = sum(one.nbytes for one in own), sum(one.copy_bytes for one in own)
         for shared in self.measurement.shared:
             users = [user for user in shared.users if self.start <= user < self.stop]
@@ -333,14 +333,14 @@ class StageStorages:
 
     @cached_property
     def _named(self) -> dict[Subject, int]:
-        found: dict[Subject, int] = {}
+        result: dict[Subject, int] = {}
         fixed = frozenset[int]().union(*(layer.lasts for layer in self.layers))  # autograd does not hold these
         for position, layer in enumerate(self.layers[: self.stop - self.start]):
             places = self._saved_places[position]
             for tensor in layer.cost.saved:
                 if tensor.origin in places and places[tensor.origin] not in fixed and not tensor.hidden:
-                    found[Subject(self.start + position, tensor.index)] = places[tensor.origin]
-        return found
+                    result[Subject(self.start + position, tensor.index)] = places[tensor.origin]
+        return result
 
     # ---------------------------------------------------------------- gradients
 
@@ -371,11 +371,11 @@ class StageStorages:
 
     @cached_property
     def _gradient_bytes(self) -> list[int]:
-        found = [
+        result = [
             sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
             for boundary in range(self.count + 1)
         ]
-        return found if self.start else [0, *found[1:]]
+        return result if self.start else [0, *result[1:]]
 
     def arrived_gradients(self, boundary: int) -> int:
         """Return the bytes of gradients at a boundary before the backward of the previous position.
@@ -554,13 +554,13 @@ class Held:
 
     def after(self, now: dict[int, int], touched: Iterable[int]) -> Held:
         """Return the instances held `now`, which differ at most in the `touched` ones."""
-        found, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
-        found._count, found._since, found._whole = len(now), self._since + len(changes), None
-        if found._since * _PART >= found._count:
-            found._since, found._whole = 0, now
+        result, changes = Held(), {instance: now.get(instance, 0) for instance in touched}
+        result._count, result._since, result._whole = len(now), self._since + len(changes), None
+        if result._since * _PART >= result._count:
+            result._since, result._whole = 0, now
         else:
-            found._before, found._changes = self, changes
-        return found
+            result._before, result._changes = self, changes
+        return result
 
     def mapping(self) -> dict[int, int]:
         """Return all instances with their holders, as a new dictionary."""
@@ -569,14 +569,14 @@ class Held:
             assert one._before is not None
             later.append(one._changes)
             one = one._before
-        found = dict(one._whole)
+        result = dict(one._whole)
         for changes in reversed(later):
             for instance, holders in changes.items():
                 if holders:
-                    found[instance] = holders
+                    result[instance] = holders
                 else:
-                    found.pop(instance, None)
-        return found
+                    result.pop(instance, None)
+        return result
 
 
 class Residency:

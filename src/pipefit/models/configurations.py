@@ -54,16 +54,16 @@ def megatron(file: str) -> tuple[str, dict[str, Any]]:
         text = content(file, printable(file), _LARGEST_BYTES, "files of arguments have").decode()
     except UnicodeDecodeError as error:
         raise FileError(f"{printable(file)} is not text: byte {error.start} is not UTF-8") from None
-    found = _arguments(text, file)
+    result = _arguments(text, file)
     known = {*_LLAMA, *_SHARES, *_PADDED, *_NEEDED, *_MORE}
-    for name in found:
+    for name in result:
         if name not in known and not name.startswith(_SILENT):
             raise UsageError(
                 f"{file}: nothing here knows what --{name} does to a model: leave it out if it does nothing"
             )
-    if missing := [name for name in _NEEDED if name not in found]:
+    if missing := [name for name in _NEEDED if name not in result]:
         raise UsageError(f"{file} has no --{missing[0]}, which the shape of a model needs")
-    return _decoder({**_SHARES, **_PADDED, **found}, file)
+    return _decoder({**_SHARES, **_PADDED, **result}, file)
 
 
 def _arguments(text: str, file: str) -> dict[str, Any]:
@@ -72,17 +72,17 @@ def _arguments(text: str, file: str) -> dict[str, Any]:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise UsageError(f"{file} is no file of arguments: {error}") from error
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     name = ""
     for word in (part for one in words for part in (one.split("=", 1) if one.startswith("--") else [one])):
         if word.startswith("--"):
             name = word.removeprefix("--")
-            found[name] = True
+            result[name] = True
         elif not name:
             raise UsageError(f"{file} begins with {word!r}: arguments begin with --, such as --num-layers 32")
-        elif found[name] is True:
-            found[name] = _number(word)
-    return found
+        elif result[name] is True:
+            result[name] = _number(word)
+    return result
 
 
 def _number(word: str) -> int | float | str:

@@ -162,8 +162,8 @@ def _kind(name: str) -> tuple[str, str]:
     """
     for kind, classes in _classes().items():
         if name in classes:
-            found = classes[name]
-            return kind, found if isinstance(found, str) else found[0]
+            result = classes[name]
+            return kind, result if isinstance(result, str) else result[0]
     raise UsageError(
         f"hf:{name} is neither a language model, nor speech to text, nor an image classifier; "
         "build it in Python and pass the module to pipefit.Task"
@@ -172,8 +172,8 @@ def _kind(name: str) -> tuple[str, str]:
 
 def _length(name: str, config: Any, sequence: int | None) -> int:
     """Return the tokens in a sample: `sequence`, or the model's number of positions limited to the default."""
-    found = [getattr(config, key, None) for key in _POSITIONS]
-    lengths = [length for length in found if isinstance(length, int) and length > 0]  # XLNet's -1 means unlimited
+    result = [getattr(config, key, None) for key in _POSITIONS]
+    lengths = [length for length in result if isinstance(length, int) and length > 0]  # XLNet's -1 means unlimited
     longest = min(lengths or [_MOST])
     length = min(longest, _LONGEST) if sequence is None else sequence
     if not isinstance(length, int) or not 1 <= length <= longest:
@@ -227,8 +227,8 @@ def _check_batch(name: str, batch: Callable[[int], Any]) -> None:
 
 def _words(config: Any) -> int:
     """Return the size of the vocabulary, which a configuration of several models has for its text."""
-    found: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
-    return found
+    result: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    return result
 
 
 def _causal(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:

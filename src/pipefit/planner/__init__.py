@@ -305,7 +305,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
 def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
     """Return the requested (stages, data, tensor), limited to `devices`, and two looser alternatives."""
     stages, data, shards = (
-        found if isinstance(found, int) else None for found in map(asked.get, ("stages", "data", "tensor"))
+        result if isinstance(result, int) else None for result in map(asked.get, ("stages", "data", "tensor"))
     )
     ways: list[tuple[int | None, int | None, int | None]] = []
     for replicas, ranks in ((data, shards), (None, shards), (None, None)):
@@ -344,10 +344,10 @@ def _chosen(space: Space) -> Answer:
     with uncollected():
         trials = Trials(space)
         best = trials.best()
-        question, found = trials.told(best)
+        question, result = trials.told(best)
         made = answer(
             question,
-            found,
+            result,
             planner=in_replicas(joint),
             name="joint",
             seconds=perf_counter() - began,

@@ -28,7 +28,6 @@ from dataclasses import replace
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute
 from pipefit.planner.bounds import simple_bound, step_bound
-from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
@@ -36,7 +35,7 @@ from pipefit.planner.joint import Search, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, commonly, mixed, otherwise
 from pipefit.planner.neighbours import is_small
 from pipefit.planner.open_choices import Arrangement, Space, Trial, by_distance, chosen_from, leaves_no_room, left_out
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.problem import SINGLE, Degree, Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.processes import beside
 from pipefit.schema.plan import Alternative
@@ -103,23 +102,23 @@ class Trials:
 
         It is the plan of the best trial, unless a plan with stages of different degrees is faster.
         """
-        question, found = self._told(trial, self._best_mixed)
+        question, result = self._told(trial, self._best_mixed)
         bounds = [*self._bounds, *map(self._least_of, self._least)]
         if trial is not None and not self._bounds:
             bounds = [trial.search.bound]
-        return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
+        return question, result._replace(bound=min(result.value, *bounds), remarks=(*self._remarks, *result.remarks))
 
     def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, Found]:
         """Return the plan of the best trial, or the best plan of any degrees."""
         if trial is None:
             assert other is not None, "a question is given up for what is known"
             return other.question, other.found(len(self.mixed))
-        question, found = trial.question, trial.search.told(trial.searched)
+        question, result = trial.question, trial.search.told(trial.searched)
         if not self._is_beaten(trial, trial.seconds, other):
-            question, found = self._together(trial, found)
-        if other is not None and self._is_beaten(trial, max(found.value, trial.seconds), other):
-            return other.question, other.found(found.evaluated, found.remarks)
-        return question, found
+            question, result = self._together(trial, result)
+        if other is not None and self._is_beaten(trial, max(result.value, trial.seconds), other):
+            return other.question, other.found(result.evaluated, result.remarks)
+        return question, result
 
     def _is_beaten(self, trial: Trial, seconds: float, other: Mixed | None) -> bool:
         """Return whether `other` is preferred to a trial's plan of this many seconds."""
@@ -209,8 +208,8 @@ class Trials:
     def whole_question(self, arrangement: Arrangement) -> Question:
         """Return the question of all replicas of an arrangement."""
         size = arrangement.microbatch_size
-        found = self.space.question_of(size, self._profile(size))
-        return replace(found, training=replace(found.training, schedule=arrangement.schedule))
+        result = self.space.question_of(size, self._profile(size))
+        return replace(result, training=replace(result.training, schedule=arrangement.schedule))
 
     def _profile(self, size: int) -> ModelProfile:
         """Return the profile for a microbatch size.
@@ -350,8 +349,8 @@ class Trials:
         """Return the best trial, or a hardly slower one that leaves every GPU room if the best does not."""
         if not (best.fits and best.tight):
             return best
-        others = (one for one in self._known.values() if one.fits and one.seconds <= best.seconds * (1 + _ROOM))
-        return min((one for one in others if not one.tight), key=lambda one: one.order, default=best)
+        others = (value for value in self._known.values() if value.fits and value.seconds <= best.seconds * (1 + _ROOM))
+        return min((other for other in others if not other.tight), key=lambda one: one.order, default=best)
 
     @property
     def _best_mixed(self) -> Mixed | None:
@@ -360,7 +359,7 @@ class Trials:
         if fastest is None or not leaves_no_room(fastest.question, fastest.peaks):
             return fastest
         others = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
-        roomy = (one for one in others if not leaves_no_room(one.question, one.peaks))
+        roomy = (other for other in others if not leaves_no_room(other.question, other.peaks))
         return min(roomy, key=lambda one: one.seconds, default=fastest)
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:
@@ -443,18 +442,18 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(trials, one._replace(stages=middle)) else (middle, high)
-    found = trials.tried(one._replace(stages=high)) if high < most else None
-    if found is not None and found.fits:
-        pins = _pins(trials.space, found.question.training, stages=found.arrangement.stages)
-        degrees = trials.degrees(found.arrangement.microbatch_size)
+    result = trials.tried(one._replace(stages=high)) if high < most else None
+    if result is not None and result.fits:
+        pins = _pins(trials.space, result.question.training, stages=result.arrangement.stages)
+        degrees = trials.degrees(result.arrangement.microbatch_size)
         shards = any(degree.tensor != one.degree.tensor for degree in degrees)
         if len(degrees) > 1:
             pins += f" --data {one.degree.data}"
             pins += f" --tensor {one.degree.tensor}" if shards else ""
             if len({degree.sequences for degree in degrees if degree.tensor == one.degree.tensor}) > 1:
                 pins += " --sequences" if one.degree.sequences else " --no-sequences"
-        simulation, each = found.searched.evaluation.simulation, found.arrangement.degree.devices
-        yield _alternative("fewest devices", found.question, simulation, pins, each=each, more_seconds=found.apart)
+        simulation, each = result.searched.evaluation.simulation, result.arrangement.degree.devices
+        yield _alternative("fewest devices", result.question, simulation, pins, each=each, more_seconds=result.apart)
 
 
 def _fits(trials: Trials, arrangement: Arrangement) -> bool:
@@ -497,8 +496,8 @@ def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Assemble
     """Return the leanest plan of these ways to recompute, or of the first if the others are impossible."""
     for asked in (tuple(ways), tuple(ways)[:1]):
         with suppress(UsageError):
-            question, found = leanest_of(_questions(trials, asked))
-            simulation = assembled(plan_of(question, found.split))
+            question, result = leanest_of(_questions(trials, asked))
+            simulation = assembled(plan_of(question, result.split))
             if simulation.step_seconds:
                 return question, simulation
     return None
@@ -518,14 +517,14 @@ def _questions(trials: Trials, ways: Iterable[Recompute]) -> Iterator[Question]:
 
 def _pins(space: Space, training: Training, stages: int | None = None) -> str:
     """Return the options that request this training and number of stages, as far as they were open."""
-    found = []
+    result = []
     if stages is not None:
-        found.append(f"--stages {stages}")
+        result.append(f"--stages {stages}")
     if len(space.sizes) > 1:
-        found.append(f"--microbatches {training.microbatches}")
+        result.append(f"--microbatches {training.microbatches}")
     if len(space.schedules) > 1 and training.schedule != space.schedules[0] and stages != 1:
-        found.append(f"--schedule {training.schedule}")
-    return "".join(f" {pin}" for pin in found)
+        result.append(f"--schedule {training.schedule}")
+    return "".join(f" {pin}" for pin in result)
 
 
 def _alternative(

@@ -283,8 +283,8 @@ class _Bound:
         if self.endless:
             updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
             passes = self.microbatches * ranges(self.forward + self.backward, within)
-            found = passes + updates * ranges(self.update, within) * (1 - self._elsewhere(updates, step, within))
-            return found, found
+            result = passes + updates * ranges(self.update, within) * (1 - self._elsewhere(updates, step, within))
+            return result, result
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
         work = Work(ranges(self.forward, within), ranges(self.backward, within), before[within.starts, None], whole)
         return lines(self._position(stage), work)
@@ -321,18 +321,18 @@ class _Bound:
         if self.endless:
             number = in_flight(self.question.training, stage, self.question.stages)
             windows = self.microbatches / number
-            found = self._in_windows(number, windows, windows, step, step - every, within)
+            result = self._in_windows(number, windows, windows, step, step - every, within)
         else:
             at = self._position(stage)
-            found = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within)
+            result = self._in_windows(at.in_flight, at.windows, 1, step, step - every, within)
             if at.late_windows:
                 later = self._in_windows(at.in_flight, at.late_windows, 0, step, step - late, within)
-                found = np.maximum(found, later)
+                result = np.maximum(result, later)
         in_time = (every <= step * rounding) & (late <= step * rounding)
-        possible = self._valid(within) & in_time & (found <= self._most * rounding)
+        possible = self._valid(within) & in_time & (result <= self._most * rounding)
         if not self._spills:  # parameters stay on the device all the time
             possible &= ranges(self.owned, within) <= max(self.question.cluster.budgets) * rounding
-        return np.where(possible, found, _INFINITE)
+        return np.where(possible, result, _INFINITE)
 
     def _in_windows(
         self, number: int, windows: float, without_gradients: float, step: float, spare: Floats, within: Within

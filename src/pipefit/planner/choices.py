@@ -69,24 +69,24 @@ class Prices:
 
     def freed(self, seconds: Floats, microbatches: float, within: Within = EVERYWHERE) -> Floats:
         """Return the bytes of `microbatches` that ranges free in `seconds`, the cheapest first."""
-        found, left = np.zeros_like(seconds), seconds
+        result, left = np.zeros_like(seconds), seconds
         for price, sums in self._classes:
             most = microbatches * ranges(sums, within)
             taken = np.minimum(most, left / price) if price else most
-            found, left = found + taken, np.maximum(left - price * taken, 0.0)
-        return found
+            result, left = result + taken, np.maximum(left - price * taken, 0.0)
+        return result
 
     def seconds(self, need: Floats, microbatches: float) -> Floats:
         """Return the seconds in which ranges free `need` bytes over `microbatches`, the cheapest first.
 
         If `need` exceeds the bytes that a range can free, the seconds to free all of them.
         """
-        found = np.zeros_like(need)
+        result = np.zeros_like(need)
         for price, sums in self._classes:
             taken = np.clip(need, 0.0, microbatches * ranges(sums))
-            found += price * taken
+            result += price * taken
             need = need - taken
-        return found
+        return result
 
     def _by_block(self, of_layers: Iterable[float]) -> Floats:
         """Return the sums over the blocks before each edge."""
@@ -118,8 +118,8 @@ class Prices:
 
 def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
     """Return the sums over ranges of blocks, from sums over the blocks before each edge."""
-    found: Floats = sums[None, within.stops] - sums[within.starts, None]
-    return found
+    result: Floats = sums[None, within.stops] - sums[within.starts, None]
+    return result
 
 
 def _fastest(question: Question) -> list[Seconds]:
@@ -199,10 +199,10 @@ class Menus:
 
     def restricted(self, means: Means) -> Menus:
         """Return the menus without the techniques that `means` lacks; recipes keep their numbers."""
-        found = copy(self)
-        found.question, found._known = replace(self.question, means=means), {}
-        found.blocks = tuple(menu.restricted(means) for menu in self.blocks)
-        return found
+        result = copy(self)
+        result.question, result._known = replace(self.question, means=means), {}
+        result.blocks = tuple(menu.restricted(means) for menu in self.blocks)
+        return result
 
     @cached_property
     def blocks(self) -> tuple[Menu, ...]:
@@ -217,10 +217,10 @@ class Menus:
         start, stop = self.question.layers(block, block + 1)
         last = stop == len(self.measurement.layers)
         key = self.measurement.layers[start:stop], last, not start
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = _Block(self.measurement, start, stop, self._seconds, self.question.means).menu()
-        return found.from_layer(start)
+        result = self._known.get(key)
+        if result is None:
+            result = self._known[key] = _Block(self.measurement, start, stop, self._seconds, self.question.means).menu()
+        return result.from_layer(start)
 
 
 class _Block:
@@ -259,11 +259,11 @@ class _Block:
     def freed(self) -> NDArray[np.int64]:
         """Bytes that recomputing the layers from row i to column j - 1 frees."""
         count = self.stop - self.start
-        found = np.zeros((count + 1, count + 1), np.int64)
+        result = np.zeros((count + 1, count + 1), np.int64)
         for number, (birth, savers) in self._own.items():
             last = min(max(savers), count - 1)
-            found[: birth + 1, last + 1 :] += self.storages.sizes[number]
-        return found
+            result[: birth + 1, last + 1 :] += self.storages.sizes[number]
+        return result
 
     @cached_property
     def _own(self) -> dict[int, tuple[int, tuple[int, ...]]]:
@@ -273,7 +273,7 @@ class _Block:
         """
         layers, inputs = self.storages.layers, set(self.storages.input_storages)
         inputs |= set(self.storages.target_storages) | set(self.storages.values(self.storages.count))
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        result: dict[int, tuple[int, tuple[int, ...]]] = {}
         savers: dict[int, list[int]] = {}
         for position, layer in enumerate(layers):
             for number in layer.saves:
@@ -281,8 +281,8 @@ class _Block:
         for number, positions in savers.items():
             if number not in inputs:
                 made = next((p for p, layer in enumerate(layers) if number in layer.outputs), positions[0])
-                found[number] = min(made, positions[0]), tuple(positions)
-        return found
+                result[number] = min(made, positions[0]), tuple(positions)
+        return result
 
     def _repeatable(self, start: int, stop: int) -> bool:
         """Return whether all layers from position `start` to `stop - 1` can be recomputed."""
@@ -292,15 +292,15 @@ class _Block:
     def _prices(self) -> list[float]:
         """Return prices in seconds per byte, from one at which nothing is recomputed to a very high one."""
         count = self.stop - self.start
-        found = [
+        result = [
             (self.seconds[j] - self.seconds[i]) / self.freed[i, j]
             for i in range(count)
             for j in range(i + 1, count + 1)
             if self.freed[i, j]
         ]
-        if not found:
+        if not result:
             return []
-        low, high = max(min(found), 1e-18), max(*found, 1e-18)
+        low, high = max(min(result), 1e-18), max(*result, 1e-18)
         return [*np.geomspace(low, high * 1.01, _PRICES), 1e6 * high]
 
     def _recipe(self, price: float) -> Recipe:
@@ -341,15 +341,15 @@ def _hull(recipes: list[Recipe]) -> tuple[Recipe, ...]:
 
     Each step costs more per byte than the one before.
     """
-    found: list[Recipe] = []
+    result: list[Recipe] = []
     for recipe in recipes:
-        while found and recipe.seconds <= found[-1].seconds:
-            found.pop()
-        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-2], recipe):
-            found.pop()
-        if not found or recipe.nbytes > found[-1].nbytes:
-            found.append(recipe)
-    return tuple(found)
+        while result and recipe.seconds <= result[-1].seconds:
+            result.pop()
+        while len(result) > 1 and _price(result[-2], result[-1]) >= _price(result[-2], recipe):
+            result.pop()
+        if not result or recipe.nbytes > result[-1].nbytes:
+            result.append(recipe)
+    return tuple(result)
 
 
 def _price(one: Recipe, other: Recipe) -> float:
@@ -445,12 +445,12 @@ def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place)
 
 def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:
     """Return the runs, with adjacent ones that are recomputed equally early joined."""
-    found: list[tuple[tuple[int, int], int]] = []
+    result: list[tuple[tuple[int, int], int]] = []
     for run, ahead in runs:
-        touches = found and found[-1][0][1] == run[0] and found[-1][1] == ahead
-        start = found.pop()[0][0] if touches else run[0]
-        found.append(((start, run[1]), ahead))
-    return found
+        touches = result and result[-1][0][1] == run[0] and result[-1][1] == ahead
+        start = result.pop()[0][0] if touches else run[0]
+        result.append(((start, run[1]), ahead))
+    return result
 
 
 def _bundle(

@@ -30,11 +30,10 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.collectives import bucket_edges
 from pipefit.lowering.passes.recomputation import Recompute, cuts
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.neighbours import Simulations
-from pipefit.planner.problem import Means, Question, Split
+from pipefit.planner.problem import Degree, Means, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.grids import SHARDINGS, Sharding
@@ -102,10 +101,10 @@ def common_plan(question: Question, at_most: float) -> CommonPlan | None:
                 continue
             if known and any(bound(split) >= at_most * (1 - _WORTH) for bound in (simulations.least, least)):
                 continue
-            found = simulations.of(split, decisions)
-            seconds = found.step_seconds[-1]
-            if seconds < at_most and found.fits:
-                at_most, best = seconds, CommonPlan(split, seconds, found.peak_bytes, decisions)
+            result = simulations.of(split, decisions)
+            seconds = result.step_seconds[-1]
+            if seconds < at_most and result.fits:
+                at_most, best = seconds, CommonPlan(split, seconds, result.peak_bytes, decisions)
     return best
 
 
@@ -115,7 +114,10 @@ def _without_updates(question: Question) -> Question:
     def quick(cost: LayerCost) -> LayerCost:
         return replace(cost, update=Work(flops=0, moved_bytes=0))
 
-    measurements = (replace(one, kinds=tuple(map(quick, one.kinds))) for one in question.profile.measurements)
+    measurements = (
+        replace(measurement, kinds=tuple(map(quick, measurement.kinds)))
+        for measurement in question.profile.measurements
+    )
     return replace(question, profile=replace(question.profile, measurements=tuple(measurements)))
 
 
@@ -128,7 +130,7 @@ def common_plans(question: Question) -> Iterator[Candidate]:
     for recompute, degree in product(settings if means.recompute != "never" else (asked,), degrees):
         for split, (shard, moves) in product(_splits(question, degree), ways):
             buckets = question.blocks if shard in ("gradients", "parameters") else 1
-            grids = tuple(replace(one, shard=shard, buckets=buckets) for one in split.grids)
+            grids = tuple(replace(grid, shard=shard, buckets=buckets) for grid in split.grids)
             divided = split._replace(grids=grids)
             plan = plan_of(question, divided)
             runs = (_decided(question, plan, moves, in_buckets=one, recompute=recompute) for one in (True, False))

@@ -338,9 +338,9 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
     """
     began = time.perf_counter()
     with uncollected():
-        found = planner(question)
+        result = planner(question)
         seconds = time.perf_counter() - began
-        return answer(question, found, planner=planner, name=name, seconds=seconds, asked=question.options)
+        return answer(question, result, planner=planner, name=name, seconds=seconds, asked=question.options)
 
 
 def answer(
@@ -434,11 +434,11 @@ class _Judge:
         if self._spent > _JUDGING:
             return None
         try:
-            found = self._planner(replace(question, options=replace(question.options, effort=_SHORT)))
+            result = self._planner(replace(question, options=replace(question.options, effort=_SHORT)))
         except UsageError:  # no candidate can be carried out
             return None
-        simulation = assembled(plan_of(question, found.split, decisions=found.decisions))
-        self._spent += found.work + simulation.actions // 2  # half, since both simulated steps have the same actions
+        simulation = assembled(plan_of(question, result.split, decisions=result.decisions))
+        self._spent += result.work + simulation.actions // 2  # half, since both simulated steps have the same actions
         budgets = question.cluster.budgets
         full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
         return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full

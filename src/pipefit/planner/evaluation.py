@@ -113,8 +113,8 @@ class AtOnce:
             elif message is not None:
                 posted[message] = now[stage]
         update: Floats = self._prices.update[edges]
-        found: Floats = np.max(np.array(now) + np.diff(update, axis=0), axis=0)
-        return found
+        result: Floats = np.max(np.array(now) + np.diff(update, axis=0), axis=0)
+        return result
 
     def _passes(self, edges: _Ints) -> tuple[Floats, Floats]:
         """Return the seconds of a forward and of a backward, for every stage and split."""
@@ -123,20 +123,20 @@ class AtOnce:
 
     def _sent(self, edges: _Ints) -> dict[tuple[bool, int], Floats]:
         """Return the seconds of the messages to every stage, forward and backward."""
-        found = dict[tuple[bool, int], Floats]()
+        result = dict[tuple[bool, int], Floats]()
         for (source, target), route in self._routes.items():
             forward = source < target
             cut = self._edges[edges[max(source, target)]]
             nbytes = (self._forward if forward else self._backward)[cut]
-            found[forward, target] = route.latency_seconds + nbytes / route.bytes_per_second
-        return found
+            result[forward, target] = route.latency_seconds + nbytes / route.bytes_per_second
+        return result
 
 
 @cache
 def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]:
     """Return the steps of all stages, each after the steps that it waits for."""
     left = {stage: _of_stage(schedule, stage, stages, microbatches) for stage in range(stages)}
-    found, posts, blocked = list[_Step](), dict[_Message, int](), dict[_Message, _Step]()
+    result, posts, blocked = list[_Step](), dict[_Message, int](), dict[_Message, _Step]()
     runnable = list(left)
     while runnable:
         stage = runnable.pop()
@@ -144,14 +144,14 @@ def _in_turn(schedule: str, stages: int, microbatches: int) -> tuple[_Step, ...]
             if step.waits and step.message is not None and posts.get(step.message, 0) < 2:
                 blocked[step.message] = step  # its other end is posted later
                 break
-            found.append(step)
+            result.append(step)
             if step.message is not None and not step.waits:
                 posts[step.message] = posts.get(step.message, 0) + 1
                 if posts[step.message] == 2 and step.message in blocked:
                     resumed = blocked.pop(step.message)
-                    found.append(resumed)
+                    result.append(resumed)
                     runnable.append(resumed.stage)
-    return tuple(found)
+    return tuple(result)
 
 
 def _of_stage(schedule: str, stage: int, stages: int, microbatches: int) -> Iterator[_Step]:
@@ -291,10 +291,10 @@ class Evaluator:
         A simulation that one evaluator has made counts as work of every evaluator that uses it, so that the
         length of a search does not depend on other searches.
         """
-        found = copy(self)
-        found.question, found.menus = replace(self.question, means=means), self.menus.restricted(means)
-        found._parts, found.known, found.work = self._parts.apart(), {}, 0
-        return found
+        result = copy(self)
+        result.question, result.menus = replace(self.question, means=means), self.menus.restricted(means)
+        result._parts, result.known, result.work = self._parts.apart(), {}, 0
+        return result
 
     def begin(self, effort: float) -> None:
         """Begin a search whose budgets are scaled by `effort`."""
@@ -308,7 +308,7 @@ class Evaluator:
     @property
     def work_of_all(self) -> int:
         """Work of all evaluators that share simulations, each simulation counted once."""
-        clocks = sum(_EACH + one.simulation.actions // _KNOWN for one in self._simulated.values())
+        clocks = sum(_EACH + value.simulation.actions // _KNOWN for value in self._simulated.values())
         return clocks + self._parts.actions_of_all
 
     @property
@@ -363,8 +363,8 @@ class Evaluator:
         Raises:
             UsageError: the candidate cannot be carried out.
         """
-        found = self.evaluate(self.kept(split))
-        return self.refuse() if found is None else found
+        result = self.evaluate(self.kept(split))
+        return self.refuse() if result is None else result
 
     def refuse(self) -> NoReturn:
         """Raise the error of the last candidate that could not be carried out.
@@ -376,19 +376,19 @@ class Evaluator:
 
     def best(self, candidates: Sequence[Candidate]) -> Evaluation | None:
         """Return the best of some candidates; None if none can be carried out."""
-        found = [one for one in map(self.evaluate, candidates) if one is not None]
-        return min(found, key=lambda one: one.order, default=None)
+        result = [one for one in map(self.evaluate, candidates) if one is not None]
+        return min(result, key=lambda one: one.order, default=None)
 
     def fastest(self, count: int) -> list[Evaluation]:
         """Return the `count` fastest simulated candidates that fit, the fastest first."""
-        return nsmallest(count, (one for one in self._simulated.values() if one.fits), key=lambda one: one.order)
+        return nsmallest(count, (value for value in self._simulated.values() if value.fits), key=lambda one: one.order)
 
     def whole(self, candidate: Candidate) -> Evaluation:
         """Return the evaluation of a candidate that can be carried out, with all microbatches simulated."""
         if not self._is_short:
-            found = self.evaluate(candidate)
-            assert found is not None, "it can be carried out"
-            return found
+            result = self.evaluate(candidate)
+            assert result is not None, "it can be carried out"
+            return result
         whole = Assembled(self._plan(self.question, candidate), self._whole_parts)
         return Evaluation(candidate, whole, self.question.training.microbatches)
 
@@ -408,17 +408,17 @@ class Evaluator:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
             _ = simulation.peak_bytes  # raises UsageError if the decisions cannot be carried out
             self.work += _EACH + simulation.actions // _KNOWN
-            found = self._simulated.get(candidate) or Evaluation(
+            result = self._simulated.get(candidate) or Evaluation(
                 candidate, simulation, self.question.training.microbatches
             )
-            _ = found.over_bytes, found.seconds  # both raise UsageError if the decisions cannot be carried out
-            self._simulated[candidate] = found
+            _ = result.over_bytes, result.seconds  # both raise UsageError if the decisions cannot be carried out
+            self._simulated[candidate] = result
         except UsageError as error:
             self._refusal = error
             return None
         finally:
             self.work += self._parts.actions - before
-        return found
+        return result
 
     def _plan(self, question: Question, candidate: Candidate) -> Plan:
         decisions = None if self.pinned else self.decisions(candidate)

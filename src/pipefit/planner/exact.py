@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Band, stage_peak
-from pipefit.planner.degrees import SINGLE
 from pipefit.planner.hybrid import Search, leanest, searches
 from pipefit.planner.hybrid.search import Sizes, few_classes
-from pipefit.planner.problem import Found, Question, Split
+from pipefit.planner.problem import SINGLE, Found, Question, Split
 from pipefit.schema.actions import Kind
 
 # ---- Lower bounds
@@ -107,8 +106,8 @@ class Bounds:
         assert best is not None
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
-            found = self.greedy(middle)
-            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+            result = self.greedy(middle)
+            low, high, best = (middle, high, best) if result is None else (low, middle, result)
         return best
 
     def _latest_starts(self, level: float) -> list[int]:
@@ -135,8 +134,8 @@ class Bounds:
         starts = [self.blocks]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]
-            found = [int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines]
-            starts.append(max(stage, *found))
+            result = [int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines]
+            starts.append(max(stage, *result))
         return starts[::-1]
 
     def _window(self, stage: int, first: list[int], last: list[int], level: float) -> Window:
@@ -195,7 +194,7 @@ def _places(sizes: Sizes) -> int:
 
 def is_possible(question: Question, level: float) -> bool:
     """Return whether the lower bounds allow a split whose highest cost is at most `level`."""
-    units = [1 if question.equal_budgets else one.memory_bytes for one in question.classes]
+    units = [1 if question.equal_budgets else cls_.memory_bytes for cls_ in question.classes]
     return Bounds(question).windows(level * max(units) * _ROUNDING) is not None
 
 
@@ -324,8 +323,8 @@ class _Search:
     def _step(self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float) -> tuple[_Candidates, _Nodes]:
         """Return the best candidate stage for every node after this stage, and those nodes."""
         places = self._places(stage + 1)
-        found = list(self._within(stage, nodes, rest, level, places))
-        candidates = _Candidates._make(map(np.concatenate, zip(*found, strict=True)))
+        result = list(self._within(stage, nodes, rest, level, places))
+        candidates = _Candidates._make(map(np.concatenate, zip(*result, strict=True)))
         candidates = candidates.take(np.lexsort((candidates.kind, candidates.start, candidates.target)))
         chosen = _lowest(candidates, nodes.costs)
         place, stop = np.divmod(chosen.target, self.blocks + 1)
@@ -414,11 +413,11 @@ def _exact(question: Question, every: Sequence[Search]) -> Found:
     """Return the exact plan, found with the prepared searches `every` if there are any."""
     if question.degrees == (SINGLE,) and question.options.recompute != "always":
         return _alone(question)
-    found = leanest(question, every)
-    best = Found(found.split, question.objective, found.value, found.evaluated)
-    if SINGLE in question.degrees and question.options.recompute != "always" and is_possible(question, found.value):
+    result = leanest(question, every)
+    best = Found(result.split, question.objective, result.value, result.evaluated)
+    if SINGLE in question.degrees and question.options.recompute != "always" and is_possible(question, result.value):
         best = min(_alone(question), best, key=lambda one: one.value)
-    return best._replace(proven=found.bound >= best.value, bound=min(found.bound, best.value))
+    return best._replace(proven=result.bound >= best.value, bound=min(result.bound, best.value))
 
 
 def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
@@ -450,14 +449,14 @@ def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
         if best is not None and level >= best[1].value:
             bound = min(bound, level)
             break
-        found = _exact(question, kept[2] if number == kept[1] else ())
-        bound = min(bound, found.value if found.proven or found.bound is None else found.bound)
-        if best is None or found.value < best[1].value:
-            best = question, found
+        result = _exact(question, kept[2] if number == kept[1] else ())
+        bound = min(bound, result.value if result.proven or result.bound is None else result.bound)
+        if best is None or result.value < best[1].value:
+            best = question, result
     if best is None:
         raise refusal or UsageError("no question was asked")
-    question, found = best
-    return question, found._replace(proven=bound >= found.value, bound=min(bound, found.value))
+    question, result = best
+    return question, result._replace(proven=bound >= result.value, bound=min(bound, result.value))
 
 
 def _alone(question: Question) -> Found:

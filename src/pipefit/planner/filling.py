@@ -93,9 +93,9 @@ class Balance:
         if stage not in self._known:
             blocks = self.question.blocks
             peaks = stage_peak(self._band, self.question.surroundings(stage))
-            found = self._known[stage] = np.zeros_like(self.passes)
+            result = self._known[stage] = np.zeros_like(self.passes)
             for start in range(blocks):
-                found[start, start + 1 :] = peaks[: blocks - start, start]
+                result[start, start + 1 :] = peaks[: blocks - start, start]
         return self._known[stage]
 
     @cached_property
@@ -183,11 +183,11 @@ class Filler:
 
     def restricted(self, means: Means) -> Filler:
         """Return a filler with fewer techniques that shares the known peaks."""
-        found = copy(self)
-        found.evaluator = self.evaluator.restricted(means)
-        found.question, found._filled = found.evaluator.question, {}
-        found._budget = Budget(found.evaluator, _WORK)
-        return found
+        result = copy(self)
+        result.evaluator = self.evaluator.restricted(means)
+        result.question, result._filled = result.evaluator.question, {}
+        result._budget = Budget(result.evaluator, _WORK)
+        return result
 
     def fill(
         self, setting: Setting, margins: Sequence[float] | None = None, *, than: Evaluation | None = None
@@ -204,11 +204,11 @@ class Filler:
 
     def others(self, than: Filled, count: int) -> list[Filled]:
         """Return the best candidates of up to `count` filled splits other than that of `than`."""
-        found: dict[Split, Filled] = {}
-        known = [one for one in self._filled.values() if one is not None]
+        result: dict[Split, Filled] = {}
+        known = [value for value in self._filled.values() if value is not None]
         for filled in sorted(known, key=lambda one: one.found.order):
-            found.setdefault(filled.setting.split, filled)
-        return [one for split, one in found.items() if split != than.setting.split][:count]
+            result.setdefault(filled.setting.split, filled)
+        return [one for split, one in result.items() if split != than.setting.split][:count]
 
     def _fill(self, setting: Setting, margins: Sequence[float], limit: float) -> Filled | None:
         split, best = setting.split, None
@@ -218,12 +218,12 @@ class Filler:
             if number >= _FEW and self._budget.ends():
                 break
             choices = self._choices(setting, [need + more for need, more in zip(needs, off, strict=True)])
-            found = self.evaluator.evaluate(Candidate(split, choices))
-            if found is None:
+            result = self.evaluator.evaluate(Candidate(split, choices))
+            if result is None:
                 break
-            if best is None or found.order < best.found.order:
-                best = Filled(setting, found, tuple(off))
-            if found.seconds > limit or not self._corrected(off, found, choices):
+            if best is None or result.order < best.found.order:
+                best = Filled(setting, result, tuple(off))
+            if result.seconds > limit or not self._corrected(off, result, choices):
                 break
         return best
 
@@ -252,15 +252,15 @@ class Filler:
         """Return a lower bound of the seconds of a split's step, whatever its memory choices."""
         how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
         before, whole = forward + backward, float(forward[-1] + backward[-1])
-        found = [0.0]
+        result = [0.0]
         for stage, (start, stop) in enumerate(pairwise(split.edges)):
             if how.endless:
-                found.append(how.microbatches * float(before[stop] - before[start]))
+                result.append(how.microbatches * float(before[stop] - before[start]))
                 continue
             at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
             passes = forward[stop] - forward[start], backward[stop] - backward[start]
-            found.append(float(highest_line(at, Work(*passes, before[start], whole))))
-        return max(found)
+            result.append(float(highest_line(at, Work(*passes, before[start], whole))))
+        return max(result)
 
     def keeps(self, split: Split) -> bool:
         """Return whether every stage of a split fits its device without freeing memory."""
@@ -433,10 +433,10 @@ def _dearest(menu: Menu) -> float:
 
 def _steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
     """Yield the steps from recipe to recipe, the cheapest bytes first: block, recipe number, added bytes."""
-    found = []
+    result = []
     for block, menu in enumerate(menus):
         for number, (one, other) in enumerate(pairwise(menu.recipes), 1):
             more = other.nbytes - one.nbytes
-            found.append(((other.seconds - one.seconds) / more, -block, number, more))
-    for _, block, number, more in sorted(found):
+            result.append(((other.seconds - one.seconds) / more, -block, number, more))
+    for _, block, number, more in sorted(result):
         yield -block, number, more

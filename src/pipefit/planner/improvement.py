@@ -46,11 +46,11 @@ def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_leas
     No plan takes less than `at_least` seconds, so the search ends at a plan that is as fast.
     """
     best = start
-    found: Evaluation | None = start
-    while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ROUNDING)):
-        best = found
-        found = _first_better(evaluator, best, budget)
-    return best if found is None else found
+    result: Evaluation | None = start
+    while result is not None and not (result.fits and result.seconds <= at_least * (1 + _ROUNDING)):
+        best = result
+        result = _first_better(evaluator, best, budget)
+    return best if result is None else result
 
 
 def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evaluation:
@@ -59,11 +59,11 @@ def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evalua
     A technique of a stage is left out if steps are then not longer and no more memory is missing.
     """
     best: Evaluation | None = None
-    found = start
-    while found is not best:
-        best = found
+    result = start
+    while result is not best:
+        best = result
         for stage, way in product(range(len(start.candidate.choices)), _LEANER):
-            found = _leaner(evaluator, found, stage, way, budget)
+            result = _leaner(evaluator, result, stage, way, budget)
     return best
 
 
@@ -75,9 +75,9 @@ def _leaner(
     leaner = way(choices[stage])
     if leaner == choices[stage] or budget.ends():
         return best
-    found = evaluator.evaluate(Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :])))
-    as_good = found is not None and (found.over_bytes, found.seconds) <= (best.over_bytes, best.seconds)
-    return found if found is not None and as_good else best
+    result = evaluator.evaluate(Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :])))
+    as_good = result is not None and (result.over_bytes, result.seconds) <= (best.over_bytes, best.seconds)
+    return result if result is not None and as_good else best
 
 
 def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
@@ -85,9 +85,9 @@ def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Eva
     for candidate in _neighbours(evaluator, best):
         if budget.ends():
             return None
-        found = evaluator.evaluate(candidate)
-        if found is not None and found.order < (missing, seconds * (1 - _ENOUGH)):
-            return found
+        result = evaluator.evaluate(candidate)
+        if result is not None and result.order < (missing, seconds * (1 - _ENOUGH)):
+            return result
     return None
 
 
@@ -271,11 +271,11 @@ def _loads(cluster: Cluster) -> Floats:
     """Return the seconds that a byte of each device takes on each wire to the host: a row for each device."""
     routes = [host_route(cluster, device) for device in range(len(cluster.devices))]
     wires = {wire: n for n, wire in enumerate(dict.fromkeys(w for r in routes if r is not None for w in r.wires))}
-    found = np.zeros((len(routes), len(wires)))
+    result = np.zeros((len(routes), len(wires)))
     for device, route in enumerate(routes):
         if route is not None:
-            found[device, [wires[wire] for wire in route.wires]] = 1 / route.both_ways_per_second
-    return found / (found.max(initial=0.0) or 1.0)
+            result[device, [wires[wire] for wire in route.wires]] = 1 / route.both_ways_per_second
+    return result / (result.max(initial=0.0) or 1.0)
 
 
 def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floats) -> Floats:
@@ -285,10 +285,10 @@ def _scores(orders: Orders, weights: tuple[int, ...], loads: Floats, rates: Floa
     with np.errstate(divide="ignore", invalid="ignore"):
         seconds = np.where(between > 0, 1 / between, 0.0).sum(axis=1) * rates.max(initial=0.0)
     apart = (between == 0).sum(axis=1)
-    found: Floats = np.round(
+    result: Floats = np.round(
         np.array([apart, wires.max(axis=1, initial=0.0), (wires**2).sum(axis=1), seconds], dtype=float), _DIGITS
     )
-    return found
+    return result
 
 
 def _swapped(start: NDArray[np.intp], weights: tuple[int, ...], loads: Floats, rates: Floats) -> Orders:
@@ -350,11 +350,11 @@ def divided_updates(question: Question, split: Split) -> list[tuple[float, ...]]
 
 def busy_seconds(updates: Sequence[Update], away: Set[int]) -> Mapping[int | str, float]:
     """Return the busy seconds of every host and wire if the stages in `away` update on their devices."""
-    found = defaultdict[int | str, float](float)
+    result = defaultdict[int | str, float](float)
     for stage, update in enumerate(updates):
         for busy in update.wires if stage in away else (update.host,):
-            found[busy] += update.wire_seconds if stage in away else update.host_seconds
-    return found
+            result[busy] += update.wire_seconds if stage in away else update.host_seconds
+    return result
 
 
 def _next(updates: Sequence[Update], away: Set[int]) -> int:
@@ -371,7 +371,7 @@ def _next(updates: Sequence[Update], away: Set[int]) -> int:
 
 def _updates(question: Question, split: Split) -> list[Update] | None:
     """Return the update of every stage; None if a host has no link or no known memory bandwidth."""
-    cluster, found = question.cluster, list[Update]()
+    cluster, result = question.cluster, list[Update]()
     for device, edges in zip(split.devices, pairwise(split.edges), strict=True):
         number, route = cluster.devices[device].host, host_route(cluster, device)
         if route is None or cluster.hosts[number].memory_bandwidth is None:
@@ -379,8 +379,8 @@ def _updates(question: Question, split: Split) -> list[Update] | None:
         layers = question.measurement.costs[slice(*question.layers(*edges))]
         on_host = sum(host_update_seconds(cost, cluster.hosts[number]) for cost in layers)
         moved = sum(cost.state_bytes for cost in layers) / route.both_ways_per_second
-        found.append(Update(number, on_host, route.wires, moved))
-    return found
+        result.append(Update(number, on_host, route.wires, moved))
+    return result
 
 
 # ---- Improvement of settings
@@ -396,10 +396,10 @@ def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) 
 
     No plan takes less than `at_least` seconds, so the search ends at a plan that is as fast.
     """
-    found: Filled | None = start
-    while found is not None:
-        best = found
-        found = _improvement_first_better(filler, best, budget, at_least)
+    result: Filled | None = start
+    while result is not None:
+        best = result
+        result = _improvement_first_better(filler, best, budget, at_least)
     return best
 
 
@@ -415,9 +415,9 @@ def _improvement_first_better(filler: Filler, best: Filled, budget: Budget, at_l
             continue
         if not may_be_faster(setting):
             continue
-        found = filler.fill(setting, best.margins, than=best.found)
-        if found is not None and _better(found, best):
-            return found
+        result = filler.fill(setting, best.margins, than=best.found)
+        if result is not None and _better(result, best):
+            return result
     return None
 
 
@@ -442,14 +442,14 @@ class _Faster:
 
         Empty if the timer does not apply.
         """
-        found, own = self._best.found, self._best.setting.split
-        if not found.fits or not all(choice.idle for choice in found.candidate.choices):
+        result, own = self._best.found, self._best.setting.split
+        if not result.fits or not all(choice.idle for choice in result.candidate.choices):
             return {}
         splits = list(
             dict.fromkeys((own, *(setting.split for setting in _improvement_neighbours(self._filler, self._best))))
         )
         times = self._filler.evaluator.at_once(splits)
-        first = found.simulation.step_seconds[0]
+        first = result.simulation.step_seconds[0]
         if times is None or abs(times[0] - first) > _IMPROVEMENT_ROUNDING * first:
             return {}
         return dict(zip(splits, times, strict=True))
@@ -463,18 +463,18 @@ def _better(one: Filled, other: Filled) -> bool:
 
 def _improvement_neighbours(filler: Filler, filled: Filled) -> Iterator[Setting]:
     """Yield the settings that differ by one small change, those of the neediest stage first."""
-    found, setting = filled.found, filled.setting
-    busy = found.simulation.utilisation
+    result, setting = filled.found, filled.setting
+    busy = result.simulation.utilisation
     stages = range(len(setting.host))
-    if any(choice.states for choice in found.candidate.choices):
+    if any(choice.states for choice in result.candidate.choices):
         same = [(part,) * len(setting.host) for part in _UPDATED]
         for parts in dict.fromkeys((*divided_updates(filler.question, setting.split), *same)):
             if parts != setting.updated:
                 yield setting._replace(updated=parts)
-    for stage in sorted(stages, key=lambda s: (-max(0, found.over[s]), -busy[setting.split.devices[s]])):
+    for stage in sorted(stages, key=lambda s: (-max(0, result.over[s]), -busy[setting.split.devices[s]])):
         yield from _narrower(setting, stage)
         yield from _host(setting, stage)
-        yield from _early(setting, stage, sum(map(bool, found.candidate.choices[stage].recipes)))
+        yield from _early(setting, stage, sum(map(bool, result.candidate.choices[stage].recipes)))
 
 
 def _narrower(setting: Setting, stage: int) -> Iterator[Setting]:

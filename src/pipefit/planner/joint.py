@@ -121,29 +121,29 @@ class Search:
         Raises:
             UsageError: no split can be carried out.
         """
-        found, _, others, remarks = self._answer(self._question.means, effort, {})
+        result, _, others, remarks = self._answer(self._question.means, effort, {})
         evaluator = self._filler.evaluator
-        whole = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
+        whole = min((evaluator.whole(one.candidate) for one in _close(result, others)), key=lambda one: one.order)
         for one in evaluator.fastest(_FASTEST):
             if whole.fits and one.seconds >= whole.seconds * (1 - _WORTH):
                 break
             whole = min(whole, evaluator.whole(one.candidate), key=lambda one: one.order)
-        return Searched(whole, (*_told(whole, found, remarks), *self._ended))
+        return Searched(whole, (*_told(whole, result, remarks), *self._ended))
 
     def told(self, searched: Searched) -> Found:
         """Return the result of the search as a planner's result."""
-        evaluator, found = self._filler.evaluator, searched.evaluation
+        evaluator, result = self._filler.evaluator, searched.evaluation
         return Found(
-            found.candidate.split,
+            result.candidate.split,
             Objective.STEP,
-            found.seconds,
+            result.seconds,
             evaluated=evaluator.count,
             work=self.work,
             proven=False,
-            bound=min(self.bound, found.seconds),
-            decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
+            bound=min(self.bound, result.seconds),
+            decisions=None if evaluator.pinned else evaluator.decisions(result.candidate),
             remarks=searched.remarks,
-            simulation=found.simulation,
+            simulation=result.simulation,
         )
 
     @property
@@ -169,14 +169,14 @@ class Search:
         """
         fewer, left_out = dict[Means, _Answer](), list[Means]()
         for less in reversed(means.fewer) if not self._filler.evaluator.pinned else ():
-            fastest = min((one.found.seconds for one in fewer.values() if one.found.fits), default=float("inf"))
+            fastest = min((value.found.seconds for value in fewer.values() if value.found.fits), default=float("inf"))
             if _is_base(less, means) or self._bound(less) < fastest * (1 + _CLOSE):
                 fewer[less] = self._answer(less, effort, known)
             else:
                 left_out.append(less)
-        found = self._answered(self._begun(means, effort), fewer)
-        others = () if found.found.fits else (self._answer(less, effort, known).found for less in left_out)
-        return found._replace(found=min((found.found, *others), key=lambda one: one.order))
+        result = self._answered(self._begun(means, effort), fewer)
+        others = () if result.found.fits else (self._answer(less, effort, known).found for less in left_out)
+        return result._replace(found=min((result.found, *others), key=lambda one: one.order))
 
     def _begun(self, means: Means, effort: float) -> Filler:
         """Return the filler with these techniques, and begin its search."""
@@ -203,7 +203,7 @@ class Search:
         kept = _compacted(filler)
         if evaluator.pinned:
             return _Answer(filled.found, filled, (*kept, *others), remarks)
-        tried = [filled.found, *(one.found for one in filler.others(filled, _OTHER_SPLITS)), *kept, *others]
+        tried = [filled.found, *(other.found for other in filler.others(filled, _OTHER_SPLITS)), *kept, *others]
         tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)
         if self._is_near(tried[0]):
             each = (_polished(evaluator, one, self.bound) for one in tried[: 1 + _OTHER_SPLITS])
@@ -252,10 +252,10 @@ def _compacted(filler: Filler) -> list[Evaluation]:
 def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     """Return the best plan, and others that may be better once all microbatches are simulated."""
     return [best] + [
-        one
-        for one in others
-        if one.candidate != best.candidate
-        and (one.over_bytes, one.seconds) <= (best.over_bytes, best.seconds * (1 + _CLOSE))
+        other
+        for other in others
+        if other.candidate != best.candidate
+        and (other.over_bytes, other.seconds) <= (best.over_bytes, best.seconds * (1 + _CLOSE))
     ]
 
 

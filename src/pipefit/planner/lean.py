@@ -31,13 +31,12 @@ from pipefit.errors import UsageError
 from pipefit.memory.arenas import missing_bytes
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, moved, ran_again, runs_of, together
-from pipefit.planner.degrees import SINGLE
 from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
 from pipefit.planner.hybrid.divided_state import Reader
 from pipefit.planner.neighbours import beside
 from pipefit.planner.open_choices import counts_of
-from pipefit.planner.problem import Found, Question, Split
+from pipefit.planner.problem import SINGLE, Found, Question, Split
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.grids import Sharding
@@ -69,14 +68,14 @@ class Candidate(NamedTuple):
 def lean(question: Question) -> Found:
     """Return the plan with the lowest peak: that of `exact`, or one whose state is at hosts."""
     kept, search = exact(question), _Search(question)
-    found = search.best(kept.value)
+    result = search.best(kept.value)
     told = counted(search.count, "plan")
-    if found is None:
+    if result is None:
         remark = (
             f"None of {told} with state at hosts has a lower peak." if search.count else "No state can be at hosts."
         )
         return kept._replace(remarks=(*kept.remarks, remark))
-    candidate, value = found
+    candidate, value = result
     remark = f"It is the lowest of {told} with state at hosts, and below what is possible without them."
     remark += " The search ended at its limit of work." if search.ended else ""
     decisions = search.decisions(candidate)
@@ -91,15 +90,15 @@ def leanest_with_hosts(questions: Iterable[Question]) -> tuple[Question, Found]:
     Raises:
         UsageError: no question has a plan; the error of the last one.
     """
-    refusal, found = UsageError("no question was asked"), list[tuple[Question, Found]]()
+    refusal, result = UsageError("no question was asked"), list[tuple[Question, Found]]()
     for question in questions:
         try:
-            found.append((question, lean(question)))
+            result.append((question, lean(question)))
         except UsageError as error:
             refusal = error
-    if not found:
+    if not result:
         raise refusal
-    return min(found, key=lambda one: one[1].value)
+    return min(result, key=lambda one: one[1].value)
 
 
 def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
@@ -118,13 +117,13 @@ def at_hosts(question: Question, part: float, moves: Moves = UPDATED) -> Found:
     if moves == ALL_AWAY and not means.spill:
         raise UsageError("parameters and gradients may not move to hosts")
     split = exact(_without_state(question, part)).split
-    plan, found = plan_of(question, split), list[Decision]()
+    plan, result = plan_of(question, split), list[Decision]()
     for number in range(len(plan.stages)):
         runs = runs_of(question, plan, number, in_buckets=False)
         moving = together(question, runs)
-        found += moved(number, moving[: ceil(part * len(moving))], moves, ahead=0)
-        found += ran_again(number, runs)
-    simulation = assembled(plan_of(question, split, decisions=tuple(found)))
+        result += moved(number, moving[: ceil(part * len(moving))], moves, ahead=0)
+        result += ran_again(number, runs)
+    simulation = assembled(plan_of(question, split, decisions=tuple(result)))
     value = question.value(tuple(simulation.peak_bytes[device] for device in split.devices), split.devices)
     return Found(
         split, question.objective, value, proven=False, decisions=simulation.plan.decisions, simulation=simulation
@@ -138,7 +137,9 @@ def _without_state(question: Question, part: float) -> Question:
         state, early = (round((1 - part) * nbytes) for nbytes in (cost.state_bytes, cost.early_state_bytes))
         return replace(cost, state_bytes=state, early_state_bytes=early)
 
-    measurements = tuple(replace(one, kinds=tuple(map(less, one.kinds))) for one in question.profile.measurements)
+    measurements = tuple(
+        replace(measurement, kinds=tuple(map(less, measurement.kinds))) for measurement in question.profile.measurements
+    )
     options = replace(question.options, recompute="always")
     return replace(question, profile=replace(question.profile, measurements=measurements), options=options)
 
@@ -173,10 +174,10 @@ class _Search:
         """Return the best of a candidate and of those with cuts moved by one block at a time."""
         while not self._ends():
             others = [best._replace(split=split) for split in beside(best.split)]
-            found = min(others, key=self._value, default=best)
-            if self._value(found) >= self._value(best) or not self._has_room(found):
+            result = min(others, key=self._value, default=best)
+            if self._value(result) >= self._value(best) or not self._has_room(result):
                 break
-            best = found
+            best = result
         return best, self._value(best)
 
     def _ends(self) -> bool:
@@ -210,13 +211,13 @@ class _Search:
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
         """Return the decisions about the state of every stage, run by run, and about recomputation."""
-        question, found = self._question, list[Decision]()
+        question, result = self._question, list[Decision]()
         plan = plan_of(question, candidate.split)
         for number in range(len(plan.stages)):
             runs = runs_of(question, plan, number, in_buckets=candidate.in_buckets)
-            found += moved(number, together(question, runs), candidate.moves, ahead=0)
-            found += ran_again(number, runs if question.options.recompute != "never" else ())
-        return tuple(found)
+            result += moved(number, together(question, runs), candidate.moves, ahead=0)
+            result += ran_again(number, runs if question.options.recompute != "never" else ())
+        return tuple(result)
 
 
 def _candidates(question: Question) -> Iterator[Candidate]:

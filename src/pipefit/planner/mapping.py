@@ -112,10 +112,10 @@ def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares
     """
     rates, at, means = peer_rates(question.cluster), split.devices, question.means
     if means.mapping and len(question.classes) == 1 and len(at) == len(rates):
-        found = mapped(needs, spares, rates)
+        result = mapped(needs, spares, rates)
     else:
-        found = lending(tuple(range(len(at))), needs, spares, rates[np.ix_(at, at)])._replace(devices=at)
-    return found if means.striping else found.without_striping()
+        result = lending(tuple(range(len(at))), needs, spares, rates[np.ix_(at, at)])._replace(devices=at)
+    return result if means.striping else result.without_striping()
 
 
 def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Floats:
@@ -131,8 +131,8 @@ def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], ra
     for size in range(1, count + 1) if len(needs) <= MOST else {1, count}:
         for chosen in combinations(range(count), size):
             need = float(sum(needs[borrowers[n]] for n in chosen))
-            found = _until(need, room, to_lender[:, chosen].sum(axis=1))
-            longest = np.maximum(longest, found)
+            result = _until(need, room, to_lender[:, chosen].sum(axis=1))
+            longest = np.maximum(longest, result)
     return longest
 
 
@@ -144,13 +144,13 @@ def _until(need: float, room: Floats, rate: Floats) -> Floats:
     full, rate = np.take_along_axis(full, by_time, 1), np.take_along_axis(rate, by_time, 1)
     room = np.where(rate > 0, room[by_time], 0.0)
     taken, running = np.zeros(len(rate)), rate.sum(axis=1)
-    found = np.full(len(rate), np.inf)
+    result = np.full(len(rate), np.inf)
     for n in range(rate.shape[1]):  # all lenders before the n-th are full
         with np.errstate(divide="ignore", invalid="ignore"):
             at = np.where(running > 0, (need - taken) / running, np.inf)
-        found = np.where((found == np.inf) & (at <= full[:, n] * (1 + 1e-12)), at, found)
+        result = np.where((result == np.inf) & (at <= full[:, n] * (1 + 1e-12)), at, result)
         taken, running = taken + room[:, n], np.maximum(running - rate[:, n], 0.0)
-    return found
+    return result
 
 
 # ---- Orders
@@ -280,13 +280,13 @@ def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | Non
     """Return the best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
     if not best.found.fits:
         return None
-    found = list[Filled]()
+    result = list[Filled]()
     for setting in dict.fromkeys(_settings(filler, best)):
         if budget.ends():
             break
         if (one := filler.fill(setting, best.margins)) is not None:
-            found.append(one)
-    fitting = [one for one in found if one.found.fits and any(blocks for blocks, _ in one.setting.lent)]
+            result.append(one)
+    fitting = [one for one in result if one.found.fits and any(blocks for blocks, _ in one.setting.lent)]
     if not fitting:
         return None
     lending = min(fitting, key=lambda one: one.found.order)
@@ -295,10 +295,10 @@ def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | Non
 
 def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
     """Yield the settings to try: the borrowers, and the part of the memory that is lent."""
-    found, split = best.found, best.setting.split
-    busy = [found.simulation.utilisation[device] for device in split.devices]
+    result, split = best.found, best.setting.split
+    busy = [result.simulation.utilisation[device] for device in split.devices]
     recomputed = [_bytes_of(filler, best, stage, recomputed=True) for stage in range(len(busy))]
-    spares = [round(-over * _USED) if over < 0 else 0 for over in found.over]
+    spares = [round(-over * _USED) if over < 0 else 0 for over in result.over]
     kept = [_bytes_of(filler, best, stage, recomputed=False) for stage in range(len(busy))]
     more = [spare + own for spare, own in zip(spares, kept, strict=True)]
     for least, left in product((0.0, _BUSIEST * max(busy)), (spares, more)):

@@ -24,7 +24,6 @@ from pipefit.errors import UsageError
 from pipefit.memory.arenas import lent_bytes
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.common_plans import common_plan
-from pipefit.planner.degrees import Degree
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.hybrid import candidates, fastest
 from pipefit.planner.hybrid.divided_state import Reader
@@ -32,7 +31,7 @@ from pipefit.planner.hybrid.programme import WHOLE
 from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
 from pipefit.planner.mapping import Floats, lending, peer_rates, shared_out
 from pipefit.planner.neighbours import Simulations, Timed, nearby
-from pipefit.planner.problem import Found, Question, Split
+from pipefit.planner.problem import Degree, Found, Question, Split
 from pipefit.planner.replicas import representative
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import Member, Place
@@ -82,17 +81,17 @@ def swapped(simulations: Simulations, split: Split, best: Swapped) -> Swapped:
     """
     search, means = _Search(simulations, split), simulations.question.means
     again = dict[int, int]()
-    for one in best.decisions:
-        if one.what is What.RECOMPUTE:
-            again[one.stage] = max(search.blocks(one), again.get(one.stage, 0))
+    for decision in best.decisions:
+        if decision.what is What.RECOMPUTE:
+            again[decision.stage] = max(search.blocks(decision), again.get(decision.stage, 0))
     for number in sorted(again, key=lambda number: -again[number]):
-        others = tuple(one for one in best.decisions if one.stage != number)
+        others = tuple(decision for decision in best.decisions if decision.stage != number)
         stage = search.stage(number, again[number], best)
         ways = [stage.to_host] if means.host else []
         for way in [*ways, stage.to_peers] if means.peers else ways:
             for own in way():
-                found = search.simulated((*others, *own))
-                best = found if found is not None and found.seconds < best.seconds * _ROUNDING else best
+                result = search.simulated((*others, *own))
+                best = result if result is not None and result.seconds < best.seconds * _ROUNDING else best
     return best
 
 
@@ -135,9 +134,9 @@ class _Search:
     def simulated(self, decisions: Decisions) -> Swapped | None:
         """Return the simulation of these decisions; None if they do not fit or cannot be carried out."""
         with suppress(UsageError):
-            found = self._simulations.of(self.split, decisions)
-            if found.fits:
-                return Swapped(decisions, found.step_seconds[-1], found.peak_bytes)
+            result = self._simulations.of(self.split, decisions)
+            if result.fits:
+                return Swapped(decisions, result.step_seconds[-1], result.peak_bytes)
         return None
 
 
@@ -181,8 +180,8 @@ class _Stage:
             lambda last: _Blocks(half, max(half, last)),
         ]
         for way in ways if self._again > 1 else ways[:1]:
-            if (found := self._fewest(way, place)) is not None:
-                yield found
+            if (result := self._fewest(way, place)) is not None:
+                yield result
 
     def _within(self, place: Place, blocks: _Blocks) -> _Blocks | None:
         """Return `blocks`, or the most blocks for which lenders have memory."""
@@ -225,8 +224,8 @@ class _Stage:
         lenders = list(self._left)
         rates = np.zeros((len(lenders) + 1,) * 2)
         rates[0, 1:] = self._rates[lenders]
-        found = lending(tuple(range(len(rates))), [int(nbytes), *[0] * len(lenders)], [0, *self._left.values()], rates)
-        return shared_out(found.lenders_of(0), [0, *lenders])
+        result = lending(tuple(range(len(rates))), [int(nbytes), *[0] * len(lenders)], [0, *self._left.values()], rates)
+        return shared_out(result.lenders_of(0), [0, *lenders])
 
     def _decisions(self, blocks: _Blocks, place: Place) -> Decisions:
         """Return the decisions of the stage.
@@ -316,8 +315,8 @@ class Mixed(NamedTuple):
 
 def commonly(question: Question, at_most: float) -> Mixed | None:
     """Return the fastest common plan (`planner.common_plans`) below `at_most` seconds; None if none fits."""
-    found = common_plan(question, at_most)
-    return None if found is None else Mixed(question, *found)
+    result = common_plan(question, at_most)
+    return None if result is None else Mixed(question, *result)
 
 
 def mixed(question: Question, at_most: float = float("inf"), below: float = float("inf")) -> Mixed | None:
@@ -331,8 +330,8 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
     least = estimated[0].value if estimated else float("inf")
     if _is_long(question) and at_most < float("inf") and least >= below:
         return None
-    found = _mixed(question, estimated, at_most)
-    return found and found._replace(estimated=least)
+    result = _mixed(question, estimated, at_most)
+    return result and result._replace(estimated=least)
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
@@ -377,7 +376,7 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
         return best
     others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
     if best is not None:
-        others = [one for one in others if any(stage.way != WHOLE for stage in one.stages)]
+        others = [other for other in others if any(stage.way != WHOLE for stage in other.stages)]
     return _swapped(simulations, _simulated(simulations, others, best))
 
 
@@ -385,8 +384,8 @@ def _swapped(simulations: Simulations, best: Mixed | None) -> Mixed | None:
     """Return the plan, or a faster one in which hosts or peers hold tensors that it recomputed."""
     if best is None or not best.decisions:
         return best
-    found = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
-    return best._replace(decisions=found.decisions, seconds=found.seconds, peaks=found.peaks, simulation=None)
+    result = swapped(simulations, best.split, Swapped(best.decisions, best.seconds, best.peaks))
+    return best._replace(decisions=result.decisions, seconds=result.seconds, peaks=result.peaks, simulation=None)
 
 
 def _simulated(
@@ -399,16 +398,16 @@ def _simulated(
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
     question, reader = simulations.question, Reader(simulations.question)
     until = simulations.work + simulations.share_of(_MIXED_WORK)
-    for found in estimated:
+    for result in estimated:
         ended = simulations.work + reader.actions > until
         ended = ended or _is_enough(simulations, best, at_most)
-        if best is not None and (ended or found.value > best.seconds * (1 + _CLOSE)):
+        if best is not None and (ended or result.value > best.seconds * (1 + _CLOSE)):
             break
-        decisions = trimmed(question, found, reader)
-        simulation = simulations.of(found.split, decisions)
+        decisions = trimmed(question, result, reader)
+        simulation = simulations.of(result.split, decisions)
         seconds = simulation.step_seconds[-1]
         if seconds < enough:
-            best = Mixed(question, found.split, seconds, simulation.peak_bytes, decisions, simulation)
+            best = Mixed(question, result.split, seconds, simulation.peak_bytes, decisions, simulation)
             enough = seconds
     return best
 

@@ -27,12 +27,11 @@ from pipefit.memory.stage import Costs
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.baselines.simple import parameters, time, uniform
-from pipefit.planner.degrees import Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Planner, Question, Split
+from pipefit.planner.problem import Degree, Planner, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
 from pipefit.simulator.assembled import Assembled, Parts
@@ -69,11 +68,11 @@ class Simulations:
         """
         before = self._parts.actions
         try:
-            found = Assembled(plan_of(self.question, split, decisions=decisions or None), self._parts)
+            result = Assembled(plan_of(self.question, split, decisions=decisions or None), self._parts)
         finally:
             self.work += self._parts.actions - before
-        self.work += found.actions // _KNOWN
-        return found
+        self.work += result.actions // _KNOWN
+        return result
 
     def may_fit(self, split: Split, recompute: Recompute = "never") -> bool:
         """Return whether stages with this recomputation may fit, by lower bounds of their peaks.
@@ -100,12 +99,12 @@ class Simulations:
 
     def least(self, split: Split) -> float:
         """Return the seconds of the slowest stage's passes on the fastest kind of device."""
-        found = []
+        result = []
         for number, blocks in enumerate(pairwise(split.edges)):
             start, stop = self.question.layers(*blocks)
             before = self._before(Degree.of(split.grid(number)))
-            found.append(before[stop] - before[start])
-        return self.question.training.microbatches * max(found)
+            result.append(before[stop] - before[start])
+        return self.question.training.microbatches * max(result)
 
     @cached_property
     def _before(self) -> Callable[[Degree], Sequence[float]]:
@@ -154,10 +153,10 @@ def nearby(simulations: Simulations, best: Timed | None, at_most: float) -> Time
     question, search = simulations.question, _Search(simulations, at_most)
     best = search.first(chain(alike(question), on_grids(question)), best, following=True)
     while best is not None:
-        found = search.first(beside(best.split), best)
-        if found is best:
+        result = search.first(beside(best.split), best)
+        if result is best:
             break
-        best = found
+        best = result
     for split in search.next_to(best):
         best = search.first(_together(question, split), best, following=True)
     return best
@@ -170,7 +169,7 @@ def alike(question: Question) -> Iterator[Split]:
         stages = question.options.stages or min(question.blocks, devices // degree.devices)
         options = replace(question.options, stages=stages, **degree.pins)
         with suppress(UsageError):
-            yield from (found.split for found in answers(replace(question, options=options), *_PLANNERS))
+            yield from (result.split for result in answers(replace(question, options=options), *_PLANNERS))
 
 
 def on_grids(question: Question) -> Iterator[Split]:
@@ -199,7 +198,7 @@ def _together(question: Question, split: Split) -> Iterator[Split]:
     """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state."""
     for shard in question.shards:
         for buckets in dict.fromkeys((*_BUCKETS, question.blocks)):
-            grids = [replace(one, shard=shard, buckets=buckets) if one.data > 1 else one for one in split.grids]
+            grids = [replace(grid, shard=shard, buckets=buckets) if grid.data > 1 else grid for grid in split.grids]
             if tuple(grids) != split.grids:
                 yield split._replace(grids=tuple(grids))
 
@@ -228,10 +227,10 @@ class _Search:
         With `following`, the fastest of all splits.
         """
         for split in splits:
-            found = self._timed(split, best)
-            if found is not None and not following:
-                return found
-            best = found or best
+            result = self._timed(split, best)
+            if result is not None and not following:
+                return result
+            best = result or best
         return best
 
     def _timed(self, split: Split, best: Timed | None) -> Timed | None:

@@ -10,11 +10,22 @@ from typing import NamedTuple, TypeVar
 
 from pipefit.errors import UsageError
 from pipefit.lowering import schedule_named
-from pipefit.planner.degrees import SINGLE, Degree, check_degrees, check_divided, check_pins, divisors
 from pipefit.planner.joint import Search, Searched
-from pipefit.planner.problem import Means, Options, Question, changed_by_replicas, check_stages
+from pipefit.planner.problem import (
+    SINGLE,
+    Degree,
+    Means,
+    Options,
+    Question,
+    changed_by_replicas,
+    check_degrees,
+    check_divided,
+    check_pins,
+    check_stages,
+    divisors,
+)
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.plan import is_tight
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training, Versions
@@ -275,8 +286,8 @@ def with_slices(profiles: Profiles, devices: int, options: Options, *, opens_siz
                     slices = profiles(size // count)
                     if not differences(made.fingerprint, slices.fingerprint, made.layers):
                         every.append(slices)
-        kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
-        measurements = tuple(measurement for found in every for measurement in found.measurements)
+        kernels = tuple(dict.fromkeys(kernel for result in every for kernel in result.kernels.kernels))
+        measurements = tuple(measurement for result in every for measurement in result.measurements)
         return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
 
     return at
@@ -309,11 +320,11 @@ def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]
 def sizes_of(batch_size: int) -> tuple[int, ...]:
     """Return the microbatch sizes to profile: divisors of the batch, each at least twice the last."""
     small = [size for size in range(1, isqrt(batch_size) + 1) if batch_size % size == 0]
-    found = [1]
+    result = [1]
     for size in (*small, *(batch_size // size for size in reversed(small))):
-        if size >= 2 * found[-1]:
-            found.append(size)
-    return tuple(found)
+        if size >= 2 * result[-1]:
+            result.append(size)
+    return tuple(result)
 
 
 def _count(batch_size: int, size: int) -> int:

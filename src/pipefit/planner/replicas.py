@@ -17,10 +17,9 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.errors import UsageError
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
-from pipefit.planner.problem import Found, Planner, Question, Split
+from pipefit.planner.problem import Degree, Found, Planner, Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.grids import Grid
@@ -37,14 +36,14 @@ def groups_of(question: Question, degree: Degree) -> Groups:
         UsageError: the cluster does not have enough equal devices for a stage.
     """
     size = degree.devices
-    found = [
-        one.devices[at : at + size] for one in question.classes for at in range(0, len(one.devices) - size + 1, size)
+    result = [
+        cls_.devices[at : at + size] for cls_ in question.classes for at in range(0, len(cls_.devices) - size + 1, size)
     ]
-    if not found:
+    if not result:
         raise UsageError(
             f"cluster {question.cluster.name} has no {size} equal devices for the replicas of a stage: use fewer"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(result))
 
 
 def representative(question: Question, degree: Degree) -> Question:
@@ -69,7 +68,7 @@ def representative(question: Question, degree: Degree) -> Question:
             f"{counted(asked * degree.devices, 'device')}, and cluster {question.cluster.name} has "
             f"{len(question.cluster.devices)}: use fewer of either"
         )
-    alike = [one for one in profile.measurements if one.way[1:] == degree[1:]]
+    alike = [measurement for measurement in profile.measurements if measurement.way[1:] == degree[1:]]
     ranks = tuple(replace(one, tensor=1, sequences=False) for one in alike)
     return replace(
         question,
@@ -105,8 +104,8 @@ def answers(question: Question, *planners: Planner) -> Iterator[Found]:
     degree = question.degrees[0]
     asked = question if degree.devices == 1 else representative(question, degree)
     for planner in planners:
-        found = planner(asked)
-        yield found if degree.devices == 1 else expanded(question, found, degree)
+        result = planner(asked)
+        yield result if degree.devices == 1 else expanded(question, result, degree)
 
 
 def seconds_together(question: Question, split: Split, degree: Degree) -> float:
@@ -114,16 +113,16 @@ def seconds_together(question: Question, split: Split, degree: Degree) -> float:
 
     They are all-reduces of gradients, and tensor-parallel communication in every pass.
     """
-    tables, groups, found = DegreeTables(question, degree), groups_of(question, degree), [0.0]
+    tables, groups, result = DegreeTables(question, degree), groups_of(question, degree), [0.0]
     for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True):
-        shards, replicas = (Group.of(question.cluster, one) for one in degree.groups(groups[device]))
+        shards, replicas = (Group.of(question.cluster, group) for group in degree.groups(groups[device]))
         kind = question.cluster.devices[groups[device][0]].kind
         passes = [
             float((of.forward + of.backward)[start, stop]) for of in map(tables.seconds, (kind,) * 2, (None, shards))
         ]
         sums = float(together_seconds(replicas.sums, np.array(tables.gradients[start, stop])))
-        found.append(sums + question.training.microbatches * (passes[1] - passes[0]))
-    return max(found)
+        result.append(sums + question.training.microbatches * (passes[1] - passes[0]))
+    return max(result)
 
 
 def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
@@ -132,9 +131,9 @@ def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
     def kept(link: Link) -> list[Member]:
         return [
-            Member.device(numbers[one.number or 0]) if one.kind is MemberKind.DEVICE else one
-            for one in link.members
-            if one.kind is not MemberKind.DEVICE or one.number in numbers
+            Member.device(numbers[member.number or 0]) if member.kind is MemberKind.DEVICE else member
+            for member in link.members
+            if member.kind is not MemberKind.DEVICE or member.number in numbers
         ]
 
     links, there = [(link, tuple(kept(link))) for link in cluster.links], cluster.reserving(cluster.reserves).devices

@@ -11,8 +11,8 @@ from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.apart import apart
-from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
+from pipefit.profiler.feedback import measured_coupling, with_coupling
 from pipefit.profiler.measured import add_seconds
 from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
 from pipefit.schema.validation import instance, whole
@@ -72,10 +72,10 @@ def profile(
                 task, sizes, target=followed, threads=threads, tensor=degrees, sequences=along, progress=progress
             )
 
-    found = apart(followed, faked)
+    result = apart(followed, faked)
     with recording("profiling"):
-        found = with_coupling(found, measured_coupling(task, found) if found.divides_samples else "")
+        result = with_coupling(result, measured_coupling(task, result) if result.divides_samples else "")
     if real is None:
-        return found
+        return result
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
-        return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)
+        return add_seconds(result, task, device=torch.device(real), threads=threads, progress=progress)

@@ -24,7 +24,7 @@ from pipefit.measure.kernels import Kernels
 from pipefit.measure.machine import this_machine
 from pipefit.profiler.survey import Progress, of_rank, sharded_chains, survey
 from pipefit.runtime.optim.updates import check_elementwise
-from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.profile import Assumptions, Measurement, ModelProfile, Target, differences
 from pipefit.tensor_parallel import Alone
 from pipefit.texts import counted
@@ -65,17 +65,17 @@ def profile_sizes(
         for size in sizes
     )
     for other in others:
-        found = differences(first.fingerprint, other.fingerprint, first.layers)
-        if found:
+        result = differences(first.fingerprint, other.fingerprint, first.layers)
+        if result:
             size = other.measurements[0].microbatch_size
             raise UsageError(
-                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} ({'; '.join(found)}), "
+                f"{task.name} is another model at {counted(size, 'sample')} than at {sizes[0]} ({'; '.join(result)}), "
                 "so that no plan could use both: profile it at one size, or let its operations not depend on the "
                 "number of samples"
             )
     every = (first, *others)
-    kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
-    measurements = tuple(measurement for found in every for measurement in found.measurements)
+    kernels = tuple(dict.fromkeys(kernel for result in every for kernel in result.kernels.kernels))
+    measurements = tuple(measurement for result in every for measurement in result.measurements)
     return replace(first, measurements=measurements, kernels=KernelMemory(kernels=kernels))
 
 
@@ -114,8 +114,8 @@ def profile_fake(
         for sharded in divided:
             rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
             check_elementwise(task, rank.layers, sharded.shards(0), torch.device("cpu"))
-            found = survey(task, kernels, rank, values, targets, progress, lambda layer: layer)
-            measurements.append(of_rank(found, whole, sharded))
+            result = survey(task, kernels, rank, values, targets, progress, lambda layer: layer)
+            measurements.append(of_rank(result, whole, sharded))
     made = with_loss(made, chain, whole)
     profile = _profile(task, chain, made, measurements, target=target, threads=threads)
     profile = profile if kernels is None else _with_kernels(profile, kernels)

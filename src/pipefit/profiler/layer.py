@@ -133,13 +133,13 @@ def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorage
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
     """Return the operations in the graph of `values` that saved each tensor, in the order in which they ran."""
-    found: dict[object, list[str]] = defaultdict(list)
+    result: dict[object, list[str]] = defaultdict(list)
     for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
         operation = node.name().rpartition("Backward")[0]
         for name in dir(node):
             if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):
-                found[_identity(kept)].append(operation)
-    return found
+                result[_identity(kept)].append(operation)
+    return result
 
 
 def _identity(tensor: Tensor) -> object:
@@ -275,9 +275,9 @@ class Gradients(NamedTuple):
 
     def also_as(self, others: Sequence[Gradients]) -> Gradients:
         """Return what holds here and in all `others`: gradients contiguous in each, the largest storages."""
-        alike = [one for one in others if len(one.storages) == len(self.storages)]
+        alike = [other for other in others if len(other.storages) == len(self.storages)]
         origins = tuple(
-            replace(origin, contiguous=all(one.origins[number].contiguous for one in others))
+            replace(origin, contiguous=all(other.origins[number].contiguous for other in others))
             for number, origin in enumerate(self.origins)
         )
         return Gradients(origins, tuple(map(max, zip(*(one.storages for one in alike), strict=True))))
@@ -519,9 +519,9 @@ class LayerMeter:
         the measurement.
         """
         with self.meter:
-            found = feedback(self._forward, self.module, self.owner, attributes)
+            result = feedback(self._forward, self.module, self.owner, attributes)
             self.meter.forget_graphs()
-        return found
+        return result
 
     def _check_backward(self, second: Feedback) -> None:
         """Check that a backward does not depend on how many other forwards preceded it.
@@ -537,9 +537,9 @@ class LayerMeter:
     def changed_by_loss(self, loss: object) -> str:
         """Return what a forward of the loss changes of its own; see the function `changed_by_loss`."""
         with self.meter:
-            found = changed_by_loss(self._forward, loss)
+            result = changed_by_loss(self._forward, loss)
             self.meter.forget_graphs()
-        return found
+        return result
 
     def _forward(self, graph: GraphEnds | None = None) -> Values:
         """Run a forward, at the start of `graph`."""
@@ -631,12 +631,12 @@ class LayerMeter:
 
     def _outgoing(self, graph: GraphEnds) -> Sequence[Tensor | None]:
         """Return the gradients of the inputs; all possible ones if values decide which exist."""
-        found = graph.outgoing or (None,) * len(self.like)
+        result = graph.outgoing or (None,) * len(self.like)
         if not self._by_value:
-            return found
+            return result
         return [
             torch.empty_like(value, requires_grad=False) if gradient is None and wanted else gradient
-            for gradient, value, wanted in zip(found, self.like, self.flags, strict=True)
+            for gradient, value, wanted in zip(result, self.like, self.flags, strict=True)
         ]
 
     def _enter(self, graph: GraphEnds, inputs: list[Tensor]) -> Values:

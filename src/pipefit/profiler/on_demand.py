@@ -7,8 +7,10 @@ plan with traces. Sizes that will be needed are profiled in parallel with the fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,9 +23,10 @@ from pipefit.fake_cuda.apart import run_a_backward
 from pipefit.fake_cuda.chain import Chains
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.processes import beside, forks_left
-from pipefit.profiler.coupling import measured_coupling, with_coupling
 from pipefit.profiler.fake import Progress, profile_sizes
-from pipefit.schema.profile import MOST_THREADS, ModelProfile, Target
+from pipefit.profiler.feedback import measured_coupling, with_coupling
+from pipefit.schema.layer_costs import SharedBuffer, SharedParameter
+from pipefit.schema.profile import MOST_THREADS, Block, Measurement, ModelProfile, Target
 from pipefit.schema.validation import whole
 
 T = TypeVar("T")
@@ -163,3 +166,234 @@ def _profiling() -> Iterator[None]:
     """Name profiling in errors of the body, and restore the caller's random generators."""
     with recording("profiling"), torch.random.fork_rng(devices=[]):
         yield
+
+
+# ---- Profiles of models with more equal blocks than were traced: those of few, with the costs of a block
+# repeated.
+#
+# A model whose setting says how many equal blocks it has is profiled at three neighbouring values. The second
+# profile is the first with some blocks inserted; where inserting them twice gives the third, name by name and
+# cost by cost, the profile at any further value follows by inserting them more often. It is exact as long as
+# the model repeats itself, which the caller checks by a trace of the value that matters (`same_costs`).
+# Fingerprints of such profiles have the right lengths alone.
+
+S = TypeVar("S", SharedParameter, SharedBuffer)
+
+_NUMBERS = re.compile(r"(\d+)")
+
+
+class NotRepeated(Exception):
+    """The profiles that were traced do not follow from each other by repeating blocks."""
+
+
+class Repeated:
+    """A function that profiles a model, as `OnDemand` is, from three neighbouring ones with fewer blocks.
+
+    Of their rising numbers of blocks the first is `times` steps before the model's. It raises `NotRepeated` where the
+    three do not follow from each other.
+    """
+
+    def __init__(self, traced: Sequence[OnDemand], times: int) -> None:
+        self._traced, self._times = tuple(traced), times
+        self.sizes = traced[0].sizes
+        self._known: dict[object, ModelProfile] = {}
+
+    def __call__(self, microbatch_size: int, tensor: Sequence[int] = (), *, sequences: bool = False) -> ModelProfile:
+        """The profile that `OnDemand` would make, but for its fingerprint."""
+        wanted = microbatch_size, tuple(sorted(set(tensor))), sequences
+        if wanted not in self._known:
+            first, second, third = (one(microbatch_size, tensor, sequences=sequences) for one in self._traced)
+            self._known[wanted] = _growing(first, second, third).repeated(self._times)
+        return self._known[wanted]
+
+    def report_to(self, progress: Progress | None) -> None:
+        """Tell `progress` from now on what is done."""
+        for one in self._traced:
+            one.report_to(progress)
+
+    def checked(self, sizes: Iterable[int] | None = None) -> Callable[[], bool]:
+        """As `OnDemand.checked`, of the models that were traced."""
+        wanted = None if sizes is None else tuple(sizes)
+        every = [one.checked(wanted) for one in self._traced]
+
+        def found() -> bool:
+            as_traced = [one() for one in every]  # all of them are asked: each forgets what it is wrong about
+            if not all(as_traced):
+                self._known.clear()
+            return all(as_traced)
+
+        return found
+
+
+def same_costs(one: ModelProfile, other: ModelProfile) -> bool:
+    """Whether two profiles say the same of every layer, whatever their fingerprints."""
+    return _costs(one) == _costs(other)
+
+
+def _costs(profile: ModelProfile) -> object:
+    ways = {measured.way: replace(measured, sizes="", forms="", shares=None) for measured in profile.measurements}
+    return profile.model, profile.layers, profile.blocks, profile.assumptions, ways
+
+
+def _growing(first: ModelProfile, second: ModelProfile, third: ModelProfile) -> _Insertion:
+    """The insertion that makes the second profile of the first, and twice the third.
+
+    Raises:
+        NotRepeated: there is none.
+    """
+    for insertion in _Insertion.between(first, second):
+        with suppress(NotRepeated):  # one that would part layers which share a parameter
+            if same_costs(insertion.repeated(2), third):
+                return insertion
+    raise NotRepeated(f"{third.model} does not grow by equal blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class _Insertion:
+    """Layers of `second` from `start` on, `count` of them, without which it is `first`."""
+
+    first: ModelProfile
+    second: ModelProfile
+    start: int
+    count: int
+
+    @classmethod
+    def between(cls, first: ModelProfile, second: ModelProfile) -> list[_Insertion]:
+        """The insertions that may make the second of the first, those farthest from both ends first."""
+        count = len(second.layers) - len(first.layers)
+        kinds = [[(m.way, m.kinds, m.loss) for m in one.measurements] for one in (first, second)]
+        if count <= 0 or kinds[0] != kinds[1] or (first.model, first.assumptions) != (second.model, second.assumptions):
+            return []
+        few, many = (list(zip(*(m.layers for m in one.measurements), strict=True)) for one in (first, second))
+        edges = set(second.edges)
+        places = [
+            edge
+            for edge in first.edges
+            if edge >= count
+            and {edge - count, edge, edge + count} <= edges
+            and few[:edge] == many[:edge]
+            and few[edge:] == many[edge + count :]
+            and many[edge - count : edge] == many[edge : edge + count]
+        ]
+        middle = (places[0] + places[-1]) / 2 if places else 0
+        return [cls(first, second, place, count) for place in sorted(places, key=lambda one: abs(one - middle))]
+
+    def repeated(self, times: int) -> ModelProfile:
+        """The first profile with the layers inserted so many times.
+
+        Raises:
+            NotRepeated: names, or parameters that layers share, do not show how they would go on.
+        """
+        first, second = self.first, self.second
+        block, end = second.edges.index(self.start), second.edges.index(self.start + self.count)
+        names = self._inserted(first.layers, second.layers, self.start, self.count, times, _counted)
+        blocks = self._inserted(first.blocks, second.blocks, block, end - block, times, _block) if first.blocks else ()
+        made = replace(
+            second.fingerprint,
+            layers=self._digests(first.fingerprint.layers, second.fingerprint.layers, times),
+            parameters=self._digests(first.fingerprint.parameters, second.fingerprint.parameters, times),
+        )
+        pairs = zip(first.measurements, second.measurements, strict=True)
+        measurements = tuple(self._measurement(few, many, times) for few, many in pairs)
+        return replace(second, layers=names, blocks=blocks, fingerprint=made, measurements=measurements)
+
+    def _inserted(
+        self,
+        few: Sequence[T],
+        many: Sequence[T],
+        start: int,
+        count: int,
+        times: int,
+        counted: Callable[[T, T, int], T],
+    ) -> tuple[T, ...]:
+        """The entries before, those inserted so many times, and those after them, `counted` on by their numbers."""
+        again = range(start, start + count)
+        inside = (counted(many[place - count], many[place], 1 + repeat) for repeat in range(times) for place in again)
+        after = (counted(few[place], many[place + count], times) for place in range(start, len(few)))
+        return (*few[:start], *inside, *after)
+
+    def _digests(self, few: tuple[str, ...], many: tuple[str, ...], times: int) -> tuple[str, ...]:
+        start, stop = self.start, self.start + self.count
+        return (*few[:start], *(many[start:stop] * times), *few[start:])
+
+    def _measurement(self, few: Measurement, many: Measurement, times: int) -> Measurement:
+        start, stop = self.start, self.start + self.count
+        return replace(
+            many,
+            layers=(*few.layers[:start], *many.layers[start:stop] * times, *few.layers[start:]),
+            shared=self._shared(few.shared, many.shared, times),
+            shared_buffers=self._shared(few.shared_buffers, many.shared_buffers, times),
+        )
+
+    def _shared(self, few: Sequence[S], many: Sequence[S], times: int) -> tuple[S, ...]:
+        """Shared tensors: those of inserted layers alone once for each time, and others with their further users."""
+        inside = range(self.start, self.start + self.count)
+        before = {one.users: one for one in many}
+        grown, again, left = list[S](), list[S](), list(few)
+        for one in many:
+            if set(one.users) <= set(inside):
+                again.append(one)
+                continue
+            users = tuple(self._before(user) for user in one.users if user not in inside)
+            origin = next((other for other in left if (other.users, other.sizes) == (users, one.sizes)), None)
+            if origin is None:
+                raise NotRepeated(f"shared {one.what} {one.name} is another one with more blocks")
+            left.remove(origin)
+            grown.append(self._with_users(replace(one, name=_counted(origin.name, one.name, times)), one, times))
+        for repeat in range(times):
+            for one in again:
+                previous = before.get(tuple(user - self.count for user in one.users))
+                if previous is None:
+                    raise NotRepeated(f"shared {one.what} {one.name} is not in the block before")
+                shifted = self._shifted(one, repeat * self.count)
+                grown.append(replace(shifted, name=_counted(previous.name, one.name, 1 + repeat)))
+        return tuple(sorted(grown, key=lambda one: one.users[0]))  # the order in which layers first hold them
+
+    def _before(self, layer: int) -> int:
+        """The number in the first profile of a layer of the second."""
+        return layer if layer < self.start else layer - self.count
+
+    def _numbers(self, numbers: Sequence[int], times: int) -> tuple[int, ...]:
+        """The users of a shared tensor of the second profile, inserted ones for each time."""
+        inside = range(self.start, self.start + self.count)
+        more = (number + repeat * self.count for number in numbers if number in inside for repeat in range(times))
+        others = (n if n < self.start else n + (times - 1) * self.count for n in numbers if n not in inside)
+        return tuple(sorted((*more, *others)))
+
+    def _with_users(self, named: S, one: S, times: int) -> S:
+        users = self._numbers(one.users, times)
+        if isinstance(named, SharedParameter):
+            copying, cast_only = self._numbers(named.copying, times), self._numbers(named.cast_only, times)
+            return replace(named, users=users, copying=copying, cast_only=cast_only)
+        return replace(named, users=users)
+
+    def _shifted(self, one: S, by: int) -> S:
+        def moved(numbers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(number + by for number in numbers)
+
+        if isinstance(one, SharedParameter):
+            return replace(one, users=moved(one.users), copying=moved(one.copying), cast_only=moved(one.cast_only))
+        return replace(one, users=moved(one.users))
+
+
+def _counted(first: str, second: str, times: int) -> str:
+    """The name after so many steps, of which the numbers of the first two names show one: `h.3`, `h.4`, ..., `h.9`.
+
+    Raises:
+        NotRepeated: the names differ in more than numbers.
+    """
+    ones, others = _NUMBERS.split(first), _NUMBERS.split(second)
+    if len(ones) != len(others) or ones[::2] != others[::2]:
+        raise NotRepeated(f"{second} is no {first} with other numbers")
+    numbers = (
+        one if one == other else str(int(one) + times * (int(other) - int(one)))
+        for one, other in zip(ones[1::2], others[1::2], strict=True)
+    )
+    texts = iter(ones[::2])
+    return next(texts) + "".join(number + text for number, text in zip(numbers, texts, strict=True))
+
+
+def _block(first: Block, second: Block, times: int) -> Block:
+    if replace(first, name="") != replace(second, name=""):
+        raise NotRepeated(f"block {second.name} is another one than {first.name}")
+    return replace(second, name=_counted(first.name, second.name, times))

@@ -72,17 +72,17 @@ def gradients_like(values: Sequence[Tensor]) -> list[Tensor | None]:
 def gradients_in(layouts: Layouts, device: torch.device) -> list[Tensor | None]:
     """Return gradients with these layouts."""
     storages: dict[int, Tensor] = {}
-    found: list[Tensor | None] = []
+    result: list[Tensor | None] = []
     for layout in layouts:
         if layout is None:
-            found.append(None)
+            result.append(None)
             continue
         if layout.storage not in storages:
             count = layout.nbytes // layout.dtype.itemsize
             storages[layout.storage] = torch.empty(count, dtype=layout.dtype, device=device)
         flat = storages[layout.storage].view(layout.dtype)
-        found.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
-    return found
+        result.append(flat.as_strided(layout.shape, layout.stride, layout.offset))
+    return result
 
 
 # ---- The meter of a pass

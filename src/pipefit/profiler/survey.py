@@ -148,21 +148,21 @@ def survey(
     Raises:
         UsageError: a layer, the loss or the optimizer cannot run, or makes a forbidden change.
     """
-    found = Survey(task, kernels, chain.shared, own, packing=chain.layers[0].packing)
+    result = Survey(task, kernels, chain.shared, own, packing=chain.layers[0].packing)
     count, samples = len(chain.layers), len(values[0])
     for number, layer in enumerate(chain.layers):
         if progress is not None:
             progress(number, count, layer.name)
-        values = tuple(found.layer(layer, values, is_last=number + 1 == count))
-    loss, layouts = found.loss(chain, values, targets)
-    found.backward(layouts)
+        values = tuple(result.layer(layer, values, is_last=number + 1 == count))
+    loss, layouts = result.loss(chain, values, targets)
+    result.backward(layouts)
     return Measurement(
         microbatch_size=samples,
-        kinds=tuple(found.in_turn()),
-        layers=tuple(found.layers),
+        kinds=tuple(result.in_turn()),
+        layers=tuple(result.layers),
         loss=loss,
-        shared=found.shared(chain),
-        shared_buffers=found.shared_buffers(chain),
+        shared=result.shared(chain),
+        shared_buffers=result.shared_buffers(chain),
     )
 
 
@@ -186,7 +186,7 @@ class Survey:
         self._all_shared, self._own = shared, own
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
-        self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
+        self._shared = {id(result.parameter) for result in shared if result.parameter.requires_grad}
         self._meters: list[_Metered] = []  # by kind, in the numbering before `_number_again`
         self._met: list[int] = []  # the first kind of every layer
         self._fewer: dict[tuple[int, Layouts], int] = {}
@@ -223,9 +223,9 @@ class Survey:
         def call(values: Values) -> Values:
             nonlocal form
             outputs = layer.outputs(values)
-            found = as_values(outputs, layer.name)
-            form = _Form(packing_of(outputs), () if is_last else orders_of(found))
-            return found if is_last else contiguous(found, form.orders)
+            result = as_values(outputs, layer.name)
+            form = _Form(packing_of(outputs), () if is_last else orders_of(result))
+            return result if is_last else contiguous(result, form.orders)
 
         others = [parameter for name, parameter in layer.module.named_parameters() if name in shared]
         meter = LayerMeter(call, layer.module, values, self.kernels, others, autocast=layer.autocast)
@@ -314,23 +314,23 @@ class Survey:
             Gradients(cost.input_gradients, cost.gradient_storages),
             metered.left,
         )
-        found = [
+        result = [
             dense_one if way == metered.arriving else metered.meter.measure_again(way, cost.input_gradients)
             for way in ways
         ]
-        gradients = found[0].gradients.also_as([one.gradients for one in (dense_one, *found)])
+        gradients = result[0].gradients.also_as([one.gradients for one in (dense_one, *result)])
         self.kinds.append(
             replace(
                 cost,
-                inner_first=tuple(span for one in found for span in one.first),
-                inner_later=tuple(span for one in found for span in one.later),
+                inner_first=tuple(span for one in result for span in one.first),
+                inner_later=tuple(span for one in result for span in one.later),
                 input_gradients=gradients.origins,
                 gradient_storages=gradients.storages,
             )
         )
         self._changed.append(self._changed[kind])
         self._meters.append(metered)
-        return len(self.kinds) - 1, tuple(one.left for one in found)
+        return len(self.kinds) - 1, tuple(one.left for one in result)
 
     def _options(self, layer: ChainLayer) -> object:
         """Return the options of a layer's parameter groups, and the parameters of each."""
@@ -370,12 +370,12 @@ class Survey:
 
     def _copy_bytes(self, layer: int, shared: Shared) -> int:
         """Return the bytes of a layer's half-precision copy of a shared parameter; 0 without a copy."""
-        return sum(one.copy_bytes for one in self._parameters(layer, shared))
+        return sum(parameter.copy_bytes for parameter in self._parameters(layer, shared))
 
     def _parameters(self, layer: int, shared: Shared) -> list[Parameter]:
         """Return a shared parameter's entries in a layer: one, under any of its names there."""
         names = {name for user, name in shared.places if user == layer}
-        return [one for one in self.kinds[self.layers[layer]].parameters if one.name in names]
+        return [parameter for parameter in self.kinds[self.layers[layer]].parameters if parameter.name in names]
 
     def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
         """Return the buffers, and tensors that are plain attributes, that several layers hold.
@@ -383,8 +383,8 @@ class Survey:
         Raises:
             UsageError: a forward changes one of them.
         """
-        found = shared_storages([layer.module for layer in chain.layers])
-        for shared in found:
+        result = shared_storages([layer.module for layer in chain.layers])
+        for shared in result:
             for user in shared.users:
                 buffers = dict(chain.layers[user].module.named_buffers(remove_duplicate=False))
                 if shared.is_among(buffers[name] for name in self._changed[self.layers[user]]):
@@ -393,7 +393,7 @@ class Survey:
             SharedBuffer(
                 name=_name(chain, shared), users=shared.users, nbytes=shared.held.nbytes, copied=shared.held.is_buffer
             )
-            for shared in found
+            for shared in result
         )
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
@@ -413,10 +413,10 @@ class Survey:
             refusing(traced=False),
             left_as_found(chain.criterion),
         ):
-            cost, (found,) = meter.measure(self.optimizer)
+            cost, (result,) = meter.measure(self.optimizer)
             changed = meter.changed_by_loss(chain.criterion)
         self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
-        if not found.requires_grad and _is_trained(chain):
+        if not result.requires_grad and _is_trained(chain):
             raise UsageError(
                 f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
@@ -478,14 +478,14 @@ def sharded_chains(
     """
     wanted = [degree for degree in dict.fromkeys(degrees) if degree > 1]
     traced = trace_chain(chain, values, targets) if wanted else None
-    found = [] if traced is None else [shard_traced(chain, traced, degree) for degree in wanted]
-    for sharded in found:
+    result = [] if traced is None else [shard_traced(chain, traced, degree) for degree in wanted]
+    for sharded in result:
         if sharded.shares.divides_nothing:
             raise UsageError(
                 f"{sharded.ranks} tensor-parallel ranks divide nothing of {chain.name}, 0 % of its parameters and of "
                 f"its operations: {_why(sharded)}; choose another number, or replicas"
             )
-    return [*found, *(_along_positions(traced, one) for one in found if sequences and traced is not None)]
+    return [*result, *(_along_positions(traced, one) for one in result if sequences and traced is not None)]
 
 
 def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
@@ -494,13 +494,13 @@ def _along_positions(traced: TracedStage, plain: ShardedChain) -> ShardedChain:
     Raises:
         UsageError: no all-reduce sums sequences whose positions the ranks divide.
     """
-    found = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
-    if ("reduce_scatter", "forward") not in {(one.kind, one.phase) for one in found.collectives}:
+    result = shard_traced(plain.chain, traced, plain.ranks, sequences=True, like=plain)
+    if ("reduce_scatter", "forward") not in {(collective.kind, collective.phase) for collective in result.collectives}:
         raise UsageError(
             f"{plain.ranks} tensor-parallel ranks divide nothing of {plain.chain.name} along positions: it sums "
             "no sequences whose positions they divide, so leave sequence parallelism out, or choose another number"
         )
-    return found
+    return result
 
 
 def _why(sharded: ShardedChain) -> str:

@@ -145,13 +145,13 @@ def _updates_of(meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups,
 
     undivided = _undivided(optimizer, next((group for of_layer in groups for group in of_layer), {}))
     with reading(Reading()) as numbers, updating():
-        found = steps()
+        result = steps()
     for number in NUMBERS[1:] * bool(numbers.count):
         with updating(number), suppress(ArithmeticError):
-            if steps() == found:
+            if steps() == result:
                 continue
         return steps()  # outside of `updating`, so the read is reported
-    return found
+    return result
 
 
 def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
@@ -168,8 +168,8 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
                 one.grad = torch.ones_like(one)
                 step_part(whole, [one], [other])
             check_state_apart(whole, *([copies_of(whole).get(one, one)] for one in tried))
-        except Undivided as found:
-            return found.reason
+        except Undivided as result:
+            return result.reason
         except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
             return ""
     return ""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from pipefit.schema.answers import ChangedLayers, DiffAnswer
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.grids import Grid
+from pipefit.schema.json_io import ChangedLayers, DiffAnswer
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import differences
 from pipefit.schema.trace import CATEGORIES, DeviceTrace, Trace
@@ -107,7 +107,7 @@ class Difference(Shown):
         """Return plain data, the shape of `pipefit diff --json`."""
         return {
             "asked": list(self.asked),
-            "changes": [one.as_json() for one in self.changes],
+            "changes": [change.as_json() for change in self.changes],
             "devices": [
                 {
                     "device": one.device,
@@ -126,13 +126,13 @@ class Difference(Shown):
 def difference_of_plans(before: Plan, after: Plan) -> Difference:
     """Compare the second plan with the first."""
     traces = simulate(before), simulate(after)
-    found = difference_of_traces(*traces)
+    result = difference_of_traces(*traces)
     rates = [
         plan.training.batch_size / trace.step_seconds[-1] if trace.step_seconds and trace.step_seconds[-1] else None
         for plan, trace in zip((before, after), traces, strict=True)
     ]
     return replace(
-        found,
+        result,
         asked=tuple(_asked(before, after)),
         changes=(*_placed(before, after), *_treated(before, after)),
         before_rate=rates[0],
@@ -227,13 +227,13 @@ def _treated(before: Plan, after: Plan) -> Iterator[Change]:
     ours, theirs = _treatments(before), _treatments(after)
     for kind in dict.fromkeys([*ours, *theirs]):
         had, has = ours.get(kind, {}), theirs.get(kind, {})
-        found: dict[tuple[str, str], dict[str, list[_Treated]]] = {}
+        result: dict[tuple[str, str], dict[str, list[_Treated]]] = {}
         for subject in dict.fromkeys([*had, *has]):
             one, two = had.get(subject, _Treated()), has.get(subject, _Treated())
             if one.how != two.how:
-                layers = found.setdefault((one.how, two.how), {})
+                layers = result.setdefault((one.how, two.how), {})
                 layers.setdefault(subject[0], []).append(two if two.how else one)
-        for (one_how, two_how), layers in found.items():
+        for (one_how, two_how), layers in result.items():
             for run in _runs(after if two_how else before, list(layers)):
                 yield _change(run, one_how, two_how, [told for name in run for told in layers[name]])
 
@@ -253,16 +253,16 @@ def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -
 
 def _treatments(plan: Plan) -> _Treatments:
     """Return the treatments of layers and their saved tensors, by kind and target."""
-    found: _Treatments = {}
+    result: _Treatments = {}
     for decision in plan.decisions:
         kind = decision.what, _done(decision)
-        subjects = found.setdefault(kind, {})
+        subjects = result.setdefault(kind, {})
         for layer, number in _subjects(decision):
             before = subjects.get((plan.profile.layers[layer], number), _Treated())
             how = " and ".join(filter(None, (before.how, _treatment(decision))))
             tensor = "" if number < 0 else _tensor(plan, decision.stage, layer, number)
             subjects[plan.profile.layers[layer], number] = _Treated(how, decision.why or before.why, tensor)
-    return found
+    return result
 
 
 def _tensor(plan: Plan, stage: int, layer: int, number: int) -> str:

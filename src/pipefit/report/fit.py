@@ -129,12 +129,12 @@ def _precisions(overview: Overview) -> Table:
 
 def _replicated(overview: Overview) -> Iterator[Block]:
     """Yield a row for each way to divide the state between replicas, with and without recomputation."""
-    found: dict[str, dict[bool, Replicated]] = {}
+    result: dict[str, dict[bool, Replicated]] = {}
     for one in overview.replicated:
-        found.setdefault(one.way, {})[one.recompute] = one
-    if not found:
+        result.setdefault(one.way, {})[one.recompute] = one
+    if not result:
         return
-    rows = tuple((way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in found.items())
+    rows = tuple((way, _replica(own.get(False)), _replica(own.get(True)), _rate(own)) for way, own in result.items())
     title = f"{counted(len(overview.cluster.devices), 'replica')} of the whole model, one sample each"
     yield Table(("way", "kept", "every block recomputed", "samples/s"), rows, title=title)
 
@@ -148,7 +148,7 @@ def _replica(one: Replicated | None) -> str:
 
 def _rate(own: dict[bool, Replicated]) -> str:
     """Format the samples per second of the fastest of these plans that fits."""
-    rates = [one.samples_per_second for one in own.values() if one.samples_per_second is not None]
+    rates = [value.samples_per_second for value in own.values() if value.samples_per_second is not None]
     return format_number(max(rates)) if rates else "-"
 
 

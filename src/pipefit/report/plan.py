@@ -23,7 +23,7 @@ def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Itera
 
     `step_seconds` is the plan's step time.
     """
-    lines = [_line(one, step_seconds) for one in alternatives]
+    lines = [_line(alternative, step_seconds) for alternative in alternatives]
     if lines:
         yield "\n".join(lines)
 
@@ -32,7 +32,7 @@ def priced(alternatives: Sequence[Alternative], step_seconds: float) -> Iterator
     """Yield a table with a row for each alternative; nothing if there are none."""
     if alternatives:
         columns = ("best at", "stages", "devices", "microbatches", "schedule", "fullest", "step", "longer", "ask with")
-        yield Table(columns, tuple(_row(one, step_seconds) for one in alternatives))
+        yield Table(columns, tuple(_row(alternative, step_seconds) for alternative in alternatives))
 
 
 def _row(one: Alternative, step_seconds: float) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Ta
     """Yield a table with a row for every compaction and its price per byte; nothing if there are none."""
     if compactions:
         columns = ("stage", "memory is freed by", "layers", "peak", "step", "a GiB costs")
-        yield Table(columns, tuple(_compactions_row(one, step_seconds) for one in compactions))
+        yield Table(columns, tuple(_compactions_row(compaction, step_seconds) for compaction in compactions))
 
 
 def _compactions_row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
@@ -152,10 +152,10 @@ def holds_for(plan: Plan) -> str:
 def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
     """Yield a sentence for every way in which devices share stages, with the numbers of these stages."""
     for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
-        found = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
-        *before, last = [run.replace("-", " to ") for run in numbered(found).split(" ")]
+        result = [number for number, stage in enumerate(stages) if stage.grid.sharing == way]
+        *before, last = [run.replace("-", " to ") for run in numbered(result).split(" ")]
         runs = f"{', '.join(before)} and {last}" if before else last
-        yield f"Stage{'s' if found[1:] else ''} {runs} {'have' if found[1:] else 'has'} {way}."
+        yield f"Stage{'s' if result[1:] else ''} {runs} {'have' if result[1:] else 'has'} {way}."
 
 
 def _coupled(plan: Plan) -> Iterator[str]:
@@ -292,7 +292,7 @@ def _seconds(plan: Plan) -> str:
 def _caveats(plan: Plan) -> Iterator[str]:
     """Yield the divided shares, the processes' memory, and the conditions and gaps of the figures."""
     shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
-    yield from (f"Of the model {one.sentence}." for one in shares if one is not None)
+    yield from (f"Of the model {share.sentence}." for share in shares if share is not None)
     yield from _reserves(plan.cluster, plan.workers, plan.prediction)
     if plan.prediction is not None:
         yield from filter(None, (_seconds(plan), holds_for(plan)))

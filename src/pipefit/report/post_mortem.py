@@ -51,7 +51,7 @@ def remedies(found: PostMortem) -> list[Remedy]:
 def describe_remedies(found: PostMortem) -> list[Block]:
     """Return a row for each remedy with its price: the additional seconds of a step."""
     own = simulate(found.plan).step_seconds[-1]
-    rows = tuple(_row(one, own) for one in remedies(found))
+    rows = tuple(_row(remedy, own) for remedy in remedies(found))
     if not rows:
         return ["Nothing that was tried would have fitted: recomputing, moving, eight times the devices."]
     columns = ("what would fit", "fullest device", "full", "step", "price", "ask pipefit plan with")
@@ -72,7 +72,9 @@ def _row(one: Remedy, own: float) -> tuple[str, ...]:
 def _leaving_room(found: PostMortem) -> Cluster:
     """Return the plan's cluster, with reserves for the memory that the run took beyond its prediction."""
     samples = simulate(found.plan).devices[found.device].memory
-    predicted = next((one.total_bytes for one in samples if _alike(one, found.moment)), found.moment.total_bytes)
+    predicted = next(
+        (sample.total_bytes for sample in samples if _alike(sample, found.moment)), found.moment.total_bytes
+    )
     surplus = max(0, found.moment.total_bytes - predicted)
     if found.traced.allocator is not None:
         surplus = max(surplus, found.traced.allocator.process_bytes - found.traced.allocator.requested_bytes)
@@ -104,7 +106,7 @@ def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
 def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     """Yield remedies with smaller microbatches of profiled sizes."""
     training = plan.training
-    for size in sorted({one.microbatch_size for one in plan.profile.measurements}, reverse=True):
+    for size in sorted({measurement.microbatch_size for measurement in plan.profile.measurements}, reverse=True):
         if size < training.microbatch_size and training.batch_size % size == 0:
             count = training.batch_size // size
             finer = replace(plan, training=replace(training, microbatches=count), prediction=None, decisions=())
@@ -159,7 +161,7 @@ def _seconds(plan: Plan) -> float:
 def _done(plan: Plan) -> str:
     """Describe a plan's memory techniques."""
     kinds = {"recompute": "layers recomputed", "offload": "tensors moved", "update": "updates on the host"}
-    done = [words for kind, words in kinds.items() if any(one.what.value == kind for one in plan.decisions)]
+    done = [words for kind, words in kinds.items() if any(decision.what.value == kind for decision in plan.decisions)]
     return f"the fastest plan: {', '.join(done)}" if done else "the fastest plan"
 
 

@@ -17,8 +17,7 @@ from pipefit.report.traces import Comparison, describe_comparison, describe_trac
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.fit import Fit, Overview
-from pipefit.schema.kernels import KernelMemory
-from pipefit.schema.layer_costs import LayerCost, SavedTensor, Work
+from pipefit.schema.layer_costs import KernelMemory, LayerCost, SavedTensor, Work
 from pipefit.schema.plan import Plan
 from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.profile import AdditiveCosts, Measurement, ModelProfile, samples

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
-from pipefit.schema.answers import CompareAnswer
+from pipefit.schema.json_io import CompareAnswer
 from pipefit.schema.plan import TIGHT, fullness
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
 from pipefit.tables import Block, Shown, Table

@@ -45,10 +45,10 @@ def free_bytes(meminfo: Path = _MEMINFO, container: Path = _CONTAINER) -> int:
 def _number(path: Path, pattern: str) -> int | None:
     """Return the number that `pattern` captures in a file; None if the file or the number is missing."""
     try:
-        found = re.search(pattern, path.read_text())
+        result = re.search(pattern, path.read_text())
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(result[1]) if result else None
 
 
 # ---- Out-of-memory errors of torch's allocator and of other libraries

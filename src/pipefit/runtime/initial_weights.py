@@ -190,15 +190,15 @@ def _tensors(chain: Chain, plan: Plan, worker: int, kept: Mapping[int, Container
     These are the parameters of the layers in `kept` for the worker's device, and the storages of all other
     tensors of its layers.
     """
-    found: dict[tuple[bool, int], Tensor] = {}
+    result: dict[tuple[bool, int], Tensor] = {}
     for number in _numbers(plan, worker):
         layer = chain.layers[number]
         parameters = tuple(layer.module.parameters()) if number in kept[plan.workers[worker]] else ()
         for parameter in _strided(parameters):
-            found.setdefault((True, id(parameter)), parameter.detach())
+            result.setdefault((True, id(parameter)), parameter.detach())
         for tensor in _strided((*layer.module.buffers(), *constants(layer.module))):
-            found.setdefault((False, storage_key(tensor)), flat(tensor.detach()))
-    return list(found.values())
+            result.setdefault((False, storage_key(tensor)), flat(tensor.detach()))
+    return list(result.values())
 
 
 def _strided(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -219,8 +219,8 @@ def _compared(
     if dist.get_rank() == 0:
         same = [[n > 0 and f == list(map(_form, _tensors(chain, plan, n, kept))) for n, f in enumerate(told)]]
     dist.broadcast_object_list(same, src=0, group=group)
-    found: list[bool] = same[0]
-    return found
+    result: list[bool] = same[0]
+    return result
 
 
 @contextmanager

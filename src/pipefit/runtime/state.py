@@ -131,10 +131,10 @@ class StageState:
 
     def entries(self) -> dict[Entry, Tensor]:
         """Return all tensors by their keys."""
-        found: dict[Entry, Tensor] = {Entry("model", name): tensor for name, tensor in self.tensors.items()}
-        found |= {Entry("master", name): tensor for name, tensor in self.master_weights.items()}
+        result: dict[Entry, Tensor] = {Entry("model", name): tensor for name, tensor in self.tensors.items()}
+        result |= {Entry("master", name): tensor for name, tensor in self.master_weights.items()}
         kept = ((name, key, tensor) for name, own in self.optimizer.items() for key, tensor in own.items())
-        return found | {Entry("optimizer", name, key): tensor for name, key, tensor in kept}
+        return result | {Entry("optimizer", name, key): tensor for name, key, tensor in kept}
 
     def of_tensors(self, tensors: Mapping[Entry, Tensor]) -> StageState:
         """Return a copy of this state with other tensors."""
@@ -196,16 +196,16 @@ def _check(layer: ChainLayer, local: str, kept: object) -> None:
 
 
 def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankShards | None) -> None:
-    found = tensors.get(name)
+    result = tensors.get(name)
     needed = into.shape if shards is None else shards.whole_shape(name, into)
-    if found is None or found.shape != needed:
-        have = "is missing" if found is None else f"has shape {tuple(found.shape)}"
+    if result is None or result.shape != needed:
+        have = "is missing" if result is None else f"has shape {tuple(result.shape)}"
         raise UsageError(
             f"the state does not fit the model: {name} {have}, and {tuple(needed)} is needed: load it into the "
             "model that it was taken from"
         )
     with torch.no_grad():
-        into.copy_(found if shards is None else shards.part(name, found))
+        into.copy_(result if shards is None else shards.part(name, result))
 
 
 def _put(value: Tensor, parameter: Tensor, *, single: bool) -> Tensor:
@@ -271,7 +271,9 @@ def _of_stage(ranks: Ranks, *, once: bool) -> Told:
     entries = [state.entries() for state in states]
     constants = {n: t for layer in first.layers for n, t in shards.constants.get(layer.name, {}).items()}
     return Told(
-        states[0].of_tensors({one: _joined(first, one.name, [own[one] for own in entries]) for one in entries[0]}),
+        states[0].of_tensors(
+            {entry: _joined(first, entry.name, [own[entry] for own in entries]) for entry in entries[0]}
+        ),
         {name: _joined(first, name, [own[name] for own in held]) for name in held[0]}
         | (constants if not once or first.replica == 0 else {}),
     )

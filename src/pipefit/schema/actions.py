@@ -36,7 +36,7 @@ Background work has one mechanism: an action starts it, and the same action with
 reloads allocate memory when they start; sends and offloads free memory when they are joined. Thus the bytes
 allocated at an action depend on the program alone, not on the speed of devices and links. A STASH allocates
 the copy; weights are freed when no microbatch in flight and no coming forward needs them
-(`memory.weight_versions`).
+(`memory.states`).
 
 A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`. A message
 names its other end only if the neighbouring stage is on several devices.

@@ -270,11 +270,11 @@ class Cluster(Shown):
     @cached_property
     def _links_of(self) -> dict[Member, dict[int, Link]]:
         """The links of every member, by their numbers."""
-        found = dict[Member, dict[int, Link]]()
+        result = dict[Member, dict[int, Link]]()
         for number, link in enumerate(self.links):
             for member in link.members:
-                found.setdefault(member, {})[number] = link
-        return found
+                result.setdefault(member, {})[number] = link
+        return result
 
     def _route(self, source: Member, target: Member) -> Route:
         own, others = (self._links_of.get(member, {}) for member in (source, target))

@@ -100,13 +100,13 @@ class Place(tuple[Share, ...]):
         """
         whole, smallest = sum(parts for _, parts in self), min(parts for _, parts in self)
         unit = ALIGNMENT if nbytes * smallest >= ALIGNMENT * whole else 1
-        found, taken, before = [], 0, 0
+        result, taken, before = [], 0, 0
         for member, parts in self:
             taken += parts
             end = nbytes if taken == whole else (nbytes * taken // whole + unit // 2) // unit * unit
-            found.append((member, end - before))
+            result.append((member, end - before))
             before = end
-        return tuple(found)
+        return tuple(result)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from pipefit.schema.answers import FitAnswer, GrowthAnswer, OfPrecision, OfReplicas, OnDevices, Tried
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.json_io import FitAnswer, GrowthAnswer, OfPrecision, OfReplicas, OnDevices, Tried
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from pipefit.schema.training import Precision

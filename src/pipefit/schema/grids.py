@@ -78,11 +78,11 @@ def dimensions(
             its rows are
         not contiguous in memory; or a sender `gathers` a gradient without samples from several receivers.
     """
-    found = tuple(_dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True)))
-    for number, (dimension, value) in enumerate(zip(found, one, strict=True)):
+    result = tuple(_dimension(a, b, samples, number) for number, (a, b) in enumerate(zip(one, other, strict=True)))
+    for number, (dimension, value) in enumerate(zip(result, one, strict=True)):
         if gathers and dimension is None and value.has_gradient:
             raise UsageError(f"value {number} has a gradient but no samples, and several replicas would send one back")
-    return found
+    return result
 
 
 def _dimension(one: Value, other: Value, samples: tuple[int, int], number: int) -> int | None:

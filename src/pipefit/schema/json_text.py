@@ -97,18 +97,18 @@ class JsonText:
         Raises:
             Refusal: the text up to there is not JSON, or does not hold an object.
         """
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
             for key, at in self._keys(self._start(), ()):
                 if key in names:
                     end = self._end(at)
-                    found[key] = None if end is None else _loaded(self.content[at:end])
-                    if end is None or len(found) == len(names):
+                    result[key] = None if end is None else _loaded(self.content[at:end])
+                    if end is None or len(result) == len(names):
                         break
                 _, self._after = self._value(Any, at, ())
         except RecursionError:
             raise Refusal("is not a document: it is nested too deeply", damage=True) from None
-        return found
+        return result
 
     # ---- Values of a type
 
@@ -148,28 +148,28 @@ class JsonText:
 
     def _array(self, kind: Any, at: int, path: Path) -> tuple[tuple[Any, ...], int]:
         """Read a list of one element type, in runs of elements that fit into a piece."""
-        found: list[Any] = []
+        result: list[Any] = []
         pool: dict[Any, Any] = {}
         at = self._skip_space(at + 1)
         single_until = at  # no run of elements ends within a piece before this position
-        while not (not found and self.content[at : at + 1] == b"]"):
+        while not (not result and self.content[at : at + 1] == b"]"):
             end = self._run_end(at) if at >= single_until else None
-            here = len(found)
+            here = len(result)
             if end is not None and kind is not Any:
                 run = _checked(tuple[kind, ...], b"[%b]" % self.content[at:end], path, here)
                 pooled = _poolable(kind) and len(pool) < _MOST_POOLED
-                found += map(pool.setdefault, run, run) if pooled else run
+                result += map(pool.setdefault, run, run) if pooled else run
             elif end is None:
                 single_until = max(single_until, at + _PIECE)
                 value, end = self._value(kind, at, (*path, here))
-                found += () if kind is Any else (value,)
+                result += () if kind is Any else (value,)
             at = self._skip_space(end)
             if self.content[at : at + 1] != b",":
                 break
             at = self._skip_space(at + 1)
         if self.content[at : at + 1] != b"]":
             raise self._syntax("Expecting ',' delimiter", at)
-        return tuple(found), at + 1
+        return tuple(result), at + 1
 
     def _string(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
         """Read a text that is longer than a piece, or damaged."""
@@ -187,11 +187,11 @@ class JsonText:
 
     def _member(self, kind: UnionType, at: int) -> Any:
         """Choose the union member for the long value at `at`; among several dataclasses, by its keys."""
-        several = [one for one in get_args(kind) if isinstance(one, type) and is_dataclass(one)]
+        several = [get_arg for get_arg in get_args(kind) if isinstance(get_arg, type) and is_dataclass(get_arg)]
         if len(several) > 1 and self.content[at : at + 1] == b"{":
             keys = set(self._object(_KEYS, at, ())[0])
             return next((one for one in several if keys <= _fields(one).keys()), several[0])
-        others = [one for one in get_args(kind) if one is not NoneType]
+        others = [get_arg for get_arg in get_args(kind) if get_arg is not NoneType]
         return others[0] if len(others) == 1 else kind
 
     def _refuse_unless(self, kind: Any, empty: bytes, at: int, path: Path) -> None:

@@ -17,6 +17,92 @@ from pipefit.errors import UsageError
 from pipefit.schema.validation import check_dtype
 from pipefit.texts import counted
 
+# ---- Measured memory inside CPU kernel calls.
+#
+# A running kernel may hold more than its results: packed operands, scratch, copies in another layout. Its
+# results may also have another memory layout than torch's shape rules predict. Both depend on the processor
+# and on the release of torch, so `measure.kernels` measures them once for each operation, on the target
+# machine. The key is the text of the operation: its name, and the dtypes, shapes and strides of its
+# arguments.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The memory layout of a kernel's result. Offsets are in elements of `dtype`, `storage_bytes` in bytes.
+
+    Results of one call with the same `storage` share it.
+
+    Raises:
+        UsageError: strides do not match the dimensions, a negative number, or an unknown dtype.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: int
+    storage_bytes: int
+    dtype: str  # such as float32
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
+            raise UsageError(
+                "a result has as many strides as dimensions, and no negative place or size, not "
+                f"{counted(len(self.strides), 'stride')} for {counted(len(self.shape), 'dimension')}, offset "
+                f"{self.offset}, storage {self.storage} and {self.storage_bytes} bytes"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The peak memory of one operation, results included, above the memory held before it.
+
+    If it could not be measured, `peak_bytes` is None and `reason` says why; then only its results are
+    counted.
+
+    Raises:
+        UsageError: a negative peak, or neither a peak nor a reason.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    operation: str  # such as aten.mm.default(float32[4x8], float32[8x2 by 1,8])
+    peak_bytes: int | None
+    results: tuple[Layout | None, ...] = ()  # None if a result is not a tensor, or is one of the arguments
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.peak_bytes is not None and self.peak_bytes < 0:
+            raise UsageError(f"{self.operation} cannot take {self.peak_bytes} bytes")
+        if (self.peak_bytes is None) != bool(self.reason):
+            raise UsageError(f"{self.operation} needs either bytes, or the reason why they are not known")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelMemory:
+    """The measured memory of a model's kernels, operation by operation."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[Kernel, ...]:
+        """Kernels that could not be measured; every peak lacks their memory except for their results."""
+        return tuple(kernel for kernel in self.kernels if kernel.peak_bytes is None)
+
+    @property
+    def gap(self) -> str:
+        """The kernel memory that every peak lacks, as a phrase; empty if all operations were measured."""
+        if not self.unknown:
+            return ""
+        first, others = self.unknown[0], len(self.unknown) - 1
+        more = f" and {counted(others, 'other')}" if others else ""
+        return f"peaks are without what kernels take inside {first.operation}{more}: {first.reason}"
+
+
 # ---- Work of a pass: operations by size, their sums, and measured seconds
 #
 # Unmeasured times are estimated operation by operation (`timing`), because a small operation reaches less of
@@ -67,9 +153,9 @@ class Work:
     @staticmethod
     def of(operations: Iterable[Alike]) -> Work:
         """Return the work of these operations."""
-        found = tuple(operations)
-        flops = sum(alike.number * alike.flops for alike in found)
-        return Work(flops=flops, moved_bytes=sum(a.number * a.moved_bytes for a in found), operations=found)
+        result = tuple(operations)
+        flops = sum(alike.number * alike.flops for alike in result)
+        return Work(flops=flops, moved_bytes=sum(a.number * a.moved_bytes for a in result), operations=result)
 
     def __post_init__(self) -> None:
         if self.operations:
@@ -221,13 +307,13 @@ def lenders(shared: Iterable[SharedParameter], start: int, stop: int) -> dict[in
     """Return, by layer of a stage, the earlier layers to which a parameter that it uses belongs, or its
     half-precision copy. The stage has layers `start` to `stop - 1`.
     """
-    found = defaultdict[int, set[int]](set)
+    result = defaultdict[int, set[int]](set)
     for one in shared:
         for users in (one.users, one.copying):
             here = [user for user in users if start <= user < stop]
             for user in here[1:]:
-                found[user].add(here[0])
-    return {layer: frozenset(others) for layer, others in found.items()}
+                result[user].add(here[0])
+    return {layer: frozenset(others) for layer, others in result.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -436,7 +522,10 @@ class LayerCost:
         yield "storages", self.storages
         yield "gradient_storages", self.gradient_storages
         yield "values", [value.nbytes for value in (*self.inputs, *self.outputs)]
-        yield "parameters", [nbytes for one in self.parameters for nbytes in (one.nbytes, one.copy_bytes)]
+        yield (
+            "parameters",
+            [nbytes for parameter in self.parameters for nbytes in (parameter.nbytes, parameter.copy_bytes)],
+        )
         yield "saved", [tensor.nbytes for tensor in self.saved]
         yield "workspace", [span.workspace_bytes for span in self._spans]
 
@@ -529,7 +618,7 @@ class LayerCost:
         also the own storages of its saved tensors. It excludes inputs and gradients of outputs, which may be
         views of something smaller.
         """
-        weights = sum(one.copy_bytes or one.nbytes for one in self.parameters)
+        weights = sum(parameter.copy_bytes or parameter.nbytes for parameter in self.parameters)
         saved = sum(self.storages[origin.index] for origin in self.saved_storages if origin.kind == "own")
         backwards = (self.spans(is_first=True, inner=inner) for inner in (False, True))
         made = min(max((span.peak_bytes for span in spans), default=0) for spans in backwards)

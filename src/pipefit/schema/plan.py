@@ -363,13 +363,13 @@ class Plan(Shown):
         if front == behind:
             return Division((None,) * len(sent), front, behind)
         try:
-            found = dimensions(sent, received, sizes, gathers=front < behind)
+            result = dimensions(sent, received, sizes, gathers=front < behind)
         except UsageError as error:
             raise UsageError(
                 f"{counted(front, 'replica')} of stage {stage - 1} cannot divide what they send among {behind} of "
                 f"stage {stage}: {error}; use as many replicas on both sides, or end the stage at another layer"
             ) from error
-        return Division(found, front, behind)
+        return Division(result, front, behind)
 
     @property
     def is_sliced(self) -> bool:

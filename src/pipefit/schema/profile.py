@@ -17,8 +17,14 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Literal
 
 from pipefit.errors import UsageError
-from pipefit.schema.kernels import KernelMemory
-from pipefit.schema.layer_costs import LARGEST_BYTES, LayerCost, SharedBuffer, SharedParameter, SharedTensor
+from pipefit.schema.layer_costs import (
+    LARGEST_BYTES,
+    KernelMemory,
+    LayerCost,
+    SharedBuffer,
+    SharedParameter,
+    SharedTensor,
+)
 from pipefit.schema.training import Precision, Training
 from pipefit.tables import Shown
 from pipefit.texts import counted, first_to_last
@@ -81,8 +87,8 @@ def differences(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> li
         now: fingerprint of the task to use it for.
         names: of the layers of `made`.
     """
-    found = [*_layers(made, now, names), *_data(made, now), *_optimizer(made, now)]
-    return found or (["another loss"] if made.loss != now.loss else [])
+    result = [*_layers(made, now, names), *_data(made, now), *_optimizer(made, now)]
+    return result or (["another loss"] if made.loss != now.loss else [])
 
 
 def _layers(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> Iterator[str]:
@@ -180,10 +186,10 @@ class AdditiveCosts:
 
     def differences(self, training: Training, recompute: str) -> list[str]:
         """Describe how the settings of the measurement differ from `training` and `recompute`, as phrases."""
-        found = self.training.differences(training)
+        result = self.training.differences(training)
         if self.recompute != recompute:
-            found.append(f"recompute {self.recompute}, not recompute {recompute}")
-        return found
+            result.append(f"recompute {self.recompute}, not recompute {recompute}")
+        return result
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:
@@ -533,7 +539,7 @@ class ModelProfile(Shown):
     @property
     def divides_samples(self) -> bool:
         """True if local batches of some microbatch size were profiled too, so that stages may have replicas."""
-        sizes = {one.microbatch_size for one in self.measurements}
+        sizes = {measurement.microbatch_size for measurement in self.measurements}
         return any(size % part == 0 for size in sizes for part in sizes - {size})
 
     @property

@@ -85,13 +85,13 @@ def channel(device: int, action: Action, placement: Placement) -> Channel | None
 
 def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
     """Return all channels that the actions use, in the order of creation on every worker."""
-    found = {
+    result = {
         channel(device, action, placement)
         for device, own in enumerate(actions)
         for action in own
         if action.kind in MESSAGES and not action.wait
     }
-    return tuple(sorted(name for name in found if name is not None))
+    return tuple(sorted(name for name in result if name is not None))
 
 
 def check_order(
@@ -234,15 +234,15 @@ class _Follower:
         """
         starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
         here = {self._operation(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
-        found: list[_Starts] = []
+        result: list[_Starts] = []
         for device, actions in enumerate(self._carried):
-            found.append({})
+            result.append({})
             for action in actions:
                 if action.kind in _ORDERED:
                     end = self._end(device, action)
                     waits = self._operation(device, action) in here
-                    found[device][action[:-1]] = end.queue, end.queue.start(end, action) if waits else -1
-        return found
+                    result[device][action[:-1]] = end.queue, end.queue.start(end, action) if waits else -1
+        return result
 
     def _operation(self, device: int, action: Action) -> Hashable:
         """Return the key that all starts of one operation share."""
@@ -344,19 +344,19 @@ def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Partic
 
 def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
     """Return the members that start each collective; an agreement has one member on every device."""
-    found: dict[Hashable, dict[_Participant, None]] = {}
+    result: dict[Hashable, dict[_Participant, None]] = {}
     for device, own in enumerate(actions):
         for action in own:
             if action.kind in COLLECTIVE:
-                found.setdefault(collective(action), {})[device, action.stage] = None
-    agreed = found.get(collective(Action(Kind.AGREE, 0)))
+                result.setdefault(collective(action), {})[device, action.stage] = None
+    agreed = result.get(collective(Action(Kind.AGREE, 0)))
     if agreed is not None:
         known = {device for device, _ in agreed}
         for stage, devices in enumerate(placement):
             missing = [device for device in devices if device not in known]
             agreed.update(dict.fromkeys((device, stage) for device in missing))
             known.update(missing)
-    return {key: tuple(sorted(members)) for key, members in found.items()}
+    return {key: tuple(sorted(members)) for key, members in result.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -448,22 +448,22 @@ def parse_program(text: str, *, placement: Placement, microbatches: int) -> Prog
 
     A message may name the other end even if only one device is possible.
     """
-    found: dict[str, list[tuple[str, ...]]] = {"device": [], "bundle": [], "carried in": [], "carried out": []}
+    result: dict[str, list[tuple[str, ...]]] = {"device": [], "bundle": [], "carried in": [], "carried out": []}
     for line in filter(None, map(str.strip, text.splitlines())):
         head, colon, tail = line.partition(":")
         name = head.rstrip("0123456789 ")
-        if not colon or name not in found:
+        if not colon or name not in result:
             name, tail = "device", line
-        found[name].append(tuple(tail.split()))
+        result[name].append(tuple(tail.split()))
 
     def actions(name: str) -> Actions:
-        return tuple(tuple(_normal(parse_action(word), placement) for word in words) for words in found[name])
+        return tuple(tuple(_normal(parse_action(word), placement) for word in words) for words in result[name])
 
     return Program(
         placement=placement,
         microbatches=microbatches,
         actions=actions("device"),
-        bundles=tuple(tuple(map(_subject, words)) for words in found["bundle"]),
+        bundles=tuple(tuple(map(_subject, words)) for words in result["bundle"]),
         carried_in=actions("carried in"),
         carried_out=actions("carried out"),
     )
@@ -614,11 +614,11 @@ def shifted(action: Action, by: int) -> Action:
 
 def in_a_row(programs: Iterable[UncheckedProgram], device: int) -> tuple[Action, ...]:
     """Return the concatenated actions of a device in these parts of an asynchronous schedule."""
-    found, entered = list[Action](), 0
+    result, entered = list[Action](), 0
     for program in programs:
-        found += (shifted(action, entered) for action in program.actions[device])
+        result += (shifted(action, entered) for action in program.actions[device])
         entered += program.microbatches
-    return tuple(found)
+    return tuple(result)
 
 
 def joined(programs: Sequence[Program]) -> Program:

@@ -178,8 +178,8 @@ def _not_finite(data: object) -> tuple[str | int, ...] | None:
     if isinstance(data, float):
         return None if isfinite(data) else ()
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    found = ((key, path) for key, value in inner if (path := _not_finite(value)) is not None)
-    return next(((key, *path) for key, path in found), None)
+    result = ((key, path) for key, value in inner if (path := _not_finite(value)) is not None)
+    return next(((key, *path) for key, path in result), None)
 
 
 def _path_text(path: Sequence[str | int]) -> str:

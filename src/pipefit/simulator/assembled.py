@@ -56,7 +56,7 @@ def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
 
     None if it has no more microbatches, or does not treat all of them equally. With n stages after it, the
     first backward of a rank follows its forward n (2n under eager 1F1B), and then every turn has one. Under
-    PipeDream a rank frees its first weights at the backward of microbatch n (`memory.weight_versions`), after
+    PipeDream a rank frees its first weights at the backward of microbatch n (`memory.states`), after
     forward 2n.
     """
     how, behind = plan.training, len(plan.stages) - 1 - rank
@@ -113,10 +113,10 @@ class Turns(NamedTuple):
         """
         first = self.start - self.length
         one, other = (
-            [(position - begin, found) for position, found in effects if begin <= position < begin + self.length]
+            [(position - begin, result) for position, result in effects if begin <= position < begin + self.length]
             for begin in (first, self.start)
         )
-        return one == other and not sum(found.after_bytes for _, found in one)
+        return one == other and not sum(result.after_bytes for _, result in one)
 
     def timed(self, short: TimedDevice) -> TimedDevice | None:
         """Return the long step for the clock.
@@ -227,10 +227,10 @@ class Lowered:
         """Return the device for the clock: the step that repeats, or all steps if asynchronous."""
         last = self.programs[-1]
         every = [self.programs[min(step, len(self.programs) - 1)] for step in range(self._steps)]
-        found = reader.read(in_a_row(every, self._device) if last.endless else last.actions[self._device])
+        result = reader.read(in_a_row(every, self._device) if last.endless else last.actions[self._device])
         if self._turns is None:
-            return found
-        if (whole := self._turns.timed(found)) is not None:
+            return result
+        if (whole := self._turns.timed(result)) is not None:
             return whole
         self._lower_all()
         return self.timed(reader)
@@ -238,8 +238,8 @@ class Lowered:
     def passes(self, kinds: frozenset[Kind]) -> Passes:
         """Return the positions of passes of these kinds in the last step, with their microbatches."""
         actions = enumerate(self.programs[-1].actions[self._device])
-        found = tuple((n, a.microbatch) for n, a in actions if a.kind in kinds and not a.wait)
-        return found if self._turns is None else self._turns.passes(found)
+        result = tuple((n, a.microbatch) for n, a in actions if a.kind in kinds and not a.wait)
+        return result if self._turns is None else self._turns.passes(result)
 
     @cached_property
     def held(self) -> Held:
@@ -420,8 +420,10 @@ class Parts:
 
             return self._part(plan, device, lowered, steps, stages, held), sum(lowered.counts)
 
-        found = {device: read(device) for device in dict.fromkeys(stands)}
-        return _Read({device: part for device, (part, _) in found.items()}, sum(found[device][1] for device in stands))
+        result = {device: read(device) for device in dict.fromkeys(stands)}
+        return _Read(
+            {device: part for device, (part, _) in result.items()}, sum(result[device][1] for device in stands)
+        )
 
     def _part(
         self,
@@ -466,15 +468,15 @@ def _alike(programs: Sequence[UncheckedProgram], device: int, stages: Mapping[in
     neighbours in the same order. A device with memory at other places has a unique key.
     """
     peers, first = dict[object, int](), min((a.part[0] for a in programs[0].actions[device] if a.part), default=0)
-    found = list[object]()
+    result = list[object]()
     for program in programs:
         for kind, stage, microbatch, layers, subject, place, part, wait in program.actions[device]:
             if place is not None and kind not in MESSAGES and kind not in COLLECTIVE:
                 return device
             peer = -1 if place is None else peers.setdefault(place, len(peers))
             rows = None if part is None else (part[0] - first, part[1] - first)
-            found.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
-    return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(found)
+            result.append((kind, stage, microbatch, layers, subject, peer, rows, wait))
+    return tuple((number, id(one.flights), one.share) for number, one in stages.items()), tuple(result)
 
 
 def assembled(plan: Plan) -> Assembled:
@@ -493,7 +495,7 @@ class Assembled:
         self.plan, self._parts, self._endless = plan, parts, plan.training.endless
         self._steps, self._alike = parts.steps(plan), parts.alike(plan)
         of_ranks = (parts.of_rank(plan, rank, self._alike) for rank in range(len(plan.ranks)))
-        self._read = dict(chain.from_iterable(found.items() for found in of_ranks))  # of those that represent others
+        self._read = dict(chain.from_iterable(result.items() for result in of_ranks))  # of those that represent others
         stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
         self._stands = stands
         self._devices = {device: self._read[one] for device, one in stands.items()}
@@ -529,8 +531,8 @@ class Assembled:
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """Share of the last step in which every device computes."""
-        found = self.times.utilisation
-        return tuple(found[self._stands.get(device, device)] for device in range(len(found)))
+        result = self.times.utilisation
+        return tuple(result[self._stands.get(device, device)] for device in range(len(result)))
 
     @cached_property
     def times(self) -> Times:
@@ -550,11 +552,11 @@ class Assembled:
 
     def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
         """Return the start and end time of every microbatch's backward in the last step on a device."""
-        after, found = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
+        after, result = [0.0, *self.times.clock.after[self._stands[device]]], dict[int | None, tuple[float, float]]()
         for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
-            begin, _ = found.get(microbatch, (after[at], 0.0))
-            found[microbatch] = begin, after[at + 1]
-        return found
+            begin, _ = result.get(microbatch, (after[at], 0.0))
+            result[microbatch] = begin, after[at + 1]
+        return result
 
     def _in_last_step(self, device: int, passes: Passes) -> Iterator[tuple[int, int | None]]:
         """Yield the positions of the last step's passes among the actions of all steps."""

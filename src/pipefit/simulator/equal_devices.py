@@ -117,7 +117,7 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
         (stages, tuple(device for number in stages for device in plan.stages[number].devices))
         for stages in plan.summed.values()
     ]
-    found = defaultdict[str, list[_Sum]](list)
+    result = defaultdict[str, list[_Sum]](list)
     for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
         members, hops = sorted(devices), defaultdict[str, list[tuple[int, int, float, float]]](list)
         for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
@@ -126,8 +126,8 @@ def _sums(plan: Plan) -> dict[str, list[_Sum]]:
                 for wire, slowed in zip(route.wires, route.slowed, strict=True):
                     hops[wire].append((way, nbytes, route.bytes_per_second, slowed))
         for wire, every in hops.items():
-            found[wire].append(_Sum(name, tuple(sorted(every)), members[0]))
-    return found
+            result[wire].append(_Sum(name, tuple(sorted(every)), members[0]))
+    return result
 
 
 class _Refinement:

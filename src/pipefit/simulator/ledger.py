@@ -14,9 +14,8 @@ from typing import NamedTuple, NoReturn
 from pipefit.errors import UsageError
 from pipefit.memory.model_state import Gathered, StageRest
 from pipefit.memory.stage import StageCost
-from pipefit.memory.states import Away, StageStates, state_moves
+from pipefit.memory.states import Away, StageStates, StageVersions, state_moves
 from pipefit.memory.storages import Effect, Residency, effect, freeing_versions
-from pipefit.memory.weight_versions import StageVersions
 from pipefit.schema.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
 from pipefit.schema.program import UncheckedProgram
 from pipefit.texts import layers_text
@@ -56,9 +55,9 @@ def highest(rest: Levels, changes: Iterable[Change]) -> int:
 def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
     """Return the bytes by category at the peak of every action."""
     parameters, gradients, optimizer, activations, versions, boundary, lent, *_ = rest
-    found = []
+    result = []
     for _, _, (_, _, peak, after) in changes:
-        found.append(
+        result.append(
             (
                 parameters + peak[5],
                 gradients + peak[0],
@@ -77,7 +76,7 @@ def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
         versions += after[3]
         boundary += after[4]
         parameters += after[5]
-    return found
+    return result
 
 
 # ---- Ledger
@@ -163,8 +162,8 @@ class Ledger:
     @property
     def away(self) -> Away:
         """Bytes that exist before the first step, but not on the device."""
-        found = [states.away for states in self._states.values()]
-        return Away(sum(away.parameters for away in found), sum(away.optimizer for away in found))
+        result = [states.away for states in self._states.values()]
+        return Away(sum(away.parameters for away in result), sum(away.optimizer for away in result))
 
     def contents(self, stage: int) -> tuple[list[Residency], frozenset[int], frozenset[int]]:
         """Return the contents of a stage after the actions read so far.
@@ -200,9 +199,9 @@ class Ledger:
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
         """Return the effect of an action."""
         if action.kind is Kind.STEP or action.moves_state:
-            found = self._of_state(action, stage)
+            result = self._of_state(action, stage)
             self._incomplete = self._lacking()
-            return found
+            return result
         if action.kind is Kind.STASH:
             return self._stash(action, stage)
         if action.kind in (Kind.UNSHARD, Kind.RESHARD):
@@ -449,12 +448,12 @@ def reading(
     """
     endless = programs[-1].endless
     ledger = Ledger(device, stages, programs[-1])
-    found, away = list[Effects](), ledger.away
+    result, away = list[Effects](), ledger.away
     before: object = None
     for step in range(min(steps, distinct)):
         before = ledger.state if endless else None
         actions = programs[min(step, len(programs) - 1)].actions[device]
-        found.append(ledger.read_again(actions, found[-1]) if found else ledger.read(actions))
+        result.append(ledger.read_again(actions, result[-1]) if result else ledger.read(actions))
     settled = not endless or steps < distinct
     assert settled or before == ledger.state, "the last step that differs leaves what it found"
-    return Reading(found, ledger.placed, away)
+    return Reading(result, ledger.placed, away)

@@ -373,18 +373,18 @@ def _contents(
         here = list(map(str, actions)).index(moment.action) if step == last else len(actions)
         ledger.read(actions[:here])
     rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
-    tensors = (one for number, cost in stages.items() for one in _tensors(ledger, number, cost))
+    tensors = (tensor for number, cost in stages.items() for tensor in _tensors(ledger, number, cost))
     return Contents(moment, tuple(rows), tuple(tensors))
 
 
 def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
     """Return the states of layers that decisions move."""
-    found = set()
+    result = set()
     for decision in plan.decisions:
         if decision.stage == stage and isinstance(decision.subject, State):
             kinds = ("gradients", "optimizer") if decision.what is What.UPDATE else (decision.subject.kind,)
-            found |= {(kind, layer) for kind in kinds for layer in decision.layers}
-    return found
+            result |= {(kind, layer) for kind in kinds for layer in decision.layers}
+    return result
 
 
 def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, int]]) -> list[LayerContents]:
@@ -393,9 +393,9 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
     gathered, rest = ledger.gathered(number), cost.rest
     saved, counts = Counter[int](), Counter[int]()
     for residency in flights:
-        found = Working(cost.storages, residency).activations()
-        saved.update(found)
-        counts.update(found.keys())
+        result = Working(cost.storages, residency).activations()
+        saved.update(result)
+        counts.update(result.keys())
     elsewhere = [LayerContents(None, 0, 0, 0, 0, saved[-1], counts[-1])] if saved[-1] else []
     return elsewhere + [
         LayerContents(
@@ -405,8 +405,8 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
             copies,
             _state(cost, "gradients", layer, moving) if layer in born else 0,
             _state(cost, "optimizer" if layer in stepped else "early optimizer", layer, moving),
-            sum(saved[one] for one in positions),
-            max(counts[one] for one in positions),
+            sum(saved[position] for position in positions),
+            max(counts[position] for position in positions),
         )
         for layer in range(cost.start, cost.stop)
         for positions in [_positions(cost, layer)]
@@ -416,10 +416,10 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
 
 def _tensors(ledger: Ledger, number: int, cost: StageCost) -> Iterator[TensorContents]:
     """Yield the activations of a stage, each kind of instance once."""
-    found = Counter[tuple[int, int, int]]()
+    result = Counter[tuple[int, int, int]]()
     for residency in ledger.contents(number)[0]:
-        found.update(Working(cost.storages, residency).kept())
-    for (maker, storage, nbytes), count in found.items():
+        result.update(Working(cost.storages, residency).kept())
+    for (maker, storage, nbytes), count in result.items():
         layer = None if maker < 0 else min(cost.start + maker, cost.stop - 1)
         tensor = cost.storages.saved_as.get(storage)
         operation = "copies of buffers" if storage < 0 else tensor.operation if tensor else ""

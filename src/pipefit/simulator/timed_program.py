@@ -305,17 +305,17 @@ class TimedProgram:
 def exchange_of(cluster: Cluster, members: list[int], begun: Collected) -> Exchange:
     """Return the exchange of a collective: an all-reduce, a reduce-scatter or an all-gather."""
     if begun.shares is None:
-        found = sum_for_all(cluster, members, begun.nbytes)
+        result = sum_for_all(cluster, members, begun.nbytes)
     else:
-        found = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
-    return found._replace(delay_seconds=found.delay_seconds * begun.messages)
+        result = (sum_for_owners if begun.reduces else brought_by_owners)(cluster, begun.replicas, begun.shares)
+    return result._replace(delay_seconds=result.delay_seconds * begun.messages)
 
 
 def _members(devices: Sequence[TimedDevice]) -> dict[Hashable, list[int]]:
     """Return the devices that take part in every collective, once for each of their stages."""
-    found: dict[Hashable, list[int]] = {}
+    result: dict[Hashable, list[int]] = {}
     for number, device in enumerate(devices):
         for begun in device.started:
             if isinstance(begun, Collected) and not begun.turn:
-                found.setdefault(begun.what, []).append(number)
-    return found
+                result.setdefault(begun.what, []).append(number)
+    return result

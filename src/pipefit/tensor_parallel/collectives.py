@@ -118,15 +118,15 @@ class ProcessGroupCollectives:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        with lent(own, *parts) as (loan, *found):
-            dist.all_gather(found, loan, group=self.group)
+        with lent(own, *parts) as (loan, *result):
+            dist.all_gather(result, loan, group=self.group)
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        found = torch.empty_like(tensor)
-        with lent(tensor, found) as (source, target):
+        result = torch.empty_like(tensor)
+        with lent(tensor, result) as (source, target):
             dist.all_to_all_single(target, source, group=self.group)
-        return found
+        return result
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         with lent(tensor) as (loan,):

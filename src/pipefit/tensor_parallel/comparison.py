@@ -139,8 +139,8 @@ def _recompiled(code: str, run: Callable[..., Any], number: Callable[[int], int]
     tree = ast.fix_missing_locations(_Numbers(number).visit(ast.parse(code)))
     names = dict(run.__globals__)
     exec(compile(tree, "<pipefit short layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
-    found: Callable[..., Any] = names["forward"]
-    return found
+    result: Callable[..., Any] = names["forward"]
+    return result
 
 
 class _Numbers(ast.NodeTransformer):
@@ -280,7 +280,7 @@ class Block:
         """Run a block forward and backward: the whole layers, or a rank's."""
         given = tuple(self._widened(value).detach().clone() for value in values)
         given = tuple(g.requires_grad_(v.requires_grad) for g, v in zip(given, values, strict=True))
-        found = tuple(value.clone() for value in given)  # a layer may change its inputs in place
+        result = tuple(value.clone() for value in given)  # a layer may change its inputs in place
         with ExitStack() as stack:
             for mode in self._modes():
                 stack.enter_context(mode)
@@ -288,13 +288,13 @@ class Block:
                 seed_torch(number, target="cpu")
                 is_end = number + 1 == len(self.chain.layers)
                 shortened = replace(layer, module=self.size.shortened(layer.module))
-                found, form = _through(shortened, found, form, is_end=is_end)
+                result, form = _through(shortened, result, form, is_end=is_end)
             if self.is_last:
                 seed_torch(len(self.chain.layers), target="cpu")
-                found = (loss(found, form),)
-            _backward(found)
+                result = (loss(result, form),)
+            _backward(result)
         return Made(
-            tuple(value.detach().requires_grad_(value.requires_grad) for value in found),
+            tuple(value.detach().requires_grad_(value.requires_grad) for value in result),
             form,
             tuple(value.grad for value in given),
             {f"{r.name}.{n}": p.grad for r in layers for n, p in r.module.named_parameters(remove_duplicate=False)},
@@ -325,8 +325,8 @@ class Block:
     def _widened(self, tensor: Tensor) -> Tensor:
         """Return a tensor in separate memory, in double precision if the comparison uses it."""
         wider = _WIDER.get(tensor.dtype, tensor.dtype) if self.is_wide else tensor.dtype
-        found = tensor.detach().to(wider)
-        return found.clone() if found.data_ptr() == tensor.data_ptr() else found
+        result = tensor.detach().to(wider)
+        return result.clone() if result.data_ptr() == tensor.data_ptr() else result
 
     # ---------------------------------------------------------------- differences
 
@@ -365,9 +365,9 @@ class Block:
 def _through(layer: ChainLayer, values: Values, form: Form, *, is_end: bool) -> tuple[Values, Form]:
     """Return the outputs of a layer and their form; contiguous, except for the last layer."""
     outputs = replace(layer, packing=form.packing, orders=form.orders).outputs(values)
-    found = as_values(outputs, layer.name)
-    form = Form(packing_of(outputs), () if is_end else orders_of(found))
-    return found if is_end else contiguous(found, form.orders), form
+    result = as_values(outputs, layer.name)
+    form = Form(packing_of(outputs), () if is_end else orders_of(result))
+    return result if is_end else contiguous(result, form.orders), form
 
 
 def _backward(values: Values) -> None:
@@ -486,8 +486,8 @@ class _Blocks:
         for block, kind in zip(self.ranges, self.kinds, strict=True):
             key = kind, tuple((value.shape, value.dtype, value.requires_grad) for value in values), form
             if key not in known:
-                known[key], found = self._compared(block, values, targets, form, size, is_wide=is_wide)
-                apart = max(apart, found)
+                known[key], result = self._compared(block, values, targets, form, size, is_wide=is_wide)
+                apart = max(apart, result)
             values, form = known[key].values, known[key].form
         return Compared(blocks=len(known), apart=apart)
 
@@ -515,8 +515,8 @@ class _Blocks:
         """
         if not any(bool(v.isfinite().all()) for v in whole.values if v.is_floating_point()):
             raise NotComparable(f"{self._name(one.block)} makes no finite numbers of such inputs")
-        found = list(one.differences(whole, ranks))
-        if far := [each for each in found if each.apart is None or not each.apart <= one.allowed]:
+        result = list(one.differences(whole, ranks))
+        if far := [each for each in result if each.apart is None or not each.apart <= one.allowed]:
             more = f", and {len(far) - _TOLD} more" if len(far) > _TOLD else ""
             raise UsageError(
                 f"{self._name(one.block)} of {self.chain.name}, divided between {self.divided.ranks} tensor-parallel "
@@ -525,7 +525,7 @@ class _Blocks:
                 "stage one shard (Grid(tensor=1), or --tensor 1 for all stages) and report the layer: this is a fault "
                 "of pipefit; numbers=False (train --no-numbers) leaves the comparison out"
             )
-        return max((each.apart or 0.0 for each in found), default=0.0)
+        return max((each.apart or 0.0 for each in result), default=0.0)
 
     def _check_room(self, block: range) -> None:
         """Check that the host has the memory that a block needs.

@@ -138,10 +138,10 @@ def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
     Raises:
         Exception: whatever `run` raises on the first rank that fails.
     """
-    meeting, found = Meeting[Any](ranks), dict[int, T]()
+    meeting, result = Meeting[Any](ranks), dict[int, T]()
 
     def of_rank(rank: int) -> None:
-        found[rank] = run(LockstepCollectives(rank=rank, size=ranks, group=meeting))
+        result[rank] = run(LockstepCollectives(rank=rank, size=ranks, group=meeting))
 
     turns = [Turn(partial(of_rank, rank)) for rank in range(ranks)]
     running = list(turns)
@@ -154,7 +154,7 @@ def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
         for turn in turns:
             turn.abandon()
         raise
-    return [found[rank] for rank in range(ranks)]
+    return [result[rank] for rank in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +179,9 @@ class LockstepCollectives:
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        found = torch.empty_like(tensor)
-        self.group.meet(self.rank, (tensor, found), _exchange)
-        return found
+        result = torch.empty_like(tensor)
+        self.group.meet(self.rank, (tensor, result), _exchange)
+        return result
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self.group.meet(self.rank, tensor, partial(_copy_from, source))
@@ -232,8 +232,8 @@ def _hand_out(brought: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
 
 
 def _exchange(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for rank, (_, found) in enumerate(brought):
-        for part, (own, _) in zip(found, brought, strict=True):
+    for rank, (_, result) in enumerate(brought):
+        for part, (own, _) in zip(result, brought, strict=True):
             part.copy_(own[rank])
 
 

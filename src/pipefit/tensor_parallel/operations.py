@@ -101,8 +101,8 @@ class Operation:
     def given(self) -> dict[str, Any]:
         """The arguments by the names of the operator's schema, with its defaults."""
         schema = self._schema
-        found = {a.name: a.default_value for a in schema if a.has_default_value()}
-        return found | dict(zip((a.name for a in schema), self.node.args, strict=False)) | self.node.kwargs
+        result = {a.name: a.default_value for a in schema if a.has_default_value()}
+        return result | dict(zip((a.name for a in schema), self.node.args, strict=False)) | self.node.kwargs
 
     @property
     def _schema(self) -> list[Any]:
@@ -111,8 +111,8 @@ class Operation:
 
     def operand(self, name: str) -> fx.Node | None:
         """Return the value given as argument `name`; None if it is not a value."""
-        found = self.given.get(name)
-        return found if isinstance(found, fx.Node) else None
+        result = self.given.get(name)
+        return result if isinstance(result, fx.Node) else None
 
     @property
     def nbytes(self) -> int:
@@ -179,14 +179,14 @@ class Operation:
 
 def shape(node: Any) -> list[int]:
     """Return the shape of a whole value; empty if it is not a tensor."""
-    found = value(node) if isinstance(node, fx.Node) else None
-    return list(found.shape) if isinstance(found, Tensor) else []
+    result = value(node) if isinstance(node, fx.Node) else None
+    return list(result.shape) if isinstance(result, Tensor) else []
 
 
 def nbytes(node: fx.Node) -> int:
     """Return the bytes of a whole value, over all its tensors."""
-    found = value(node)
-    tensors = found if isinstance(found, tuple | list) else (found,)
+    result = value(node)
+    tensors = result if isinstance(result, tuple | list) else (result,)
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 

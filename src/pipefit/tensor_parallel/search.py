@@ -183,15 +183,15 @@ def choose(
 
 def _trained(stage: TracedStage) -> frozenset[fx.Node]:
     """Return the values that need a gradient."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     for node in stage.graph.nodes:
         if node.op == "placeholder":
             needs = stage.tensor(node).requires_grad if is_stored(node) else _arrives_trained(stage, node)
         else:
-            needs = _is_numeric(node) and any(source in found for source in node.all_input_nodes) and not _ends(node)
+            needs = _is_numeric(node) and any(source in result for source in node.all_input_nodes) and not _ends(node)
         if needs:
-            found.add(node)
-    return frozenset(found)
+            result.add(node)
+    return frozenset(result)
 
 
 def _ends(node: fx.Node) -> bool:
@@ -207,18 +207,18 @@ def _arrives_trained(stage: TracedStage, node: fx.Node) -> bool:
 
 def _derived(graph: fx.Graph) -> set[fx.Node]:
     """Return the real or complex values that depend on a parameter; others are cheap to replicate."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     for node in graph.nodes:
         is_parameter = (meaning := role(node)) is not None and meaning.kind == "parameter"
-        if is_parameter or (_is_numeric(node) and any(source in found for source in node.all_input_nodes)):
-            found.add(node)
-    return found
+        if is_parameter or (_is_numeric(node) and any(source in result for source in node.all_input_nodes)):
+            result.add(node)
+    return result
 
 
 def _is_numeric(node: fx.Node) -> bool:
     """Return whether a value has a dtype that carries gradients: floating point or complex."""
-    found = value(node)
-    tensors = found if isinstance(found, tuple | list) else (found,)
+    result = value(node)
+    tensors = result if isinstance(result, tuple | list) else (result,)
     return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
@@ -232,22 +232,22 @@ def _options(
 ) -> dict[fx.Node, list[Strategy]]:
     """Return the strategies of every operation, replicated first, found from users to operands."""
     wishes: dict[fx.Node, dict[Split, None]] = {}
-    found: dict[fx.Node, list[Strategy]] = {}
+    result: dict[fx.Node, list[Strategy]] = {}
     derived = _derived(stage.graph)
     for node in reversed(stage.graph.nodes):
         if node.op != "call_function":
             continue
         op, rule = Operation(node, ranks, trained, sequences=sequences), rule_of(node)
-        found[node] = [op.replicated()]
+        result[node] = [op.replicated()]
         if rule and node in derived and changed.isdisjoint((node, *node.all_input_nodes)):
-            found[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
-        for way in found[node]:
+            result[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
+        for way in result[node]:
             for source, form in way.operands.items():
                 if isinstance(form, Split):
                     wishes.setdefault(source, {})[form] = None
                 elif sequences and form == C and len(shape(source)) == _SEQUENCES:
                     wishes.setdefault(source, {})[Split(1)] = None  # its positions are gathered just before
-    return found
+    return result
 
 
 def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -321,7 +321,7 @@ class _Search:
 
     def _cut(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
         """End a block before `node`: values that cross are replicated, and in no other form from there on."""
-        found: dict[object, tuple[State, _Record]] = {}
+        result: dict[object, tuple[State, _Record]] = {}
         for state, record in layer:
             known = dict(state)
             total = record.cost + sum(self._had(known, source, R, keeps=False) for source in self.cuts[node])
@@ -331,9 +331,9 @@ class _Search:
                 if self.ends.get(source, -1) >= self.number[node]
             }
             key = tuple(known.items())
-            if total < math.inf and (key not in found or total < found[key][1].cost):
-                found[key] = known, record._replace(cost=total)
-        return self._worthwhile(sorted(found.values(), key=lambda item: item[1].cost))
+            if total < math.inf and (key not in result or total < result[key][1].cost):
+                result[key] = known, record._replace(cost=total)
+        return self._worthwhile(sorted(result.values(), key=lambda item: item[1].cost))
 
     def _worthwhile(self, layer: list[tuple[State, _Record]]) -> list[tuple[State, _Record]]:
         """Return the states, cheapest first, except those that the cheapest can be converted into for less."""
@@ -367,10 +367,10 @@ class _Search:
     def _cost_of(self, known: State, node: fx.Node, what: Form | Kept) -> float:
         start = R if R in known[node] else known[node][0]
         key = (node, start, what)
-        found = self._costs.get(key)
-        if found is None:
-            found = self._costs[key] = self._priced(node, start, what)
-        return found
+        result = self._costs.get(key)
+        if result is None:
+            result = self._costs[key] = self._priced(node, start, what)
+        return result
 
     def _priced(self, node: fx.Node, start: Form | Kept, what: Form | Kept) -> float:
         if isinstance(what, Kept):

@@ -356,9 +356,9 @@ def _given(chain: Chain, traced: TracedStage, like: ShardedChain) -> Mapping[fx.
         known = dict(tensors_of(other.module))
         forms |= {id(t): like.stage.form(known[name]) for name, t in tensors_of(layer.module) if name in known}
     stored = {node: traced.tensor(node) for node in traced.graph.nodes if is_stored(node)}
-    found = {node: (forms[id(tensor)], tensor) for node, tensor in stored.items() if id(tensor) in forms}
+    result = {node: (forms[id(tensor)], tensor) for node, tensor in stored.items() if id(tensor) in forms}
     return {
         node: form
-        for node, (form, tensor) in found.items()
+        for node, (form, tensor) in result.items()
         if not isinstance(form, Split) or divides(tensor.shape, form, like.ranks)
     }

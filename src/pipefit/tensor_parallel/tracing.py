@@ -111,7 +111,7 @@ def blocks_begin(chain: Chain) -> tuple[int, ...]:
 
 def is_stored(node: fx.Node) -> bool:
     """Return whether a node is a parameter, buffer or constant."""
-    return (found := role(node)) is not None and found.kind != "input"
+    return (result := role(node)) is not None and result.kind != "input"
 
 
 def without_gradient(node: fx.Node) -> bool:
@@ -176,12 +176,12 @@ class _Layer(nn.Module):
         except Exception as error:
             error.add_note(self._name)
             raise
-        found = as_values(outputs, self._name)
-        form = _Form(packing_of(outputs), () if self._is_last else orders_of(found))
+        result = as_values(outputs, self._name)
+        form = _Form(packing_of(outputs), () if self._is_last else orders_of(result))
         if self._is_last:
-            return tuple(_aliases((v,))[0] if isinstance(v, nn.Parameter) else v for v in found), form
-        found = contiguous(found, form.orders)
-        return _aliases(found) if self._ends_block else found, form
+            return tuple(_aliases((v,))[0] if isinstance(v, nn.Parameter) else v for v in result), form
+        result = contiguous(result, form.orders)
+        return _aliases(result) if self._ends_block else result, form
 
 
 def _aliases(values: Values) -> Values:
@@ -213,16 +213,16 @@ def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
     end, spec = graph.output_node(), program.call_spec.out_spec
     assert spec is not None
     results, crossing = pytree.tree_unflatten(end.args[0], spec)  # type: ignore[arg-type]
-    end.args, found = (results,), []
+    end.args, result = (results,), []
     for marks in crossing:
         with graph.inserting_after(marks[-1]):
-            found.append(graph.call_function(_crossing, tuple(marks)))
+            result.append(graph.call_function(_crossing, tuple(marks)))
     for mark in (mark for marks in crossing for mark in marks):
         handed_on = mark.args[0]
         _replaced(mark, handed_on)
         if not is_stored(handed_on.args[0]):
             _replaced(handed_on, handed_on.args[0])
-    return found
+    return result
 
 
 def _replaced(node: fx.Node, by: fx.Node) -> None:
@@ -248,7 +248,7 @@ def _swept(graph: fx.Graph, cuts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...
 
 def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
     """Return the layer of every operation: the one that it ran in; after the last, the loss."""
-    found, current = {}, 0
+    result, current = {}, 0
     for node in graph.nodes:
         if node.op == "call_function":
             inside = next((call for call in stack(node) if call.startswith("layers.")), None)
@@ -256,8 +256,8 @@ def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
                 current = max(current, int(inside.split(".")[1].partition("@")[0]))
             elif stack(node):
                 current = count
-            found[node] = current
-    return found
+            result[node] = current
+    return result
 
 
 def _without_casts_to_itself(graph: fx.Graph) -> None:
@@ -302,6 +302,6 @@ def _out_of_place(node: fx.Node) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
         return None
-    types = {found.dtype for source in node.all_input_nodes if isinstance(found := value(source), Tensor)}
+    types = {result.dtype for source in node.all_input_nodes if isinstance(result := value(source), Tensor)}
     is_same = len(types) == 1 and mutated_arguments(node) == [node.args[0]]
     return getattr(packet, target._overloadname) if is_same else None

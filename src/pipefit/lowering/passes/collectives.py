@@ -102,7 +102,7 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
             before[begins[update]].append(reduce.join)
     for reduce, last in _of_microbatches(actions, backwards, plan, stage):
         behind[last].append(reduce)
-        following, update = (_next(found, last, len(actions)) for found in (backwards, updates))
+        following, update = (_next(result, last, len(actions)) for result in (backwards, updates))
         if update < following:
             before[begins[update]].append(reduce.join)
         elif following < len(actions) and _has(actions[following], reduce):
@@ -118,8 +118,8 @@ def summed_units(units: Sequence[Sequence[Action]], plan: Plan, stage: int) -> l
 
 def _next(positions: Sequence[int], position: int, end: int) -> int:
     """Return the first of rising positions after a position, or the end."""
-    found = bisect_right(positions, position)
-    return positions[found] if found < len(positions) else end
+    result = bisect_right(positions, position)
+    return positions[result] if result < len(positions) else end
 
 
 def _last_of(actions: Sequence[Action], backwards: Sequence[int]) -> Callable[[Action], int]:

@@ -191,12 +191,12 @@ def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bund
         UsageError: a decision moves tensors that are recomputed.
     """
     storages = {stage: StageStorages.of(plan, stage) for stage in {decision.stage for decision in decisions}}
-    found = list[Move | None]()
+    result = list[Move | None]()
     for decision in decisions:
         users, subject = _users(storages[decision.stage], decision), _subject(decision, bundles)
         for microbatch in filter(decision.microbatches.__contains__, timeline.microbatches(decision.stage)):
-            found.append(_move(timeline, decision, microbatch, subject, users))
-    return [move for move in found if move is not None]
+            result.append(_move(timeline, decision, microbatch, subject, users))
+    return [move for move in result if move is not None]
 
 
 class _Users(NamedTuple):

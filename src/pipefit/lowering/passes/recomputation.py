@@ -116,8 +116,8 @@ def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> li
         UsageError: two decisions recompute one layer for one microbatch, or a layer would compute something else when
             it runs again.
     """
-    found = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
-    return [[action for unit in units for action in unit] for units in found]
+    result = (recomputed_units(order, plan, summed=_last_backwards(order) if sums else ()) for order in orders)
+    return [[action for unit in units for action in unit] for units in result]
 
 
 def _last_backwards(order: Order) -> Collection[Pass]:
@@ -133,7 +133,7 @@ def recomputed_units(order: Order, plan: Plan, *, summed: Collection[Pass] = ())
     Raises:
         UsageError: as `recomputed`.
     """
-    cutting = any(one.what is What.RECOMPUTE or isinstance(one.subject, State) for one in plan.decisions)
+    cutting = any(decision.what is What.RECOMPUTE or isinstance(decision.subject, State) for decision in plan.decisions)
     buckets = any(stage.grid.buckets > 1 for stage in plan.stages)
     if not cutting and not buckets:
         return [[action] for action in order]

@@ -68,15 +68,15 @@ def weights_copied(
 def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) -> frozenset[int]:
     """Return the positions in `actions` of passes that use older weights than the newest, after `earlier` actions."""
     newest = current = 0
-    versions, found = dict[int | None, int](), set[int]()
+    versions, result = dict[int | None, int](), set[int]()
     for position, action in enumerate((*earlier, *actions), start=-len(earlier)):
         if action.kind in FORWARDS:
             versions.setdefault(action.microbatch, current)
         if action.kind is Kind.STASH:
             newest, current = (newest, newest) if action.wait else (current + 1, current)
         elif action.kind is not Kind.STEP and versions.get(action.microbatch) != newest:
-            found.add(position)
-    return frozenset(found)
+            result.add(position)
+    return frozenset(result)
 
 
 def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:

@@ -110,8 +110,8 @@ class _Replayed:
         if block.address != address:
             self._differ(position, nbytes, f"is at {block.address:#x}, recorded at {address:#x}")
         if self._allocator.reserved != self._reserved:
-            found, recorded = format_bytes(self._allocator.reserved), format_bytes(self._reserved)
-            self._differ(position, nbytes, f"leaves {found} reserved, recorded {recorded}")
+            result, recorded = format_bytes(self._allocator.reserved), format_bytes(self._reserved)
+            self._differ(position, nbytes, f"leaves {result} reserved, recorded {recorded}")
 
     def _free(self, position: int, address: int) -> None:
         self._emptied = False

@@ -102,7 +102,7 @@ class AllocatorSettings:
         Raises:
             UsageError: an unknown key, one that is not simulated, or a value that torch refuses; names it.
         """
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, value in _pairs(text):
             if key in _NOT_SIMULATED:
                 raise UsageError(
@@ -115,11 +115,11 @@ class AllocatorSettings:
                 )
             if key in _KEYS:
                 field, read = _KEYS[key]
-                found[field] = read(key, value)
+                result[field] = read(key, value)
             elif key != "backend" and key not in _ON_HOST:
                 known = ", ".join(sorted((*_KEYS, *_ON_HOST, "backend")))
                 raise UsageError(f"{shortened(repr(key))} is no setting of CUDA's caching allocator (known: {known})")
-        return replace(cls(), **found)
+        return replace(cls(), **result)
 
     def __str__(self) -> str:
         """Return the text form; empty for torch's defaults."""
@@ -216,19 +216,19 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
     """
     if not value.startswith("["):
         return (_power(key, value, least=1),) * _INTERVALS
-    found, last = [0] * _INTERVALS, None
+    result, last = [0] * _INTERVALS, None
     for entry in filter(None, value.removeprefix("[").removesuffix("]").split(",")):
         size, _, number = entry.partition(":")
         divisions = _power(key, number, least=0)
         if size == ">":
             start = 1 if last is None else last + 1
-            found[start:] = [divisions] * (_INTERVALS - start)
+            result[start:] = [divisions] * (_INTERVALS - start)
             continue
         place = min(_power(key, size, least=1).bit_length() - 1, _INTERVALS - 1)
         if last is None:
-            found[:place] = [divisions] * place
-        found[place], last = divisions, place
-    return tuple(found)
+            result[:place] = [divisions] * place
+        result[place], last = divisions, place
+    return tuple(result)
 
 
 def _power(key: str, value: str, *, least: int) -> int:

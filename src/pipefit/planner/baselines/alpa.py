@@ -36,15 +36,15 @@ def alpa(question: Question) -> Found:
             break
     else:
         best.append(search.best(lambda _, choice: Cost(search.barred_ranges(choice))))  # raises: no plan
-    found = min(best, key=lambda one: one.value)
-    return Found(found.split, Objective.ESTIMATED_STEP, found.value, found.evaluated, proven=False)
+    result = min(best, key=lambda one: one.value)
+    return Found(result.split, Objective.ESTIMATED_STEP, result.value, result.evaluated, proven=False)
 
 
 def _values(search: Search) -> list[float]:
     """Return values for the seconds of the slowest stage, as quantiles over all stages."""
     every = np.concatenate([search.each(choice)[np.isfinite(search.shares(1, choice))] for choice in search.choices])
-    found: list[float] = np.unique(np.quantile(every, np.linspace(0, 1, _SLOWEST), method="higher")).tolist()
-    return found
+    result: list[float] = np.unique(np.quantile(every, np.linspace(0, 1, _SLOWEST), method="higher")).tolist()
+    return result
 
 
 def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
@@ -56,8 +56,8 @@ def _within(search: Search, slowest: float, level: float) -> Hybrid | None:
         return Cost.of(np.where(allowed, 0.0, np.inf), each)
 
     try:
-        found = search.best(cost)
+        result = search.best(cost)
     except UsageError:
         return None
-    times = [float(search.each(one.choice)[one.start, one.stop]) for one in found.stages]
-    return found._replace(value=sum(times) + (search.question.training.microbatches - 1) * max(times))
+    times = [float(search.each(stage.choice)[stage.start, stage.stop]) for stage in result.stages]
+    return result._replace(value=sum(times) + (search.question.training.microbatches - 1) * max(times))

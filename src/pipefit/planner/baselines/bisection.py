@@ -68,12 +68,12 @@ class _Filling:
         waiting = [_Part(0, self.start)]
         while waiting:
             part = waiting.pop()
-            found = self._lowest(part)
-            edges[part.first : part.first + len(found.edges)] = found.edges
-            costs = self._costs(found)
+            result = self._lowest(part)
+            edges[part.first : part.first + len(result.edges)] = result.edges
+            costs = self._costs(result)
             fullest = costs.index(max(costs))
-            before = _Part(found.first, found.edges[: fullest + 1])
-            behind = _Part(found.first + fullest + 1, found.edges[fullest + 1 :])
+            before = _Part(result.first, result.edges[: fullest + 1])
+            behind = _Part(result.first + fullest + 1, result.edges[fullest + 1 :])
             waiting += [side for side in (before, behind) if len(side.edges) > 2]
         return tuple(edges)
 
@@ -84,11 +84,11 @@ class _Filling:
             middle = (low + high) / 2
             if middle in {low, high}:
                 break
-            found = self._filled(part, middle)
-            if found is None:
+            result = self._filled(part, middle)
+            if result is None:
                 low = middle
             else:
-                part, high = found, max(self._costs(found))
+                part, high = result, max(self._costs(result))
         return part
 
     def _filled(self, part: _Part, level: float) -> _Part | None:

@@ -27,10 +27,9 @@ from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import ranges_of
 from pipefit.planner.closed_forms.surroundings import surroundings
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid import Search
 from pipefit.planner.hybrid.programme import Choice, Cost, Floats
-from pipefit.planner.problem import Found, Question
+from pipefit.planner.problem import Degree, Found, Question
 from pipefit.schema.plan import Objective
 from pipefit.schema.profile import Measurement
 
@@ -54,8 +53,8 @@ def capture(question: Question, options: CaptureOptions | None = None) -> Found:
         held = in_flight(how, 0, left) if early else how.microbatches
         return Cost.of(runs.predicted(choice.degree, held) + search.barred_ranges(choice))
 
-    found = search.best(cost)
-    return Found(found.split, Objective.ESTIMATED_PEAK, found.value, found.evaluated)
+    result = search.best(cost)
+    return Found(result.split, Objective.ESTIMATED_PEAK, result.value, result.evaluated)
 
 
 class Runs:
@@ -74,9 +73,9 @@ class Runs:
         isolated, added = (
             fixed + slope * samples for fixed, slope in self._lines(degree.tensor, degree.sequences, microbatches)
         )
-        found: Floats = isolated[:, None] - added[:, None] + ranges(np.concatenate(([0.0], np.cumsum(added))))
-        rows, columns = np.ogrid[: found.shape[0], : found.shape[1]]
-        return np.where(columns <= rows, np.inf, found)
+        result: Floats = isolated[:, None] - added[:, None] + ranges(np.concatenate(([0.0], np.cumsum(added))))
+        rows, columns = np.ogrid[: result.shape[0], : result.shape[1]]
+        return np.where(columns <= rows, np.inf, result)
 
     def _lines_of(
         self,
@@ -85,7 +84,11 @@ class Runs:
         microbatches: int,
     ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """Return lines (fixed part, slope over samples in a microbatch) of every block, alone and added."""
-        of_degree = [one for one in self.question.profile.measurements if one.way[1:] == (tensor, sequences)]
+        of_degree = [
+            measurement
+            for measurement in self.question.profile.measurements
+            if measurement.way[1:] == (tensor, sequences)
+        ]
         measured = [one for one in of_degree if self.sizes is None or one.microbatch_size in self.sizes]
         runs = [self._run(one, microbatches) for one in measured]
         sizes = np.array([one.microbatch_size for one in measured], float)

@@ -58,15 +58,15 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
     """Return the compacted time split."""
     evaluator = Evaluator(question)
     evaluator.begin(question.options.effort)
-    found = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
+    result = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
     return Found(
-        found.candidate.split,
+        result.candidate.split,
         Objective.STEP,
-        found.seconds,
+        result.seconds,
         evaluated=evaluator.count,
         work=evaluator.work,
         proven=False,
-        decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
+        decisions=None if evaluator.pinned else evaluator.decisions(result.candidate),
         remarks=evaluator.remarks,
     )
 
@@ -128,13 +128,13 @@ class _Assignment:
         needs = [float(over) for over in self.kept.over]
         for _ in range(_CORRECTIONS):
             choices, freed = zip(*map(self._choice, range(len(needs)), needs), strict=True)
-            found = self.filler.evaluator.evaluate(Candidate(self.split, choices))
-            if found is None:
+            result = self.filler.evaluator.evaluate(Candidate(self.split, choices))
+            if result is None:
                 return best
-            best = found if best is None or found.order < best.order else best
-            if found.fits:
+            best = result if best is None or result.order < best.order else best
+            if result.fits:
                 return best
-            corrected = zip(needs, freed, found.over, strict=True)
+            corrected = zip(needs, freed, result.over, strict=True)
             needs = [least + over if over > 0 else need for need, least, over in corrected]
         return best
 
@@ -175,7 +175,7 @@ class _Assignment:
         """Return the tensors of a stage, with their live intervals and the times of techniques."""
         menus, waits = self.menus[stage], self._interval(stage)
         rate, across = self.filler.rates(self.setting)[stage], self._peer_rate(stage)
-        found = []
+        result = []
         for block, menu in reversed(list(enumerate(menus))):
             nbytes, recipe = menu.movable_bytes, menu.recipes[-1]
             costs = TensorCosts(
@@ -186,9 +186,9 @@ class _Assignment:
                 peer_seconds=2 * nbytes / across if across and nbytes else None,
             )
             if costs.added_seconds:
-                found.append(_Tensor(block, nbytes or recipe.nbytes, costs))
+                result.append(_Tensor(block, nbytes or recipe.nbytes, costs))
             waits += self._passes(stage, block)
-        return found[::-1]
+        return result[::-1]
 
     def _peer_rate(self, stage: int) -> float:
         """Return the bytes per second to all lenders of a stage."""
@@ -262,12 +262,12 @@ def _refined(
     candidate, room = start.candidate, _room(best, options)
     while without < options.patience and not budget.ends():
         relieved = _relieved(assignment, candidate, mapping, room)
-        found = None if relieved is None else assignment.filler.evaluator.evaluate(relieved)
-        if found is None or found.over_bytes > best.over_bytes:
+        result = None if relieved is None else assignment.filler.evaluator.evaluate(relieved)
+        if result is None or result.over_bytes > best.over_bytes:
             return best
-        candidate = found.candidate
-        visible = found.order < (best.over_bytes, best.seconds * (1 - options.least_gain), 0)
-        best, without = (found, 0) if visible else (best, without + 1)
+        candidate = result.candidate
+        visible = result.order < (best.over_bytes, best.seconds * (1 - options.least_gain), 0)
+        best, without = (result, 0) if visible else (best, without + 1)
     return best
 
 

@@ -66,10 +66,10 @@ def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ..
 
 def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
     """Return the best split of the blocks before `stop` into stages up to number `stage`."""
-    found = (
+    result = (
         _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
     )
-    return min(found, key=lambda partial: ([-peak for peak in partial.peaks], partial.starts))
+    return min(result, key=lambda partial: ([-peak for peak in partial.peaks], partial.starts))
 
 
 def _extended(partial: _Partial, peak: int, start: int) -> _Partial:

@@ -132,10 +132,10 @@ class Band:
         key = frozenset(s.alone for s in met)
         if key not in self._sums:
             first, *others = key
-            found = self.around(first)
+            result = self.around(first)
             for part in others:
-                np.maximum(found, self.around(part), out=found)
-            self._sums[key] = found
+                np.maximum(result, self.around(part), out=result)
+            self._sums[key] = result
         return self._sums[key]
 
 

@@ -326,12 +326,12 @@ def recomputed_by_block(band: Band, blocks: Blocks) -> Band:
         begin, alone, inside, end_ = (
             getattr(peaks, name) + beside for peaks in (blocks.begin, blocks.alone, blocks.inside, blocks.end)
         )
-        found = np.full((width, starts), _NOTHING, np.int64)
-        found[1:] = begin[i]
+        result = np.full((width, starts), _NOTHING, np.int64)
+        result[1:] = begin[i]
         for row in range(2, width):
-            np.maximum(found[row - 1], base + (before + inside)[last[row - 1]], out=found[row])
+            np.maximum(result[row - 1], base + (before + inside)[last[row - 1]], out=result[row])
         at_end = np.where(last == i, alone[last], base + (before + end_)[last])
-        highest_of_all: Ints = np.maximum(found + followed, at_end)
+        highest_of_all: Ints = np.maximum(result + followed, at_end)
         return highest_of_all
 
     of_range = blocks.born[end]
@@ -428,15 +428,15 @@ class Ranges:
 
     def of_step(self, microbatches: int) -> Ranges:
         """Return the same ranges, with shared bands, in a step of this number of microbatches."""
-        found = copy(self)
-        found.loss_bytes = self.measurement.loss_bytes * microbatches
-        return found
+        result = copy(self)
+        result.loss_bytes = self.measurement.loss_bytes * microbatches
+        return result
 
     def by_block(self) -> Ranges:
         """Return the same ranges as stages recomputed block by block."""
-        found = copy(self)
-        found._known, found._blocks = {}, self._of_blocks()
-        return found
+        result = copy(self)
+        result._known, result._blocks = {}, self._of_blocks()
+        return result
 
     def _of_blocks(self) -> Blocks:
         """Return the bytes of every single block."""
@@ -584,8 +584,8 @@ class _BandMaker:
     def _corrected(self, band: Band) -> Band:
         """Return the band with the ranges for which sums are not exact computed one by one."""
         for row, column in zip(*np.nonzero(self._one_by_one()), strict=True):
-            found = self.ranges.one_by_one.of(int(self.starts[column]), int(self.stops[row, column]))
-            for name, nbytes in found.items():
+            result = self.ranges.one_by_one.of(int(self.starts[column]), int(self.stops[row, column]))
+            for name, nbytes in result.items():
                 getattr(band, name)[row, column] = nbytes
         return band
 

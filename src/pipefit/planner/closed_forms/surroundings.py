@@ -18,7 +18,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, distinct_steps_of, schedule_named
 from pipefit.lowering.passes.communication import is_backward_of
 from pipefit.lowering.passes.recomputation import Recompute, recomputed_microbatches
-from pipefit.memory.weight_versions import StageVersions
+from pipefit.memory.states import StageVersions
 from pipefit.schema.actions import FORWARDS, UPDATES, Action, Kind
 from pipefit.schema.decisions import ALL_MICROBATCHES
 from pipefit.schema.program import shifted
@@ -74,10 +74,10 @@ def _surroundings(
     else:
         steps = [whole_stage_order(schedule, stage, stages, microbatches, recompute)]
     highest: dict[Surroundings, Surroundings] = {}
-    for found in _Walk(endless=schedule in ENDLESS, rooms=versions == "everything").through(steps):
-        alike = found._replace(in_flight=0)
-        if alike not in highest or highest[alike].in_flight < found.in_flight:
-            highest[alike] = found
+    for result in _Walk(endless=schedule in ENDLESS, rooms=versions == "everything").through(steps):
+        alike = result._replace(in_flight=0)
+        if alike not in highest or highest[alike].in_flight < result.in_flight:
+            highest[alike] = result
     return tuple(_covering(highest.values()))
 
 

@@ -60,16 +60,16 @@ class Reader:
         """
         plan, parts = self._read(split, decisions)
         left_out = self.question.training.microbatches - plan.training.microbatches
-        found = list[float]()
+        result = list[float]()
         for number in numbers:
             try:
                 highest = max(part.memory().peak_bytes for part in self._devices(plan, parts, number))
             except UsageError:
-                found.append(float("inf"))
+                result.append(float("inf"))
                 continue
             losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
-            found.append(float(highest + losses))
-        return found
+            result.append(float(highest + losses))
+        return result
 
     def borrowed_bytes(self, split: Split, number: int, decisions: Sequence[Decision]) -> int:
         """Return the bytes that all devices of a stage use at other places.
@@ -96,9 +96,9 @@ class Reader:
             UsageError: the stage cannot be carried out.
         """
         before = parts.actions
-        found = parts.of_rank(plan, number).values()
+        result = parts.of_rank(plan, number).values()
         self.actions += parts.actions - before
-        return found
+        return result
 
     def _training(self, stages: int) -> Training:
         """Return the training with the fewest microbatches that show all peaks."""
@@ -159,8 +159,8 @@ class Sizes:
 
     def divided(self, shard: Sharding) -> Ints:
         """Return the bytes of every layer that `shard` divides."""
-        found = self.state + self.gradients * (shard != "optimizer")
-        return found + self.parameters * (shard == "parameters")
+        result = self.state + self.gradients * (shard != "optimizer")
+        return result + self.parameters * (shard == "parameters")
 
 
 def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int, shard: Sharding) -> tuple[Band, Band]:
@@ -177,8 +177,8 @@ def least(band: Band, measurement: Measurement, edges: Sequence[int], data: int,
 
     def of_owner(of: Ints) -> Ints:
         part = np.divide(of, dealt, out=np.full(len(of), np.inf), where=dealt > 0)
-        found: Ints = np.floor(blocks.lowest(part) * largest * _ROUNDING).astype(np.int64)
-        return found
+        result: Ints = np.floor(blocks.lowest(part) * largest * _ROUNDING).astype(np.int64)
+        return result
 
     def update(peaks: Iterable[int]) -> Ints:
         return blocks.lowest(np.where(dealt > 0, np.fromiter(peaks, float), np.inf)).astype(np.int64)
@@ -246,24 +246,24 @@ class Blocks:
     def sums(self, of: Ints) -> Ints:
         """Return the sums over the layers of every range."""
         before = np.concatenate(([0], np.cumsum(of)))[self.edges]
-        found: Ints = before[self.stops] - before[self.starts]
-        return found
+        result: Ints = before[self.stops] - before[self.starts]
+        return result
 
     def lowest(self, of: Floats) -> Floats:
         """Return the lowest number of the layers of every range; zero if none is finite."""
-        found = np.tile(np.minimum.reduceat(of, self.edges[:-1]), (len(self.stops), 1))
-        for row in range(1, len(found)):
-            np.minimum(found[row - 1, :-row], found[0, row:], out=found[row, :-row])
-        return np.where(np.isfinite(found), found, 0.0)
+        result = np.tile(np.minimum.reduceat(of, self.edges[:-1]), (len(self.stops), 1))
+        for row in range(1, len(result)):
+            np.minimum(result[row - 1, :-row], result[0, row:], out=result[row, :-row])
+        return np.where(np.isfinite(result), result, 0.0)
 
     def largest_share(self, of: Ints, data: int) -> Ints:
         """Return the least bytes of the fullest of `data` replicas that share a range's whole layers."""
-        found, larger = -(-self.sums(of) // data), np.zeros(self.stops.shape, np.int64)
+        result, larger = -(-self.sums(of) // data), np.zeros(self.stops.shape, np.int64)
         for size in np.unique(of[of > 0])[::-1]:
             upto = larger + self.sums((of == size).astype(np.int64))
             several = (upto - 1) // data
-            found = np.where(
-                (upto > larger) & (several * data >= larger), np.maximum(found, (several + 1) * size), found
+            result = np.where(
+                (upto > larger) & (several * data >= larger), np.maximum(result, (several + 1) * size), result
             )
             larger = upto
-        return found
+        return result

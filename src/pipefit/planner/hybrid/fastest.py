@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.planner.bounds import in_flight
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.programme import Allowed, Choice, Floats, Placed, Way, banded, in_a_row
 from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, Search, budget_level, searches
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Question
+from pipefit.planner.problem import Degree, Question
 from pipefit.schema.grids import Sharding
 
 # ---- Dynamic programming for long questions, over (first block, devices used)
@@ -108,13 +107,13 @@ class Labelled:
 
     def best(self) -> tuple[Placed, ...]:
         """Return the stages of the best plan."""
-        start, state, found = 0, int(self._values[0].argmin()), list[Placed]()
+        start, state, result = 0, int(self._values[0].argmin()), list[Placed]()
         while self._came[start, state] >= 0:
             option = self._options[self._came[start, state]]
             stop = int(self._stops[start, state])
-            found.append(Placed(start, stop, option.choice, option.way))
+            result.append(Placed(start, stop, option.choice, option.way))
             start, state = stop, int(self._states[start, state])
-        return tuple(found)
+        return tuple(result)
 
     def _extend(self, start: int, number: int, option: Option) -> None:
         """Record the plans whose first stage starts at `start` with this option."""
@@ -127,10 +126,10 @@ class Labelled:
         if not there.any():
             return
         before, after = in_a_row(take.before[there]), in_a_row(take.after[there])
-        found, sums = self._costs(start, option, rows, before)
-        row = found.argmin(axis=0)
+        result, sums = self._costs(start, option, rows, before)
+        row = result.argmin(axis=0)
         column = np.arange(len(row))
-        best = found[row, column]
+        best = result[row, column]
         better = best < self._values[start, after]
 
         def note(into: NDArray[np.float64] | Ints, what: NDArray[np.float64] | Ints | int) -> None:
@@ -150,33 +149,33 @@ class Labelled:
             table[start, :width, None] for table in (option.head, option.each, option.longer, option.room)
         )
         sums = self._sums[rows, before] + each
-        found = np.maximum(head, each + self._values[rows, before])
+        result = np.maximum(head, each + self._values[rows, before])
         left = self._counts[rows, before] + 1
         if self._lines.in_flight is not None:
             held = self._lines.in_flight[left]
             late = sums + (self._lines.microbatches - held) * each + (held - 1) * longer
-            found = np.maximum(found, late)
-        found[left > np.broadcast_to(room, left.shape)] = np.inf
+            result = np.maximum(result, late)
+        result[left > np.broadcast_to(room, left.shape)] = np.inf
         for cut in range(rows.start, rows.stop) if self._barred else ():
             if cut in self._barred:
                 behind = self._came[cut, before]
-                found[cut - rows.start, ~self._meeting(cut, option.choice.degree)[behind]] = np.inf
-        return found, sums
+                result[cut - rows.start, ~self._meeting(cut, option.choice.degree)[behind]] = np.inf
+        return result, sums
 
     def _meeting(self, cut: int, front: Degree) -> NDArray[np.bool_]:
         """Return, for every option, whether it may follow a cut after a stage of degree `front`."""
         if (cut, front) not in self._meet:
             allowed = self._barred[cut]
-            self._meet[cut, front] = np.array([allowed(cut, front, one.choice.degree) for one in self._options])
+            self._meet[cut, front] = np.array([allowed(cut, front, option.choice.degree) for option in self._options])
         return self._meet[cut, front]
 
 
 def counts_upto(most: int) -> list[int]:
     """Return numbers of stages up to `most`: all small ones, later ones about a tenth apart."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, int(found[-1] * 1.1))))
-    return found
+    result = [1]
+    while result[-1] < most:
+        result.append(min(most, max(result[-1] + 1, int(result[-1] * 1.1))))
+    return result
 
 
 # ---- Lower bound of a step over all grids
@@ -251,10 +250,10 @@ def fastest(
     one of `shards`. With `again`, stages may keep only their inputs and recompute. If state is divided, the
     result is what a few repeated searches find.
     """
-    level, found = budget_level(question), list[Hybrid]()
+    level, result = budget_level(question), list[Hybrid]()
     for search in searches(question, shards, again=again):
-        found += _fitting(search, level, at_most, most)
-    return sorted(found, key=lambda one: one.value)[:most]
+        result += _fitting(search, level, at_most, most)
+    return sorted(result, key=lambda one: one.value)[:most]
 
 
 def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
@@ -275,11 +274,11 @@ def _labelled(search: Search, level: float, at_most: float, most: int) -> list[H
     slowest = at_most
     if at_most == _INFINITE:
         slowest = _FIRST * Least.of(search.question).seconds(len(search.question.cluster.devices))
-    found = _within(search, level, slowest)
-    while not found and at_most == _INFINITE and slowest < longest:
+    result = _within(search, level, slowest)
+    while not result and at_most == _INFINITE and slowest < longest:
         slowest *= 2
-        found = _within(search, level, slowest)
-    return found[:most]
+        result = _within(search, level, slowest)
+    return result[:most]
 
 
 def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
@@ -295,15 +294,15 @@ def _within(search: Search, level: float, slowest: float) -> list[Hybrid]:
     lines = Lines(how.microbatches, None if how.endless else np.array(held))
     spent = how.microbatches * work_before(question)[:-1] / (slowest * _ROUNDING)
     most_used = len(question.cluster.devices) - spent
-    found = dict[tuple[int, ...], Hybrid]()
+    result = dict[tuple[int, ...], Hybrid]()
     for degrees in dict.fromkeys([tuple(search.tables), *((degree,) for degree in search.tables)]):
         own = [one for one in options if one.choice.degree in degrees]
         best = Labelled(question.blocks, search.states.used, own, lines, most_used, search.barred)
         stages = best.best() if best.value <= slowest else ()
         if len(stages) in search.counts:
             made = Hybrid(search.split(stages), best.value, sum(one.ranges for one in own), stages)
-            found.setdefault(made.split.edges, made)
-    return sorted(found.values(), key=lambda one: one.value)
+            result.setdefault(made.split.edges, made)
+    return sorted(result.values(), key=lambda one: one.value)
 
 
 def _options(search: Search, choice: Choice, way: Way, level: float, slowest: float) -> Iterator[Option]:

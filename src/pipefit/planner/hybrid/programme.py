@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.planner.degrees import Degree
+from pipefit.planner.problem import Degree
 from pipefit.schema.grids import Grid, Sharding
 
 # ---- Placement of stages on devices
@@ -44,14 +44,14 @@ def grids_of(
     in order. The first device of a grid is of its smallest class.
     """
     left = [sorted(devices, key=lambda device: (hosts[device], device)) for devices in free]
-    found: dict[int, Grid] = {}
+    result: dict[int, Grid] = {}
     for number in sorted(range(len(stages)), key=lambda number: (-stages[number][1], -stages[number][0].tensor)):
         degree, lowest = stages[number]
         devices = list[int]()
         for own in left[lowest:]:
             devices += _taken(own, min(degree.devices - len(devices), len(own)), degree.tensor, hosts)
-        found[number] = Grid(devices=tuple(devices), **degree.pins)
-    return tuple(found[number] for number in range(len(stages)))
+        result[number] = Grid(devices=tuple(devices), **degree.pins)
+    return tuple(result[number] for number in range(len(stages)))
 
 
 def _taken(free: list[int], count: int, together: int, hosts: Sequence[int]) -> list[int]:
@@ -113,8 +113,8 @@ class States:
     @property
     def used(self) -> Indices:
         """Number of requested devices of every state."""
-        found: Indices = self._asked.sum(axis=1)
-        return found
+        result: Indices = self._asked.sum(axis=1)
+        return result
 
     @property
     def count(self) -> int:
@@ -133,12 +133,12 @@ class States:
 
     def classes(self, take: Take) -> list[int]:
         """Return the classes of the devices that a stage with this request gets if it chooses first."""
-        found, left = [], take.devices
+        result, left = [], take.devices
         for number in range(take.lowest, len(self._sizes)):
             if left > 0:
-                found.append(number)
+                result.append(number)
             left -= self._sizes[number]
-        return found
+        return result
 
 
 # ---- Tables
@@ -223,9 +223,9 @@ class Programme:
     def _extend(self, stages: int) -> None:
         """Extend the tables by one stage."""
         shape, behind = self._behind[-1][self._degrees[0]].shape, self._behind[-1]
-        found = {degree: np.full(shape, np.inf) for degree in self._degrees}
+        result = {degree: np.full(shape, np.inf) for degree in self._degrees}
         for choice in self._choices:
-            rest, best = behind[choice.degree], found[choice.degree]
+            rest, best = behind[choice.degree], result[choice.degree]
             before, after = _reached(rest, choice.take)
             if isinstance(before, np.ndarray) and not len(before):
                 continue  # no plan exists that could follow this stage
@@ -239,8 +239,8 @@ class Programme:
                     here = add[own, row, None] + here
                 here = np.maximum(head[own, row, None], here)
                 best[own, after] = np.minimum(best[own, after], here)
-        self.values.append(float(min(one[0].min() for one in found.values())))
-        self._behind.append(self._met(found))
+        self.values.append(float(min(value[0].min() for value in result.values())))
+        self._behind.append(self._met(result))
 
     def _met(self, found: dict[Degree, Floats]) -> dict[Degree, Floats]:
         """Return the values after a cut, by the degree before it."""
@@ -262,8 +262,8 @@ class Programme:
         front: Degree | None = None
         start, state, placed = 0, None, list[Placed]()
         for left in range(stages, 0, -1):
-            found = min(self._options(left, start, state, front), key=lambda option: option[0])
-            _, stop, state, choice = found
+            result = min(self._options(left, start, state, front), key=lambda option: option[0])
+            _, stop, state, choice = result
             placed.append(Placed(start, stop, choice))
             start, front = stop, choice.degree
         return tuple(placed)
@@ -272,7 +272,7 @@ class Programme:
         self, left: int, start: int, state: int | None, front: Degree | None
     ) -> list[tuple[float, int, int, Choice]]:
         """Return the best stage of every choice that starts here: its value, stop, next state, and choice."""
-        found = []
+        result = []
         for choice in self._choices:
             bar = self._barred.get(start) if front is not None else None
             if front is not None and bar is not None and not bar(start, front, choice.degree):
@@ -288,8 +288,8 @@ class Programme:
             rest = rest if add is None else rest + add[start, : len(rest), None]
             values = np.maximum(head[start, : len(rest), None], rest)
             row, column = np.unravel_index(int(values.argmin()), values.shape)
-            found.append((float(values[row, column]), start + 1 + int(row), int(before[column]), choice))
-        return found
+            result.append((float(values[row, column]), start + 1 + int(row), int(before[column]), choice))
+        return result
 
 
 def _reached(rest: Floats, take: Take) -> tuple[Indices | slice, Indices | slice]:
@@ -309,5 +309,5 @@ def banded(square: Floats, width: int) -> Floats:
     """Return a table over ranges with row i and column w for the w + 1 blocks from i on, up to `width`."""
     blocks = len(square)
     starts, stops = np.arange(blocks)[:, None], np.arange(blocks)[:, None] + 1 + np.arange(width)
-    found: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)
-    return found
+    result: Floats = np.where(stops <= blocks, square[starts, np.minimum(stops, blocks)], np.inf)
+    return result

@@ -20,7 +20,6 @@ import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute, cuts
-from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.hybrid.divided_state import Reader, buckets_of
 from pipefit.planner.hybrid.programme import (
     Choice,
@@ -36,7 +35,7 @@ from pipefit.planner.hybrid.programme import (
     states_of,
 )
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
-from pipefit.planner.problem import DeviceClass, Question, Split
+from pipefit.planner.problem import SINGLE, Degree, DeviceClass, Question, Split
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.grids import Sharding
@@ -147,15 +146,15 @@ def leanest(question: Question, every: Sequence[Search] = ()) -> Hybrid:
     every, best = every or searches(question, question.shards), list[Hybrid]()
     for _ in range(1 + WORK // candidates(question, question.shards)):
         level, number = min((one.level(), number) for number, one in enumerate(every))
-        found = every[number].fastest(level, most=1)[0]
-        best.append(found._replace(value=every[number].value(found)))
+        result = every[number].fastest(level, most=1)[0]
+        best.append(result._replace(value=every[number].value(result)))
         if best[-1].value <= level:
             break
     least = level if best[-1].value <= level else min(one.level() for one in every)
     if best[-1].value > least and len(question.shards) > 1:
         best.insert(0, leanest(replace(question, options=replace(question.options, shard="none"))))
-    found = min(reversed(best), key=lambda one: one.value)
-    return found._replace(bound=min(found.value, least * every[0].kept))
+    result = min(reversed(best), key=lambda one: one.value)
+    return result._replace(bound=min(result.value, least * every[0].kept))
 
 
 def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
@@ -205,7 +204,7 @@ class Search:
         self.tables = {degree: DegreeTables(question, degree) for degree in degrees}
         few = few_classes(question, self._is_cheap, self._is_possible)
         self.classes, self.kept = sorted(few.classes, key=lambda one: one.memory_bytes), few.kept
-        self.states = States([len(one.devices) for one in self.classes])
+        self.states = States([len(cls_.devices) for cls_ in self.classes])
         self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
         self.barred = barred_cuts(question, self.tables)
         self.expects = False  # assume that other peaks exceed their bounds as much as the read ones
@@ -261,17 +260,17 @@ class Search:
     @property
     def _equal(self) -> float:
         """The lowest highest peak of plans whose stages have equal numbers of blocks and the same choice."""
-        found, blocks = [_INFINITE], self.question.blocks
+        result, blocks = [_INFINITE], self.question.blocks
         for choice in self.choices:
-            there = sum(len(one.devices) for one in self.classes[choice.take.lowest :])
+            there = sum(len(cls_.devices) for cls_ in self.classes[choice.take.lowest :])
             stages = max((n for n in self.counts if n * choice.degree.devices <= there), default=0)
             edges = [number * blocks // stages for number in range(stages + 1)] if stages else []
             peaks = (
                 min(self.tables[choice.degree].peak(stages - n, way, *ends) for way in self.ways(choice.degree))
                 for n, ends in enumerate(pairwise(edges))
             )
-            found.append(max(peaks, default=_INFINITE) / self.unit(choice))
-        return min(found) * _ROUNDING
+            result.append(max(peaks, default=_INFINITE) / self.unit(choice))
+        return min(result) * _ROUNDING
 
     def best(self, cost: Costs) -> Hybrid:
         """Return the plan with the lowest value by these costs, over all numbers of stages."""
@@ -294,8 +293,8 @@ class Search:
         slowest = min(slowest * _ROUNDING, at_most)
         programme = self.programme(lambda left, choice: self._within(left, choice, level, slowest))
         values = {count: programme.values[count - 1] for count in self.counts}
-        found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
-        return [self._made(programme.best(count), value, level) for value, count in found[:most]]
+        result = sorted((value, count) for count, value in values.items() if value < _INFINITE)
+        return [self._made(programme.best(count), value, level) for value, count in result[:most]]
 
     def _made(self, stages: tuple[Placed, ...], value: float, level: float = _INFINITE) -> Hybrid:
         left = range(len(stages), 0, -1)
@@ -402,7 +401,7 @@ class Search:
         key = choice.degree, choice.take.lowest, way
         if key not in self._times:
             classes = [self.classes[number] for number in self.states.classes(choice.take)]
-            devices = [device for one in classes for device in one.devices]
+            devices = [device for cls_ in classes for device in cls_.devices]
             tables, kinds = self.tables[choice.degree], self._kinds(devices)
             (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
             again = way.recompute != "never"
@@ -428,10 +427,10 @@ class Search:
 
     def split(self, stages: tuple[Placed, ...]) -> Split:
         """Return the split of a plan on its devices."""
-        edges = (0, *(one.stop for one in stages))
+        edges = (0, *(stage.stop for stage in stages))
         hosts = [device.host for device in self.question.cluster.devices]
-        free = [list(one.devices) for one in self.classes]
-        grids = grids_of([(one.choice.degree, one.choice.take.lowest) for one in stages], free, hosts)
+        free = [list(cls_.devices) for cls_ in self.classes]
+        grids = grids_of([(stage.choice.degree, stage.choice.take.lowest) for stage in stages], free, hosts)
         grids = tuple(
             replace(grid, shard=one.way.shard, buckets=buckets_of(one.way.shard, one.stop - one.start))
             for grid, one in zip(grids, stages, strict=True)

@@ -21,10 +21,9 @@ from pipefit.planner.choices import ranges
 from pipefit.planner.closed_forms.bands import Band, Ints, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
-from pipefit.planner.degrees import Degree
 from pipefit.planner.hybrid.divided_state import least
 from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way, banded
-from pipefit.planner.problem import Question
+from pipefit.planner.problem import Degree, Question
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.grids import Sharding, dimensions
 from pipefit.schema.layer_costs import SharedParameter, Value
@@ -79,10 +78,10 @@ class DegreeTables:
         """Return peaks as bounds, or as read; not cached, since all of them would be large."""
         bands = self._bands(way, self.question.blocks)
         rows = np.maximum.reduce([stage_peak(band, met) for band in bands]).astype(float)
-        found = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
+        result = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
         for (start, stop), nbytes in self._read.get((met, way), {}).items():
-            found[start, stop] = nbytes
-        return found
+            result[start, stop] = nbytes
+        return result
 
     def rows(self, stages_left: int, way: Way, width: int) -> Floats:
         """Return peaks up to `width` blocks: row i and column w are the w + 1 blocks from i on."""
@@ -95,8 +94,8 @@ class DegreeTables:
         for (start, stop), read in self._read.get((met, way), {}).items():
             if stop - start <= width:
                 rows[start, stop - start - 1] = read
-        found: Floats = rows + self._bars_of_rows[way, width]
-        return found
+        result: Floats = rows + self._bars_of_rows[way, width]
+        return result
 
     def _bands(self, way: Way, width: int) -> tuple[Band, ...]:
         """Return bands of ranges of at least `width` blocks whose peaks do not exceed those of this way."""
@@ -115,10 +114,10 @@ class DegreeTables:
         `counts` are the rising numbers to test. Row i and column w are the w + 1 blocks from i on; 0 for
         none.
         """
-        found, known = np.zeros((self.question.blocks, width), np.int64), 0
+        result, known = np.zeros((self.question.blocks, width), np.int64), 0
         for left in counts:
-            found, known = np.where((nbytes >= self.rows(left, way, width)) & (found == known), left, found), left
-        return found
+            result, known = np.where((nbytes >= self.rows(left, way, width)) & (result == known), left, result), left
+        return result
 
     def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
         """Return the known peak of the fullest replica of these blocks; None if only a bound is known."""
@@ -200,23 +199,23 @@ class DegreeTables:
         parameters.
         """
         sizes = [
-            sum(one.copy_bytes if one.cast_only else one.nbytes for one in cost.parameters)
+            sum(parameter.copy_bytes if parameter.cast_only else parameter.nbytes for parameter in cost.parameters)
             for cost in self.measurement.costs
         ]
-        found = self._in_ranges(sizes)
+        result = self._in_ranges(sizes)
         for shared in self.measurement.shared:
             users, casting = self._users(shared.users), self._users(shared.cast_only)
             counted = casting * shared.copy_bytes + (users - casting) * shared.nbytes
             once = np.where(users == casting, shared.copy_bytes, shared.nbytes)
-            found += np.where(users > 0, once - counted, 0)
-        return found
+            result += np.where(users > 0, once - counted, 0)
+        return result
 
     def _once(self, name: str, of_shared: Mapping[SharedParameter, int]) -> Floats:
         """Return the bytes of all layers of a range, with a shared parameter counted once."""
-        found = self._in_ranges(getattr(cost, name) for cost in self.measurement.costs)
+        result = self._in_ranges(getattr(cost, name) for cost in self.measurement.costs)
         for shared, nbytes in of_shared.items():
-            found -= np.maximum(self._users(shared.users) - 1, 0) * nbytes
-        return found
+            result -= np.maximum(self._users(shared.users) - 1, 0) * nbytes
+        return result
 
     def _users(self, users: Sequence[int]) -> Floats:
         """Return the number of these layers in each range of blocks."""
@@ -233,10 +232,10 @@ class DegreeTables:
 
     def _square(self, rows: Floats) -> Floats:
         """Return a table over ranges from rows by width."""
-        found = np.full((self.question.blocks, self.question.blocks + 1), np.inf)
+        result = np.full((self.question.blocks, self.question.blocks + 1), np.inf)
         starts, stops = self._ends
-        found[starts, stops] = rows[stops - starts - 1, starts]
-        return found
+        result[starts, stops] = rows[stops - starts - 1, starts]
+        return result
 
     @cached_property
     def _ends(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -251,8 +250,8 @@ class DegreeTables:
         alone = [float(any(cost.alone for cost in costs[a:b])) for a, b in pairwise(edges)]
         alone[-1] += float(bool(self.measurement.loss.alone))
         held = ranges(np.concatenate(([0.0], np.cumsum(alone))))
-        found: Floats = np.where((held > 0) & (self.degree.data > 1), np.inf, 0.0)
-        return found
+        result: Floats = np.where((held > 0) & (self.degree.data > 1), np.inf, 0.0)
+        return result
 
     def _barred(self, way: Way) -> Floats:
         """Return infinity for ranges that stages cannot hold in this way, else zero.
@@ -265,25 +264,25 @@ class DegreeTables:
         return self._bars[way]
 
     def _bars_of(self, way: Way) -> Floats:
-        found, edges = self.barred.copy(), np.array(self.question.edges)
+        result, edges = self.barred.copy(), np.array(self.question.edges)
         starts, stops = edges[:-1, None], edges[None, :]
         if way.recompute != "never":
             once = [float(bool(cost.unrepeatable)) for cost in self.measurement.costs]
             once[-1] += float(bool(self.measurement.loss.unrepeatable))
-            found[ranges(np.array([0.0, *accumulate(once)])[edges]) > 0] = np.inf
+            result[ranges(np.array([0.0, *accumulate(once)])[edges]) > 0] = np.inf
         for shared in self.measurement.shared if way.shard in ("gradients", "parameters") else ():
             users = np.array(shared.users)[:, None, None]
             inside = (starts <= users) & (users < stops)
             if shared.gradient_bytes:
-                found[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
-        return found
+                result[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
+        return result
 
 
 def together_seconds(ways: Sequence[Line], nbytes: Floats) -> Floats:
     """Return the seconds of a collective of `nbytes` in the fastest of these ways, on idle wires."""
     every = np.minimum.reduce([way.delay_seconds + way.seconds_per_byte * nbytes for way in ways])
-    found: Floats = np.where(nbytes > 0, every, 0.0)
-    return found
+    result: Floats = np.where(nbytes > 0, every, 0.0)
+    return result
 
 
 def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[int, Allowed]:
@@ -293,12 +292,12 @@ def barred_cuts(question: Question, tables: dict[Degree, DegreeTables]) -> dict[
     """
     judges = _Judges({degree.data: one.measurement for degree, one in tables.items()})
     pairs = [(a.data, b.data) for a in tables for b in tables if a.data != b.data]
-    found: dict[int, Allowed] = {}
+    result: dict[int, Allowed] = {}
     for cut in range(1, question.blocks):
         layer = question.edges[cut]
         if not all(judges.meet(layer, *pair) for pair in pairs):
-            found[cut] = lambda cut, front, behind: judges.meet(question.edges[cut], front.data, behind.data)
-    return found
+            result[cut] = lambda cut, front, behind: judges.meet(question.edges[cut], front.data, behind.data)
+    return result
 
 
 class _Judges:

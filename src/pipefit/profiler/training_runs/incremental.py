@@ -115,24 +115,24 @@ def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
     """
     nothing = np.full(len(loads[0]), np.inf)
     nothing[0] = 0
-    found = [(nothing, np.zeros(len(nothing), np.intp))]
+    result = [(nothing, np.zeros(len(nothing), np.intp))]
     for own in loads:
-        table = np.maximum(found[-1][0][:, None], own)
-        found.append((table.min(axis=0), table.argmin(axis=0)))
-    return found
+        table = np.maximum(result[-1][0][:, None], own)
+        result.append((table.min(axis=0), table.argmin(axis=0)))
+    return result
 
 
 def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
     """Return for devices n and later and blocks l and later the lowest load, and the stop of the first stage."""
     nothing = np.full(len(loads[0]), np.inf)
     nothing[-1] = 0
-    found = [(nothing, np.zeros(len(nothing), np.intp))]
+    result = [(nothing, np.zeros(len(nothing), np.intp))]
     for own in reversed(loads):
-        table = np.maximum(own, found[-1][0][None, :])
+        table = np.maximum(own, result[-1][0][None, :])
         lowest = table.min(axis=1)
         lowest[-1] = 0
-        found.append((lowest, table.argmin(axis=1)))
-    return found[::-1]
+        result.append((lowest, table.argmin(axis=1)))
+    return result[::-1]
 
 
 # ---- The profiler

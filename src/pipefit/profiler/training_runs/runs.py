@@ -178,14 +178,14 @@ class Conditions:
 
     def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
         """Return the differences from `other`, as phrases; `names` are the layers' names."""
-        found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
-        found += self.training.differences(other.training)
+        result = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
+        result += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
         if not model and self.edges != other.edges:
             model = ["other blocks of layers, as a task of another granularity has"]
-        if not found and not model and self.sizes != other.sizes:
+        if not result and not model and self.sizes != other.sizes:
             model = ["operations of other sizes"]
-        return [*found, *model]
+        return [*result, *model]
 
     @property
     def _phrases(self) -> tuple[str, ...]:
@@ -313,9 +313,9 @@ class Runs:
 
     def _load(self) -> dict[Stages, Outcome]:
         try:
-            found = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
-            made = validated(Conditions, found["conditions"], f"the conditions in {self.path}")
-            outcomes = dict(map(_outcome, found["runs"]))
+            result = json.loads(content(self.path, "it", _LARGEST_BYTES, "records have"))
+            made = validated(Conditions, result["conditions"], f"the conditions in {self.path}")
+            outcomes = dict(map(_outcome, result["runs"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(f"{self.path} is no record of profiling runs ({error}): delete it to begin anew") from None
         unlike = made.differences(self.conditions, self.profile.layers)

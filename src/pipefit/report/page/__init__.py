@@ -160,7 +160,7 @@ def _uses(trace: Trace, category: int) -> bool:
 
 def _head(plan: Plan | None, trace: Trace) -> str:
     over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
-    tight = plan and plan.prediction and any(plan.prediction.is_tight(plan.cluster, one) for one in plan.workers)
+    tight = plan and plan.prediction and any(plan.prediction.is_tight(plan.cluster, worker) for worker in plan.workers)
     room = "fits, tightly" if tight else "fits"
     verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else room
     title = plan.profile.model if plan else f"A {trace.source} trace"
@@ -206,10 +206,10 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
     yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
     alike: dict[tuple[str, str], list[int]] = {}
-    for device, found in enumerate(all_contents(plan, trace)):
-        if found is not None:
-            peak = f"{format_bytes(found.peak.total_bytes)} at {found.peak.action}"
-            table = html([filled(plan, found), *([largest(plan, found)] if found.tensors else [])])
+    for device, result in enumerate(all_contents(plan, trace)):
+        if result is not None:
+            peak = f"{format_bytes(result.peak.total_bytes)} at {result.peak.action}"
+            table = html([filled(plan, result), *([largest(plan, result)] if result.tensors else [])])
             alike.setdefault((peak, table), []).append(device)
     for (peak, table), devices in alike.items():
         told = f"device{'s' * (len(devices) > 1)} {numbered(devices)}, {peak}"

@@ -69,7 +69,7 @@ class Point(NamedTuple):
 
 def axes_of(plan: Plan) -> Axes | None:
     """Return the grid of a plan, including its own numbers of microbatches and stages; None if it has none."""
-    known = {one.microbatch_size for one in plan.profile.measurements if one.tensor == 1}
+    known = {measurement.microbatch_size for measurement in plan.profile.measurements if measurement.tensor == 1}
     if plan.training.endless or _size(plan) not in known or not exact_in_time(_question(plan, 1, "never", 1)):
         return None
     most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
@@ -147,10 +147,10 @@ def lesson(plan: Plan) -> str:
     if axes is None:
         return ""
     try:
-        found = points(plan, axes)
+        result = points(plan, axes)
     except PipefitError:  # the plan was written directly, with settings that no planner uses
         return ""
-    rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in found]
+    rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in result]
     start = (
         sum(count <= plan.training.microbatches for count in axes.microbatches) - 1,
         int(any(decision.what is What.RECOMPUTE for decision in plan.decisions)),
@@ -197,7 +197,7 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
     """
     program, storages = step_programs(plan)[-1], [StageStorages.of(plan, n) for n in range(len(plan.stages))]
     moved, sizes = moved_by_devices(plan, program), message_sizes(plan, program.placement, storages)
-    found = Counter[Stretch]()
+    result = Counter[Stretch]()
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.wait:
@@ -205,24 +205,24 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
             if action.kind in SENDS:
                 message = message_of(device, action, program.placement)
                 stretch = Stretch(Member.device(device), Member.device(message.target), "messages")
-                found[stretch] += sizes(message)
+                result[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
-                _add_copy(found, plan, device, action, moved[device](action))
+                _add_copy(result, plan, device, action, moved[device](action))
     for hop in _sums(plan, program):
-        found[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
-    return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
+        result[Stretch(Member.device(hop.source), Member.device(hop.target), "sums")] += hop.nbytes
+    return {stretch: nbytes for stretch, nbytes in result.items() if nbytes and stretch.source != stretch.target}
 
 
 def _sums(plan: Plan, program: Program) -> Iterator[Hop]:
     """Yield the hops of every collective, by the algorithm of its predicted seconds."""
-    found: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
+    result: dict[tuple[Hashable, int], tuple[Collected, list[int]]] = {}
     costs, moved = Costs.of(plan), moved_by_devices(plan, program)
     for device, actions in enumerate(program.actions):
         stages = {n: costs.of_device(plan, n, device, plan.stages[n].devices) for n in plan.stages_of(device)}
         reader = DeviceReader(device, program, plan.cluster, stages, moved[device])
-        for begun in (reader.collected(one) for one in actions if one.kind in COLLECTIVE and not one.wait):
-            found.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
-    for begun, members in found.values():
+        for begun in (reader.collected(action) for action in actions if action.kind in COLLECTIVE and not action.wait):
+            result.setdefault((begun.what, begun.turn), (begun, []))[1].append(device)
+    for begun, members in result.values():
         yield from exchange_of(plan.cluster, members, begun).hops
 
 
@@ -275,15 +275,15 @@ _HEADS = (
 
 def _between_hosts(plan: Plan, flows: dict[Stretch, int]) -> dict[Stretch, int]:
     """Return the traffic between hosts instead of devices."""
-    found = Counter[Stretch]()
+    result = Counter[Stretch]()
     for (source, target, what), nbytes in flows.items():
         ends = [
             Member.host(plan.cluster.devices[one.number or 0].host) if one.kind is MemberKind.DEVICE else one
             for one in (source, target)
         ]
         if ends[0] != ends[1] and what != "copies":
-            found[Stretch(ends[0], ends[1], what)] += nbytes
-    return dict(found)
+            result[Stretch(ends[0], ends[1], what)] += nbytes
+    return dict(result)
 
 
 def _spots(plan: Plan, row: Sequence[Member], flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:

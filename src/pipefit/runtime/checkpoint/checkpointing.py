@@ -275,8 +275,8 @@ class Checkpointing:
         """
         needed = {name: like for stage in self._all for name, like in whole_likes(stage).tensors.items()}
         own = {self.names.stored[name] for name in needed}
-        found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
-        known = {self.names.stored[name]: tensor for name, tensor in found.items()}
+        result = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
+        known = {self.names.stored[name]: tensor for name, tensor in result.items()}
         for name, into in needed.items():
             check_weight(path, name, known.get(self.names.stored[name]), into)
         self.take_up(known)
@@ -369,11 +369,11 @@ def _warn(failure: SaveFailed) -> None:
 
 def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
     """Return the number of the stage and the ranks of every replica of a stage in this process."""
-    found: dict[tuple[int, int], list[StageRunner]] = {}
+    result: dict[tuple[int, int], list[StageRunner]] = {}
     for runner in runners:
         for number, stage in runner.stages.items():
-            found.setdefault((number, stage.replica), []).append(stage)
-    return [(number, ranks) for (number, _), ranks in found.items()]
+            result.setdefault((number, stage.replica), []).append(stage)
+    return [(number, ranks) for (number, _), ranks in result.items()]
 
 
 def _count(runner: DeviceRunner) -> None:

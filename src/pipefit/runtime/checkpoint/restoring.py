@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -34,10 +35,178 @@ from pipefit.checkpoints.manifest import (
 from pipefit.errors import FileError, UsageError
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import MasterWeights
-from pipefit.runtime.optim.settings import options_of, scalar, state_of, take_options, take_state
 from pipefit.runtime.state import Names, Ranks, StageState, Told, held_by
 from pipefit.schema.profile import ModelProfile, differences
-from pipefit.texts import dtype_name, printable
+from pipefit.texts import dtype_name, kind_of, printable, shortened
+
+# ---- Options of optimizers and state of schedulers as plain settings for JSON and any other plan.
+#
+# Every stage has its own optimizer and scheduler, with a parameter group for each layer. So settings of a
+# group are stored per group: its options, and lists of a scheduler with an entry for each group, such as
+# `base_lrs`. All other state of a scheduler does not depend on stages. A setting is named by its path in the
+# scheduler's state dict, such as `_schedulers.0.last_epoch`. Types that JSON lacks are restored from the
+# object that loads the settings: a tuple if it has a tuple, a tensor if it has a tensor.
+
+# Lists of torch's schedulers with an entry for each group
+_BY_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums", "min_lrs"}
+_LONGEST = 1000  # elements of a list that is one setting
+
+Settings = dict[str, Setting]
+
+
+def options_of(group: Mapping[str, Any], what: str) -> Settings:
+    """Return the options of a parameter group.
+
+    Raises:
+        UsageError: one cannot be written as JSON; names it.
+    """
+    return {name: setting(value, f"{what}'s option {name}") for name, value in group.items() if name != "params"}
+
+
+def take_options(group: dict[str, Any], options: Settings) -> None:
+    """Load `options` into a parameter group; its other options stay.
+
+    Raises:
+        FileError: one is of another kind than the group's.
+    """
+    for name, value in options.items():
+        group[name] = _like(group.get(name), value, f"the optimizer's {name}")
+
+
+def state_of(scheduler: Any, groups: int) -> tuple[Settings, list[Settings]]:
+    """Return the state of a scheduler over `groups` groups: the common state, and that of each group.
+
+    Raises:
+        UsageError: a value cannot be written as JSON; names it.
+    """
+    common: Settings = {}
+    by_group: list[Settings] = [{} for _ in range(groups)]
+    _flatten("", scheduler.state_dict(), common, by_group, f"the scheduler {type(scheduler).__name__}")
+    return common, by_group
+
+
+def take_state(scheduler: Any, common: Settings, by_group: Sequence[Settings]) -> None:
+    """Load the state that `state_of` returned for the same kind of scheduler over any groups.
+
+    Raises:
+        FileError: the state is of another scheduler; says what is missing or of another length.
+    """
+    rest = dict(common)
+    state = _rebuilt("", scheduler.state_dict(), rest, by_group)
+    unknown = next((path for path in rest if "." in path), None)
+    if unknown is not None:
+        raise FileError(f"the checkpoint's scheduler keeps {unknown}, which the task's has not: use the same scheduler")
+    scheduler.load_state_dict({**state, **rest})
+
+
+def setting(value: Any, what: str) -> Setting:
+    """Return `value` as a setting: a number, a text, or a list of them.
+
+    Raises:
+        UsageError: it is another object, or a number that is not finite; the message names `what`.
+    """
+    if isinstance(value, list | tuple) and len(value) <= _LONGEST and all(_is_scalar(item) for item in value):
+        return tuple(scalar(item, what) for item in value)
+    return scalar(value, what)
+
+
+def scalar(value: Any, what: str) -> Scalar:
+    """Return `value` as a number, a text or None; a tensor of one element becomes its number.
+
+    Raises:
+        UsageError: it is another object, or a number that is not finite; the message names `what`.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and isfinite(value):
+        return float(value)
+    raise UsageError(
+        f"{what} is {value if isinstance(value, float) else kind_of(value)}, which no checkpoint can hold: it takes "
+        "finite numbers, texts and lists of them"
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _flatten(path: str, value: Any, common: Settings, by_group: Sequence[Settings], what: str) -> None:
+    if _is_by_group(path, value, len(by_group)):
+        for own, item in zip(by_group, value, strict=True):
+            _flatten(path, item, own, (), what)
+        return
+    parts = _parts(value)
+    if parts is None:
+        common[path] = setting(value, f"{what}'s {path}")
+        return
+    for key, part in parts:
+        _flatten(f"{path}.{key}".removeprefix("."), part, common, by_group, what)
+
+
+def _rebuilt(path: str, template: Any, rest: Settings, by_group: Sequence[Settings]) -> Any:
+    """Return `template` with the settings of its paths, which are removed from `rest`."""
+    if _is_by_group(path, template, len(by_group)):
+        return [_rebuilt(path, item, dict(own), ()) for own, item in zip(by_group, template, strict=True)]
+    parts = _parts(template)
+    if parts is not None:
+        made = [(key, _rebuilt(f"{path}.{key}".removeprefix("."), part, rest, by_group)) for key, part in parts]
+        return type(template)(dict(made)) if isinstance(template, dict) else type(template)(item for _, item in made)
+    if path not in rest:
+        raise FileError(f"the checkpoint's scheduler has no {path}, which the task's keeps: use the same scheduler")
+    value = rest.pop(path)
+    if isinstance(template, list | tuple) and len(template) != len(value if isinstance(value, tuple) else ()):
+        raise FileError(
+            f"the checkpoint's scheduler has another number of {path} than the task's under this plan: use the same "
+            "scheduler, or the plan that was trained"
+        )
+    return _like(template, value, f"the scheduler's {path}")
+
+
+def _is_by_group(path: str, value: Any, groups: int) -> bool:
+    return groups > 0 and path.rpartition(".")[2] in _BY_GROUP and isinstance(value, list) and len(value) == groups
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the entries of a dictionary, or of a list with non-scalars, by keys; None for other values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, list | tuple) and not all(_is_scalar(item) for item in value):
+        return list(enumerate(value))
+    return None
+
+
+def _like(template: Any, value: Setting, what: str) -> Any:
+    """Return `value` in the type of `template`.
+
+    Raises:
+        FileError: it is of another kind, as in a file that another program has written; names `what`.
+    """
+    if isinstance(value, tuple) and isinstance(template, list | tuple) and len(template) == len(value):
+        items = [_like(one, item, what) for one, item in zip(template, value, strict=True)]
+        return tuple(items) if isinstance(template, tuple) else items
+    if not _fits(template, value):
+        raise FileError(f"the checkpoint has {shortened(repr(value))} as {what}, where the task has {template!r}")
+    if _is_number(template) and isinstance(value, bool | int | float):
+        return template.clone().fill_(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _fits(template: Any, value: Setting) -> bool:
+    """Return whether a setting can replace another; None fits any."""
+    if template is None or value is None:
+        return True
+    if isinstance(template, list | tuple):
+        return False  # lists of equal length are compared by element
+    if isinstance(template, bool | str):
+        return type(value) is type(template)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 # ---- Snapshots
 # A snapshot is taken between two steps. `copied` copies its tensors to the host, so that training may go on
@@ -85,8 +254,8 @@ def snapshot(
         UsageError: a value cannot be written: a tensor's dtype or layout, an option, a scheduler's state.
             Names it.
     """
-    found = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
-    kept = [(number, stage, told) for number, stage, told in found if not once or stage.is_first_rank]
+    result = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
+    kept = [(number, stage, told) for number, stage, told in result if not once or stage.is_first_rank]
     told = Told.joined([told for _, _, told in kept])
     runners = [stage for _, stage, _ in kept]
     telling = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
@@ -123,11 +292,11 @@ def copied(tensors: dict[str, Tensor], progress: Callable[[], None] = lambda: No
     Each tensor is removed from `tensors`, so that an offloaded tensor that was read for the snapshot is freed
     after its copy.
     """
-    found = dict[str, Tensor]()
+    result = dict[str, Tensor]()
     for key in list(tensors):
         progress()
-        found[key] = tensors.pop(key).detach().to("cpu", copy=True)
-    return found
+        result[key] = tensors.pop(key).detach().to("cpu", copy=True)
+    return result
 
 
 def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
@@ -135,11 +304,11 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
 
     These tensors are parameters or their float32 copies.
     """
-    found = dict[Tensor, str]()
+    result = dict[Tensor, str]()
     for layer in stage.layers:
         for local, tensor in layer.module.state_dict(keep_vars=True).items():
-            found[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
-    return found
+            result[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
+    return result
 
 
 def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
@@ -159,7 +328,7 @@ def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:
 
 def _groups(stages: Sequence[StageRunner], names: Names) -> tuple[tuple[GroupSettings, ...], dict[str, Setting] | None]:
     """Return the settings of every parameter group, and the scheduler settings common to all groups."""
-    found: list[GroupSettings] = []
+    result: list[GroupSettings] = []
     known: list[dict[str, Setting]] = []
     for stage in stages:
         if stage.optimizer is None:
@@ -172,8 +341,8 @@ def _groups(stages: Sequence[StageRunner], names: Names) -> tuple[tuple[GroupSet
         for group, own in zip(groups, scheduled, strict=True):
             parameters = tuple(named[parameter] for parameter in group["params"])
             options = options_of(group, f"the optimizer {_optimizer_name(stage)}")
-            found.append(GroupSettings(parameters=parameters, options=options, scheduled=own))
-    return tuple(found), joined_settings(known)
+            result.append(GroupSettings(parameters=parameters, options=options, scheduled=own))
+    return tuple(result), joined_settings(known)
 
 
 def _optimizer_name(stage: StageRunner) -> str:
@@ -205,11 +374,11 @@ def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
     Raises:
         FileError: it is of another; says what differs.
     """
-    found = differences(checkpoint.manifest.model, profile.fingerprint, profile.layers)
-    if found:
+    result = differences(checkpoint.manifest.model, profile.fingerprint, profile.layers)
+    if result:
         raise FileError(
             f"{_named(checkpoint)} is of another training than that of {profile.model}: it was made for "
-            f"{'; '.join(found)}: load it into its own task, or take up its weights alone (load_state_dict)"
+            f"{'; '.join(result)}: load it into its own task, or take up its weights alone (load_state_dict)"
         )
 
 
@@ -305,16 +474,18 @@ def _both_floating(one: Tensor, other: Tensor) -> bool:
 def whole_likes(stage: StageRunner) -> StageState:
     """Return the state of a stage as meta tensors with the stage's dtypes and whole shapes."""
     present = StageState.of([stage])
-    return present.of_tensors({entry: _like(stage, entry.name, own) for entry, own in present.entries().items()})
+    return present.of_tensors(
+        {entry: _restoring_like(stage, entry.name, own) for entry, own in present.entries().items()}
+    )
 
 
 def _held_likes(stage: StageRunner) -> dict[str, Tensor]:
     """Return meta tensors for the stage's layer tensors that are in no state dict."""
     held = {name: own for layer in stage.layers for name, own in held_by(stage, layer).items()}
-    return {name: _like(stage, name, own) for name, own in held.items()} | _constants(stage)
+    return {name: _restoring_like(stage, name, own) for name, own in held.items()} | _constants(stage)
 
 
-def _like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
+def _restoring_like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
     shape = own.shape if stage.shards is None else stage.shards.whole_shape(name, own)
     return torch.empty(shape, dtype=own.dtype, device="meta")
 
@@ -349,11 +520,11 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
 def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
     """Load layer tensors that are in no state dict; equal ones are not written."""
     for name, into in ((name, own) for layer in stage.layers for name, own in held_by(stage, layer).items()):
-        found = tensors[tensor_key("held", name)]
-        found = found if stage.shards is None else stage.shards.part(name, found)
-        if not torch.equal(into, found.to(into.device)):
+        result = tensors[tensor_key("held", name)]
+        result = result if stage.shards is None else stage.shards.part(name, result)
+        if not torch.equal(into, result.to(into.device)):
             with torch.no_grad():
-                into.copy_(found)
+                into.copy_(result)
 
 
 def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
@@ -372,14 +543,14 @@ def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> No
         return
     known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
     named, groups = named_parameters(stage, names), stage.optimizer.param_groups
-    found = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
+    result = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
     common = checkpoint.manifest.scheduler
     if (stage.scheduler is None) != (common is None):
         have, has = ("none", "one") if common is None else ("one", "none")
         raise FileError(f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task")
     if stage.scheduler is not None and common is not None:
-        take_state(stage.scheduler, common, [group.scheduled for group in found])
-    for group, settings in zip(groups, found, strict=True):
+        take_state(stage.scheduler, common, [group.scheduled for group in result])
+    for group, settings in zip(groups, result, strict=True):
         take_options(group, settings.options)
 
 

@@ -110,8 +110,8 @@ class Saver:
         short = ""
         partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
         try:
-            found = take()
-            short = shortage(found) if background else ""
+            result = take()
+            short = shortage(result) if background else ""
             if self.rank == 0:
                 partial = self._begun(target)
         except PipefitError as failed:
@@ -122,9 +122,9 @@ class Saver:
             raise error
         if failures:
             return
-        nbytes = found.nbytes
-        tensors = found.tensors if at_once else copied(found.tensors, lambda: self.on_save(False))
-        self._writing = _Writing(self, target, partial, tensors, replace(found, tensors={}), join)
+        nbytes = result.nbytes
+        tensors = result.tensors if at_once else copied(result.tensors, lambda: self.on_save(False))
+        self._writing = _Writing(self, target, partial, tensors, replace(result, tensors={}), join)
         self._busy(target.directory, busy=True)
         self._writing.start()
         if at_once:  # the next step would change the tensors
@@ -202,8 +202,8 @@ class Saver:
     def failures(self) -> list[SaveFailed]:
         """Return the saves that have failed since the last call."""
         self.look()
-        found, self._untold = self._untold, []
-        return found
+        result, self._untold = self._untold, []
+        return result
 
     def _join(self, writing: _Writing, event: threading.Event) -> None:
         before = -1

@@ -98,12 +98,12 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         compared, own = comparable(whole, plan, chain, batches[0], _lack_of_memory)
     except NotComparable as reason:
         raise UsageError(f"the numbers of {task.name} cannot be compared: {reason}; {_SMALLER}") from None
-    found = compare(compared, _measured(own, plan, plan.measurement), batches, target=target)
+    result = compare(compared, _measured(own, plan, plan.measurement), batches, target=target)
     divided = tuple(_certified(whole, plan))
     said = [_slices_apart(compared, plan, own, batches[0], data) for data in _degrees(plan)]
     said.append(what_microbatches_change(compared, plan, own, batches))
-    trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if found.agrees else ""
-    return replace(found, besides=(*divided, trained, *(f"; but {one}" for one in said if one)))
+    trained = _certified_plan(whole, plan, chain.measured(plan.measurement), batches) if result.agrees else ""
+    return replace(result, besides=(*divided, trained, *(f"; but {one}" for one in said if one)))
 
 
 def _certified_plan(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -345,12 +345,12 @@ def compare_divided(divided: ShardedChain, batch: Sample) -> str:
     """
     chain = divided.chain
     given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
-    found = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=LONGEST_DIVIDED)
-    if not found.left_out:
+    result = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=LONGEST_DIVIDED)
+    if not result.left_out:
         return ""
     return (
         f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with whole ones: "
-        f"{found.left_out}; pipefit certify --numbers compares them at full length, and numbers=False (train "
+        f"{result.left_out}; pipefit certify --numbers compares them at full length, and numbers=False (train "
         "--no-numbers) leaves it out"
     )
 
@@ -432,8 +432,8 @@ def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
 
 def _rows(batch: Sample, first: int, end: int) -> Sample:
     """Return samples `first` to `end - 1` of a batch."""
-    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
-    return found
+    result: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+    return result
 
 
 def _too_much(costs: Sequence[LayerCost], loss: LayerCost) -> str:

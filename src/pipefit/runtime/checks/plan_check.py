@@ -71,15 +71,15 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
     measurement = plan.measurement if samples is None else profile.at(samples)
     now = fingerprint(task, chain)
     all_but_loss = replace(now.fingerprint, loss=profile.fingerprint.loss)
-    found = differences(profile.fingerprint, all_but_loss, profile.layers)
-    if not found:
+    result = differences(profile.fingerprint, all_but_loss, profile.layers)
+    if not result:
         now = with_loss(now, chain, measurement)
-        found = differences(profile.fingerprint, now.fingerprint, profile.layers)
-    if not found and measurement.sizes != now.sizes:
-        found = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
-    if found:
+        result = differences(profile.fingerprint, now.fingerprint, profile.layers)
+    if not result and measurement.sizes != now.sizes:
+        result = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
+    if result:
         raise FileError(
-            f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(found)}: "
+            f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(result)}: "
             "profile and plan this task again"
         )
 

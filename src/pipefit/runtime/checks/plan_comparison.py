@@ -190,23 +190,23 @@ class _Net:
         if not all(map(isfinite, plain.losses)):
             raise NotComparable(f"the losses of {self.whole.name} are {plain.losses} before anything is trained")
         noisy = _noisy(plain, shaken)
-        found, count, left_out = list[str](), 0, set[str]()
+        result, count, left_out = list[str](), 0, set[str]()
         for runner in runners:
             for number, stage in runner.stages.items():
-                for one in _pairs(stage, start, plain, shaken):
-                    if one.of_parameter in noisy:
-                        left_out.add(one.what)
+                for pair in _pairs(stage, start, plain, shaken):
+                    if pair.of_parameter in noisy:
+                        left_out.add(pair.what)
                         continue
                     count += 1
-                    if (apart := one.apart) is not None:
-                        found.append(f"{one.what} on device {runner.number} (stage {number}) is {apart}")
+                    if (apart := pair.apart) is not None:
+                        result.append(f"{pair.what} on device {runner.number} (stage {number}) is {apart}")
         return PlanNumbers(
             name=self.whole.name,
             microbatches=len(self.steps[0]),
             tensors=count,
             noisy=len(left_out),
             without_draws=drew and self._threads,
-            differences=tuple(found),
+            differences=tuple(result),
         )
 
     @property
@@ -405,11 +405,11 @@ def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) 
     state, shards, runs = StageState.of([stage]), stage.shards, (plain, shaken, start)
 
     def pair(what: str, name: str, ours: Tensor, *values: Tensor) -> _Pair:
-        found = [value if shards is None else shards.part(name, value) for value in values]
-        return _Pair(what=what, of_parameter=name, ours=ours, plain=found[0], shaken=found[1], start=found[2])
+        result = [value if shards is None else shards.part(name, value) for value in values]
+        return _Pair(what=what, of_parameter=name, ours=ours, plain=result[0], shaken=result[1], start=result[2])
 
     for name, tensor in state.tensors.items():
-        yield pair(name, name, tensor, *(one.of_replica(name, stage.replica) for one in runs))
+        yield pair(name, name, tensor, *(run.of_replica(name, stage.replica) for run in runs))
     for name, tensor in state.master_weights.items():
         copies = plain.masters[name], shaken.masters[name], start.tensors[name]
         yield pair(f"the float32 copy of {name}", name, tensor, *copies)
@@ -424,12 +424,12 @@ def _pairs(stage: StageRunner, start: Trained, plain: Trained, shaken: Trained) 
 
 def _noisy(plain: Trained, shaken: Trained) -> set[str]:
     """Return the names of parameters whose gradients are rounding errors, as those of biases before a norm."""
-    found = set[str]()
+    result = set[str]()
     for one, other in zip(plain.gradients, shaken.gradients, strict=False):
         for name, gradient in one.items():
             if name in other and _length(gradient - other[name]) > _NOISE * _length(gradient):
-                found.add(name)
-    return found
+                result.add(name)
+    return result
 
 
 def _shake(module: nn.Module, task: Task) -> None:
@@ -456,14 +456,14 @@ def _steps(batches: Sequence[Sample], size: int, microbatches: int) -> list[list
 def _shifted(batches: Sequence[Sample], first: int, size: int) -> Sample:
     specs = [pytree.tree_flatten(batch) for batch in batches]
     leaves = []
-    for tensors in zip(*(found for found, _ in specs), strict=True):
+    for tensors in zip(*(result for result, _ in specs), strict=True):
         if not isinstance(tensors[0], Tensor):
             leaves.append(tensors[0])
             continue
         pool = torch.cat([tensor.detach().cpu() for tensor in tensors])
         leaves.append(pool[torch.arange(first, first + size) % len(pool)])
-    found: Sample = pytree.tree_unflatten(leaves, specs[0][1])
-    return found
+    result: Sample = pytree.tree_unflatten(leaves, specs[0][1])
+    return result
 
 
 def _together(microbatches: Sequence[Sample]) -> tuple[Any, Any]:
@@ -471,12 +471,12 @@ def _together(microbatches: Sequence[Sample]) -> tuple[Any, Any]:
     flat = [pytree.tree_flatten(batch) for batch in microbatches]
     joined = [
         torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) else leaves[0]
-        for leaves in zip(*(found for found, _ in flat), strict=True)
+        for leaves in zip(*(result for result, _ in flat), strict=True)
     ]
     batch: tuple[Any, Any] = pytree.tree_unflatten(joined, flat[0][1])
     return batch
 
 
 def _copied(batch: Sample) -> Sample:
-    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
-    return found
+    result: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
+    return result

@@ -122,8 +122,8 @@ class Agreement:
     def _norm_of(self, gradient: Tensor) -> Tensor:
         """Return the norm of a gradient, without the loss scale."""
         wide = self.master_weights and gradient.is_floating_point()
-        found: Tensor = torch.linalg.vector_norm(gradient.float() if wide else gradient)
-        return found.mul_(self.gradient_factor)
+        result: Tensor = torch.linalg.vector_norm(gradient.float() if wide else gradient)
+        return result.mul_(self.gradient_factor)
 
     def _factor(self, norm: Tensor, clip_norm: float) -> Tensor:
         """Return the clipping factor for gradients of this norm."""

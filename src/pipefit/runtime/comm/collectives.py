@@ -71,12 +71,12 @@ def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorag
     layers = range(*stage.layers_of(action))
     others = [layer for layer in layers if not stage.share.owns(layer)]
     parameters = [p for layer in others for p in stage.updates.parameters((layer, layer + 1))]
-    found = [parameter.grad.untyped_storage() for parameter in parameters if parameter.grad is not None]
+    result = [parameter.grad.untyped_storage() for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
         parameter.grad = None
-    for storage in found:
+    for storage in result:
         storage.resize_(0)
-    return found
+    return result
 
 
 def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
@@ -87,9 +87,9 @@ def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
 def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], list[Tensor]]) -> Exchanged:
     """Return the tensors of all layers of an action, with their owners if the stage is sharded."""
     layers = range(*stage.layers_of(action))
-    found = [(layer, tensor) for layer in layers for tensor in of_layer(layer)]
-    owners = [] if stage.share is None else [stage.share.owner(layer) for layer, _ in found]
-    return Exchanged([tensor for _, tensor in found], owners)
+    result = [(layer, tensor) for layer in layers for tensor in of_layer(layer)]
+    owners = [] if stage.share is None else [stage.share.owner(layer) for layer, _ in result]
+    return Exchanged([tensor for _, tensor in result], owners)
 
 
 def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Tensor]:
@@ -99,13 +99,13 @@ def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Ten
     samples do not reach a parameter, as with an expert. For other layers, only existing gradients are
     returned.
     """
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     cost = stage.storages.costs[layer - stage.start]
     for parameter in _trained(stage, layer, apart):
         if parameter.grad is None and cost.gradient_bytes >= cost.trained_bytes:
             parameter.grad = torch.zeros_like(parameter)
-        found += [] if parameter.grad is None else [parameter.grad]
-    return found
+        result += [] if parameter.grad is None else [parameter.grad]
+    return result
 
 
 def _apart(stage: StageRunner, summed: Container[int]) -> set[int]:
@@ -176,10 +176,10 @@ def received(tensors: list[Tensor], outputs: Sequence[Value], profile: ModelProf
     Absent gradients are None. If only some replicas' local batches have a gradient, zeros stand for the
     others.
     """
-    found = [tensors.pop(0) if value.has_gradient else None for value in outputs]
+    result = [tensors.pop(0) if value.has_gradient else None for value in outputs]
     if may_be_absent(profile):
-        found = [None if gradient is None else _present(gradient) for gradient in found]
-    return found
+        result = [None if gradient is None else _present(gradient) for gradient in result]
+    return result
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:

@@ -229,15 +229,15 @@ class InProcess:
     sums: dict[Hashable, _Sum] = field(default_factory=dict)
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> _Message:
-        found = self.messages.pop(message, None)
-        if found is None:
-            found = self.messages[message] = _Message()
+        result = self.messages.pop(message, None)
+        if result is None:
+            result = self.messages[message] = _Message()
         if action.kind in SENDS:
-            found.sent = tensors
+            result.sent = tensors
         else:
-            found.buffers = tensors
-        found.deliver()
-        return found
+            result.buffers = tensors
+        result.deliver()
+        return result
 
     def collect(
         self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()

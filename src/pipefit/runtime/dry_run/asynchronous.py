@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pipefit.lowering import distinct_steps, lower
 from pipefit.lowering.asynchronous import period
 from pipefit.lowering.passes.communication import begins
-from pipefit.memory.weight_versions import StageVersions
+from pipefit.memory.states import StageVersions
 from pipefit.runtime.dry_run.lives import Lives
 from pipefit.runtime.dry_run.microbatches import Bytes, Change, plus
 from pipefit.runtime.dry_run.reserved import Event
@@ -112,7 +112,7 @@ def _flight(action: Action) -> tuple[int, int] | None:
 def labels(plan: Plan, programs: Sequence[UncheckedProgram]) -> list[list[list[Labelled]]]:
     """Return the labels of every device in every step."""
     of_devices = [Labels(plan, device) for device in range(len(plan.cluster.devices))]
-    return [[one.step(program) for one in of_devices] for program in programs]
+    return [[of_device.step(program) for of_device in of_devices] for program in programs]
 
 
 def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int]:
@@ -120,7 +120,7 @@ def turns(plan: Plan, of_steps: Sequence[Sequence[Labelled]]) -> dict[Label, int
 
     A period is the number of microbatches after which all decisions repeat.
     """
-    turn, counts = period(plan), Counter(one.label for one in of_steps[-1])
+    turn, counts = period(plan), Counter(of_step.label for of_step in of_steps[-1])
     every = {one.label for step in of_steps for one in step}
     return {one: -(-counts[one] * turn // plan.training.microbatches) or turn for one in every}
 
@@ -139,11 +139,11 @@ def fewer(plan: Plan, programs: Sequence[Program], *, again: bool = False) -> li
         if count * steps >= sum(program.microbatches for program in programs):
             continue
         tried = [lower(plan, microbatches=count, entered=count * step, steps=step) for step in range(steps)]
-        if found := _cut(plan, tried, wanted):
-            return found
-    found = _cut(plan, programs, wanted)
-    assert found is not None, "the plan's own steps have all their labels"
-    return found
+        if result := _cut(plan, tried, wanted):
+            return result
+    result = _cut(plan, programs, wanted)
+    assert result is not None, "the plan's own steps have all their labels"
+    return result
 
 
 def _streams(of_steps: Sequence[Sequence[Sequence[Labelled]]]) -> list[list[Label]]:

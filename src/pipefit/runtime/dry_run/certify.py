@@ -25,7 +25,7 @@ from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.runtime.checks.plan_check import CERTIFIED, warn_elsewhere
 from pipefit.runtime.dry_run.rehearsal import Rehearsal, Rehearsed
 from pipefit.runtime.offload.lending import Lending
-from pipefit.schema.kernels import KernelMemory
+from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Target
 from pipefit.schema.trace import MOST_STEPS, Trace

@@ -59,14 +59,18 @@ class _Merged:
 
     def __init__(self, choices: Sequence[_Choice], names: dict[Hashable, int]) -> None:
         self._choices, self._names = choices, names
-        self._touched = frozenset(one.layer for one in choices if one.layer is not None)
+        self._touched = frozenset(choice.layer for choice in choices if choice.layer is not None)
         self._known: dict[frozenset[int], Effect] = {}
 
     def on(self, owned: frozenset[int]) -> Effect:
         """Return the action's effect on a replica that owns these layers."""
         key = owned & self._touched
         if key not in self._known:
-            chosen = [one.event for one in self._choices if one.layer is None or (one.layer in key) == one.owned]
+            chosen = [
+                choice.event
+                for choice in self._choices
+                if choice.layer is None or (choice.layer in key) == choice.owned
+            ]
             self._known[key] = Effect(_change(chosen), self._lives(chosen))
         return self._known[key]
 
@@ -113,27 +117,27 @@ class Ownership:
     def _choices(self, ones: Sequence[Event], others: Sequence[Event]) -> list[_Choice]:
         """Return the events of an action in both runs, in their common order."""
         of_one, of_other = ({event.name for event in events} for events in (ones, others))
-        found, left, right = list[_Choice](), list(reversed(ones)), list(reversed(others))
+        result, left, right = list[_Choice](), list(reversed(ones)), list(reversed(others))
         while left or right:
             if left and left[-1].name not in of_other:
-                found.append(self._of_some(left.pop(), owned=True))
+                result.append(self._of_some(left.pop(), owned=True))
             elif right and right[-1].name not in of_one:
-                found.append(self._of_some(right.pop(), owned=False))
+                result.append(self._of_some(right.pop(), owned=False))
             elif left[-1].name != right[-1].name:  # its time depends on the owner of a layer
                 name = next((e.name for e in (left[-1], right[-1]) if self._layer(e) is not None), None)
                 if name is None:
                     self.alike = False
-                    return found
+                    return result
                 of_one.remove(name)
                 of_other.remove(name)
             else:
                 one, other = left.pop(), right.pop()
                 if one[2:] == other[2:]:
-                    found.append(_Choice(None, True, one))
+                    result.append(_Choice(None, True, one))
                 else:
                     self.alike &= self._layer(one) == self._layer(other)
-                    found += self._of_some(one, owned=True), self._of_some(other, owned=False)
-        return found
+                    result += self._of_some(one, owned=True), self._of_some(other, owned=False)
+        return result
 
     def _of_some(self, event: Event, *, owned: bool) -> _Choice:
         """Return an event of some replicas only; it must be about the state of one layer."""
@@ -144,8 +148,8 @@ class Ownership:
     def _layer(self, event: Event) -> int | None:
         """Return the layer that an event is about, if one of the runs knows it."""
         _, about, _ = event.name
-        found = {event.layer, *(run.layer_of.get(about) for run in self._runs)} - {None}
-        return found.pop() if len(found) == 1 else None
+        result = {event.layer, *(run.layer_of.get(about) for run in self._runs)} - {None}
+        return result.pop() if len(result) == 1 else None
 
 
 def _change(events: Iterable[Event]) -> Change:
@@ -174,35 +178,35 @@ Kin = tuple[int, ...]  # devices
 
 def kin(plan: Plan, programs: Sequence[Program], arenas: Sequence[Arena]) -> list[Kin]:
     """Group the devices of a plan that are equal up to the layers that they own."""
-    found = dict[Hashable, list[int]]()
+    result = dict[Hashable, list[int]]()
     for device in plan.workers:
         lent = lent_bytes(arenas, Member.device(device))
         key = _place(plan, device), lent, overheads(plan, device), _actions(plan, programs, device)
-        found.setdefault(key, []).append(device)
-    return list(map(tuple, found.values()))
+        result.setdefault(key, []).append(device)
+    return list(map(tuple, result.values()))
 
 
 def owned_layers(plan: Plan) -> dict[int, frozenset[int]]:
     """Map every device to the layers that it owns, in stages whose state replicas shard."""
-    found = dict.fromkeys(plan.workers, frozenset[int]())
+    result = dict.fromkeys(plan.workers, frozenset[int]())
     for number, stage in enumerate(plan.stages):
         if stage.grid.shard != "none":
             of_layers = list(enumerate(owners(StageStorages.of(plan, number), stage.grid), start=stage.start))
             for device in stage.devices:
                 replica = stage.grid.replica_of(device)
-                found[device] |= {layer for layer, owner in of_layers if owner == replica}
-    return found
+                result[device] |= {layer for layer, owner in of_layers if owner == replica}
+    return result
 
 
 def kept_layers(plan: Plan) -> dict[int, frozenset[int]]:
     """Map every device to the layers of its stages whose parameters it keeps between steps."""
     owned = owned_layers(plan)
-    found = dict.fromkeys(plan.workers, frozenset[int]())
+    result = dict.fromkeys(plan.workers, frozenset[int]())
     for stage in plan.stages:
         layers = frozenset(range(stage.start, stage.stop))
         for device in stage.devices:
-            found[device] |= layers & owned[device] if stage.grid.shard == "parameters" else layers
-    return found
+            result[device] |= layers & owned[device] if stage.grid.shard == "parameters" else layers
+    return result
 
 
 def _place(plan: Plan, device: int) -> Hashable:
@@ -283,8 +287,8 @@ class PutTogether:
     def learn(self) -> None:
         """Read the results of a finished step."""
         before, *actions = self._ownership.effects(self._owned)
-        self.changes, self.before = [one.change for one in actions], before.lives
-        self.lives = [one.lives for one in actions]
+        self.changes, self.before = [action.change for action in actions], before.lives
+        self.lives = [action.lives for action in actions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +320,7 @@ def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
     owned = owned_layers(short.plan)
     for devices in together:
         kinds = dict.fromkeys(owned[device] for device in devices)
-        by_owned = {one: tuple(device for device in devices if owned[device] == one) for one in kinds}
+        by_owned = {kind: tuple(device for device in devices if owned[device] == kind) for kind in kinds}
         if len(by_owned) > 2 and _may_own_others(short, devices[0]):
             yield Cast(devices[:2], by_owned)
         else:
@@ -328,7 +332,7 @@ def _may_own_others(short: Shortened, device: int) -> bool:
     stages = [short.plan.stages[stage] for stage in short.plan.stages_of(device)]
     stand_ins = any(copy is not None for stage in stages for copy in short.copies[stage.start : stage.stop])
     actions = short.program.actions[device]
-    moves = any(one.moves_state or (one.kind is Kind.STEP and one.place is not None) for one in actions)
+    moves = any(action.moves_state or (action.kind is Kind.STEP and action.place is not None) for action in actions)
     return not stand_ins and not moves
 
 
@@ -364,4 +368,4 @@ class Company:
     @property
     def alike(self) -> bool:
         """True if all representatives were equal to the represented layers and devices so far."""
-        return all(meter.alike for meter in self._meters) and all(one.alike for one in self._ownerships)
+        return all(meter.alike for meter in self._meters) and all(ownership.alike for ownership in self._ownerships)

@@ -133,7 +133,7 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
         object()
         if number in sharing or number in movers
         else (
-            tuple(one.layers[number] for one in plan.profile.measurements),
+            tuple(measurement.layers[number] for measurement in plan.profile.measurements),
             common[number],
             module_settings(layer.module, id),
             _groups(task, layer),
@@ -145,16 +145,16 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
 def _movers(plan: Plan, program: Program) -> frozenset[int]:
     """Return the layers that save or return offloaded tensors, or whose state is offloaded."""
     copies = [action for actions in program.actions for action in actions if action.kind in COPIES]
-    found = {subject.layer for action in copies if action.moves_state for subject in program.moved(action)}
+    result = {subject.layer for action in copies if action.moves_state for subject in program.moved(action)}
     for stage, subjects in {(a.stage, program.moved(a)) for a in copies if not a.moves_state}:
         storages = StageStorages.of(plan, stage)
         moved = {storages.storage(subject) for subject in subjects}
-        found |= {
+        result |= {
             min(storages.start + position, storages.stop - 1)
             for position, layer in enumerate(storages.layers)
             if moved.intersection((*layer.saves, *layer.outputs))
         }
-    return frozenset(found)
+    return frozenset(result)
 
 
 def _divided(plan: Plan) -> frozenset[int]:
@@ -180,8 +180,8 @@ def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
 def _repeats(keys: Sequence[object], start: int, stop: int) -> Iterator[Repeat]:
     """Yield the repeats within layers `start` to `stop - 1` that omit some layers."""
     while start < stop:
-        found = [Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
-        best = max(found, key=lambda repeat: len(repeat.omitted))
+        result = [Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
+        best = max(result, key=lambda repeat: len(repeat.omitted))
         if best.omitted:
             yield best
         start += best.period * best.count if best.omitted else 1
@@ -261,17 +261,17 @@ def _swept(
 
     For an update, these are the repeats with trained parameters.
     """
-    found: dict[str, frozenset[int]] = {}
+    result: dict[str, frozenset[int]] = {}
     for action in (action for actions in program.actions for action in actions if action.kind in COMPUTE):
         stage = plan.stages[action.stage]
         first, end = action.layers or (stage.start, stage.stop)
-        found[str(action)] = frozenset(
+        result[str(action)] = frozenset(
             copy.repeat
             for copy, layer in zip(copies[first:end], layers[first:end], strict=True)
             if copy is not None
             and (action.kind is not Kind.STEP or any(p.requires_grad for p in layer.module.parameters()))
         )
-    return found
+    return result
 
 
 # ---- The memory of a device with represented layers
@@ -355,11 +355,11 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         for copy, count in self._numbers.items():
             if copy is not None:
                 held[copy][_ACTIVATIONS] += SCALAR_BYTES * count
-        found: Bytes = tuple(self.bytes)
+        result: Bytes = tuple(self.bytes)
         for copy in self._stand_ins:
             self.alike &= held[copy] == held[Copy(copy.repeat, _TWIN, 1)]
-            found = _plus(found, held[copy], copy.times - 1)
-        return found
+            result = _plus(result, held[copy], copy.times - 1)
+        return result
 
     def changes(self) -> list[Change]:
         """Return the effects of every action since the last call on the whole device."""
@@ -429,7 +429,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
             if copy is not None:
                 numbers[copy.repeat].append(copy.number)
         whole = all(
-            found[place : place + 4] in _SWEEPS for found in numbers.values() for place in range(0, len(found), 4)
+            result[place : place + 4] in _SWEEPS for result in numbers.values() for place in range(0, len(result), 4)
         )
         return whole and self._swept.get(self.action, frozenset()) <= set(numbers) and self._even()
 

@@ -194,14 +194,14 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
                     if tracked is not None and tracked not in self._called:
                         self._called[tracked] = what, layer, number
                         self.layer_of[what, layer, number] = layer
-        for number, tracked in enumerate(one for one in self._live.values() if one not in self._called):
+        for number, tracked in enumerate(value for value in self._live.values() if value not in self._called):
             self._called[tracked] = "own", number
-        found = [Event(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
+        result = [Event(("lent", None, 1), None, ((_LENT, self.bytes[_LENT]),))]
         for tracked in self._live.values():
             name, deltas = self._called[tracked], ((tracked.category, tracked.nbytes),)
             lives = tuple(self._life(tracked, tracked.nbytes))
-            found.append(Event(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
-        return found
+            result.append(Event(("born", name, 1), self.layer_of.get(name), deltas, lives=lives))
+        return result
 
     def events(self) -> list[list[Event]]:
         """Return the events before the next action, and in every action since the last call.
@@ -238,11 +238,11 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
     def _look_at(self, arguments: Any) -> None:
         """Find the only layer whose state is among the arguments of an operation, if there is one."""
         self._arguments = self._names_in(arguments)
-        found = {self.layer_of[name] for name in self._arguments if name in self.layer_of}
-        if len(found) == 1:
-            (self._worked_on,) = found
+        result = {self.layer_of[name] for name in self._arguments if name in self.layer_of}
+        if len(result) == 1:
+            (self._worked_on,) = result
             for name in self._arguments:
-                self._users[name] |= found
+                self._users[name] |= result
 
     def _names_in(self, arguments: Any) -> Arguments:
         tracked = (self._live.get(key) for key in storages_in(arguments))
@@ -342,10 +342,10 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
         if event.layer is not None:
             return event
         what, about, _ = event.name
-        found = {self.layer_of[name] for name in (about, *arguments) if name in self.layer_of}
-        if len(found) != 1:
+        result = {self.layer_of[name] for name in (about, *arguments) if name in self.layer_of}
+        if len(result) != 1:
             return event
-        (layer,) = found
+        (layer,) = result
         if what == "born":
             self.layer_of[about] = layer
         return event._replace(layer=layer)

@@ -37,7 +37,7 @@ from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.tensor_groups import without_peers
 from pipefit.runtime.offload.lending import Lending, lending_trace
 from pipefit.schema.actions import Action
-from pipefit.schema.kernels import Kernel
+from pipefit.schema.layer_costs import Kernel
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
@@ -59,8 +59,8 @@ class Rehearsed(NamedTuple):
     @staticmethod
     def together(parts: Sequence[Rehearsed]) -> Rehearsed:
         """Join the results of all devices, which are distributed over the parts."""
-        samples = {device: found for part in parts for device, found in part.samples.items()}
-        peaks = {device: found for part in parts for device, found in part.peaks.items()}
+        samples = {device: result for part in parts for device, result in part.samples.items()}
+        peaks = {device: result for part in parts for device, result in part.peaks.items()}
         assumed = dict.fromkeys(kernel for part in parts for kernel in part.assumed)
         return Rehearsed(samples, peaks, tuple(assumed), all(part.alike for part in parts))
 
@@ -94,11 +94,11 @@ class Rehearsal:
         """Return the trace of all devices, with the peaks of the allocator of this number if there is one."""
         devices = list[DeviceTrace]()
         for device in range(len(self.plan.cluster.devices)):
-            found = lending_trace(self.plan, device, self.lending.arenas)
+            result = lending_trace(self.plan, device, self.lending.arenas)
             if device in ran.samples:
                 peaks = ran.peaks[device][number] if self.allocators else None
-                found = replace(found, memory=tuple(ran.samples[device]), allocator=peaks)
-            devices.append(found)
+                result = replace(result, memory=tuple(ran.samples[device]), allocator=peaks)
+            devices.append(result)
         return Trace(source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps)
 
     def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
@@ -119,7 +119,7 @@ class Rehearsal:
             parts[least].append(devices)
             layers[least] += self._layers_of(devices)
         begun = [beside(partial(run, part), check=run_a_backward) for part in parts]
-        return Rehearsed.together([found() for (found,) in begun])
+        return Rehearsed.together([result() for (result,) in begun])
 
     def _layers_of(self, devices: Kin) -> int:
         """Return the number of layers on each of these kin."""
@@ -155,10 +155,10 @@ class Rehearsal:
         of_steps = labels(self.plan, wanted)
         for step, (program, known) in enumerate(zip(wanted, of_steps, strict=True)):
             for account, (first, *others) in company.devices_of.items():
-                found = list(effects[account].samples(step, program.actions[first], known[first]))
-                samples[first] += found
+                result = list(effects[account].samples(step, program.actions[first], known[first]))
+                samples[first] += result
                 for other in others:
-                    samples[other] += _named(found, program.actions[other])
+                    samples[other] += _named(result, program.actions[other])
         for account, own in lives.items():
             of_device = [known[company.devices_of[account][0]] for known in of_steps]
             own.unfold(of_device, turns(self.plan, of_device))
@@ -186,11 +186,11 @@ class Rehearsal:
         """
         samples = self._samples if samples is None else samples
         if samples not in self.traced:
-            found = self.chains.of(samples, fake)
-            check_model(self.plan, self.task, found, samples)
-            if not found.traced:
-                return found
-            self.traced[samples] = found
+            result = self.chains.of(samples, fake)
+            check_model(self.plan, self.task, result, samples)
+            if not result.traced:
+                return result
+            self.traced[samples] = result
         return chain_again(self.traced[samples], fake)
 
     @property
@@ -215,10 +215,10 @@ class Rehearsal:
             run_in_turn(runners, data, wanted, program=shortened(executed, few))
             company.learn()
             for account, (first, *others) in company.devices_of.items():
-                found = list(unfoldings[account].step(step, program.actions[first], account.changes))
-                samples[first] += found
+                result = list(unfoldings[account].step(step, program.actions[first], account.changes))
+                samples[first] += result
                 for other in others:
-                    samples[other] += _named(found, program.actions[other])
+                    samples[other] += _named(result, program.actions[other])
                 if self.allocators:
                     lives[account].step(step, program.actions[first], (account.before, account.lives))
         return self._told(fake, samples, company, lives)

@@ -111,14 +111,14 @@ def form(events: Sequence[Event]) -> bytes:
 
     It covers the bytes of every birth, and the birth of every death.
     """
-    born, found = dict[Hashable, int](), array("q")
+    born, result = dict[Hashable, int](), array("q")
     for number, (name, nbytes) in enumerate(events):
         if nbytes:
             born[name] = number
-            found.append(-1 if name in _WORKSPACES else nbytes)
+            result.append(-1 if name in _WORKSPACES else nbytes)
         else:
-            found.append(-2 - born.pop(name))
-    return sha256(found.tobytes()).digest()
+            result.append(-2 - born.pop(name))
+    return sha256(result.tobytes()).digest()
 
 
 class Allocators:
@@ -146,7 +146,9 @@ class Allocators:
         of_device = plan.cluster.devices[device].memory_bytes, overheads(plan, device)
         key = self._forms[id(events), *lent], requested, of_device, communicators(plan, program, device)
         if key not in self._known:
-            self._known[key] = [allocator_peaks(plan, program, device, every, one, requested) for one in self._settings]
+            self._known[key] = [
+                allocator_peaks(plan, program, device, every, setting, requested) for setting in self._settings
+            ]
         return self._known[key]
 
 
@@ -163,13 +165,13 @@ def allocator_peaks(
     taken = own.context_bytes + count * own.communicator_bytes
     capped = CachingAllocator(settings, memory, taken=taken)
     fits = _run(events, capped)
-    found = capped if fits else _with_enough(events, settings, memory, taken) or capped
+    result = capped if fits else _with_enough(events, settings, memory, taken) or capped
     return AllocatorPeaks(
         settings=str(settings),
         requested_bytes=requested,
-        allocated_bytes=found.peak.allocated_bytes,
-        reserved_bytes=found.peak.reserved_bytes,
-        retries=found.retries,
+        allocated_bytes=result.peak.allocated_bytes,
+        reserved_bytes=result.peak.reserved_bytes,
+        retries=result.retries,
         fits=fits,
         workspaces=sum(name in _WORKSPACES for name, _ in events),
         workspace_bytes=own.cublas_workspace_bytes,
@@ -188,18 +190,18 @@ def _with_enough(
     retries: with unlimited memory it would reserve more than it needs.
     """
     whole = replace(settings, memory_fraction=1.0)
-    found = CachingAllocator(whole, taken=taken)
-    if not _run(events, found):
+    result = CachingAllocator(whole, taken=taken)
+    if not _run(events, result):
         return None
-    low, high = int(memory * settings.memory_fraction), taken + found.peak.reserved_bytes
+    low, high = int(memory * settings.memory_fraction), taken + result.peak.reserved_bytes
     while high - low > settings.large_segment_bytes:
         middle = (low + high) // 2
         tried = CachingAllocator(whole, middle, taken=taken)
         if _run(events, tried):
-            found, high = tried, taken + tried.peak.reserved_bytes
+            result, high = tried, taken + tried.peak.reserved_bytes
         else:
             low = middle
-    return found
+    return result
 
 
 def _run(events: Sequence[Event], allocator: CachingAllocator) -> bool:

@@ -17,7 +17,7 @@ from pipefit.memory.model_state import Share, StageRest
 from pipefit.memory.states import Layers, StateMoves, state_moves
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement, LossScale
-from pipefit.runtime.engine.buffers import move
+from pipefit.runtime.engine.flight import move
 from pipefit.runtime.engine.replicas import Source
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.site import Site
@@ -63,8 +63,8 @@ def _agreement(site: Site, device: int) -> Agreement:
         source, place = site.sources.of(stage, device), plan.stages[stage]
         own = _owned(source, place, site.share(stage, device))
         elsewhere = {
-            _name_of(source, found)
-            for found, holders in zip(source.shared, plan.holders, strict=True)
+            _name_of(source, result)
+            for result, holders in zip(source.shared, plan.holders, strict=True)
             if holders and holders[0] not in stages
         }
         for number, layer in enumerate(source.chain.layers):
@@ -110,15 +110,15 @@ def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -
 
     `near` is the device's host.
     """
-    found = {}
+    result = {}
     for (_, layers), place in moves.updates.items():
         number = place.members[0].number
         host = plan.cluster.hosts[near if number is None else number]
         if host.memory_bandwidth is not None:
             owned = (n for n in range(*layers) if rest.share is None or rest.share.owns(n))
             start, costs = rest.storages.start, rest.storages.costs
-            found[layers] = sum(host_update_seconds(costs[n - start], host) for n in owned)
-    return found
+            result[layers] = sum(host_update_seconds(costs[n - start], host) for n in owned)
+    return result
 
 
 def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:

@@ -20,7 +20,6 @@ from pipefit.errors import UsageError
 from pipefit.measure.cpu import saving_nothing
 from pipefit.memory.storages import StageStorages
 from pipefit.runtime.comm.agreement import Agreement
-from pipefit.runtime.engine.buffers import fed_back_copies, working_copies
 from pipefit.runtime.engine.flight import (
     Flight,
     GraphEnds,
@@ -30,10 +29,12 @@ from pipefit.runtime.engine.flight import (
     backward,
     born_apart,
     enter,
+    fed_back_copies,
     gradients_to_send,
     leave,
     naming_changes,
     take,
+    working_copies,
 )
 from pipefit.runtime.optim.half_precision import Copied, WeightCopies, using
 from pipefit.runtime.optim.weight_versions import Weights
@@ -368,9 +369,9 @@ class Passes:
 
 def _shared(layers: Sequence[ChainLayer], start: int) -> list[dict[int, str]]:
     """Return the trained parameters that several layers use, each as its names by layer, from `start` on."""
-    found = dict[int, dict[int, str]]()
+    result = dict[int, dict[int, str]]()
     for number, layer in enumerate(layers, start=start):
         for name, parameter in layer.module.named_parameters():
             if parameter.requires_grad:
-                found.setdefault(id(parameter), {})[number] = name
-    return [places for places in found.values() if len(places) > 1]
+                result.setdefault(id(parameter), {})[number] = name
+    return [places for places in result.values() if len(places) > 1]

@@ -180,10 +180,10 @@ class Sources:
         if (stage, device) not in self._own:
             plan, (chain, shared, _) = self._plan, self.of(stage, device)
             place, modules, own = plan.stages[stage], [layer.module for layer in chain.layers], {}
-            for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
+            for number, (result, holders) in enumerate(zip(shared, plan.holders, strict=True)):
                 if stage in holders:
-                    users = [user for user in found.users if place.start <= user < place.stop]
-                    own[number] = found.parameter if stage == holders[0] else give_own_copies(modules, found, users)
+                    users = [user for user in result.users if place.start <= user < place.stop]
+                    own[number] = result.parameter if stage == holders[0] else give_own_copies(modules, result, users)
             self._own[stage, device] = own
         return self._own[stage, device]
 

@@ -24,8 +24,7 @@ from pipefit.measure import MemoryMeter
 from pipefit.measure.cuda import Mark, Stopwatch
 from pipefit.runtime.comm.collectives import EXECUTED, Collectives, Resized, received, to_send
 from pipefit.runtime.comm.transfers import Part, Transfers
-from pipefit.runtime.engine.buffers import held_buffers
-from pipefit.runtime.engine.flight import Flight, on_device
+from pipefit.runtime.engine.flight import Flight, held_buffers, on_device
 from pipefit.runtime.engine.site import Site
 from pipefit.runtime.engine.specializations import Specialization
 from pipefit.runtime.engine.stage import StageRunner
@@ -508,11 +507,11 @@ class DeviceRunner:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = stage.layers_of(action)
         self.mover.check_present(action, flight.luggage, range(first, end))
-        found = stage.passes.backward(flight, first, end)
+        result = stage.passes.backward(flight, first, end)
         if first == stage.start:
             del self._flights[_key(action)]
         if first == stage.start and action.stage > 0:
-            outgoing = to_send(found, flight.boundaries[stage.start], self.plan.profile, stage.device)
+            outgoing = to_send(result, flight.boundaries[stage.start], self.plan.profile, stage.device)
             self._tag(outgoing, Category.BOUNDARY)
             self._exchange.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
 

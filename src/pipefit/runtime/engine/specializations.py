@@ -125,11 +125,11 @@ class Specializations:
             # An evaluation may run in inference mode; and a GPU that trains stays untouched.
             chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
-            found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
+            result = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
             stages = {n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed}
         values = tuple(
             tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
-            for known, tensors in zip(boundaries(self.plan.measurement), found, strict=True)
+            for known, tensors in zip(boundaries(self.plan.measurement), result, strict=True)
         )
         return _Made(values, stages)
 
@@ -171,11 +171,11 @@ def boundaries(measurement: Measurement) -> Boundaries:
 
 
 def _run(chain: Chain, values: Values) -> list[Values]:
-    found = [values]
+    result = [values]
     for layer in chain.layers:
         values = layer(values)
-        found.append(values)
-    return found
+        result.append(values)
+    return result
 
 
 def _shaped(value: Value, tensor: Tensor) -> Value:

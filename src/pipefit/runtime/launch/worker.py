@@ -146,8 +146,8 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
         threading.Thread(target=_end_with_parent, daemon=True).start()
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
     except BaseException as error:  # noqa: BLE001 - every error is reported to the parent
-        found = error.post_mortem if isinstance(error, OutOfMemory) else None
-        word = ("error", *_report(error, assignment, heartbeat), traceback.format_exc(), found)
+        result = error.post_mortem if isinstance(error, OutOfMemory) else None
+        word = ("error", *_report(error, assignment, heartbeat), traceback.format_exc(), result)
     with suppress(OSError):  # the parent may be gone
         pipe.send(word)
     pipe.close()

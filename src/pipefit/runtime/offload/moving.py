@@ -77,8 +77,8 @@ class BlockTable:
     @classmethod
     def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
         """Return the table of leaving tensors with these bytes, for blocks of these members and bytes."""
-        found = tuple(Block(*block) for block in blocks)
-        return cls(action=action, tensors=tuple(tensors), blocks=found, state=Whereabouts.LEAVING)
+        result = tuple(Block(*block) for block in blocks)
+        return cls(action=action, tensors=tuple(tensors), blocks=result, state=Whereabouts.LEAVING)
 
     def now(self, state: Whereabouts) -> BlockTable:
         """Return the table with another state."""
@@ -396,10 +396,10 @@ class Mover:
 
     def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
         """Return the storages of a move, which the graph still holds, with their bytes."""
-        found = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
-        if any(storage is None for storage, _ in found):
+        result = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
+        if any(storage is None for storage, _ in result):
             raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
-        return [(storage, nbytes) for storage, nbytes in found if storage is not None]
+        return [(storage, nbytes) for storage, nbytes in result if storage is not None]
 
     def _slots(self, action: Action) -> list[tuple[Member, int]]:
         """Return the slots of an action, as lender and size."""
@@ -454,8 +454,8 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
     Raises:
         UsageError: the layer has saved no such tensor, or its backward is over.
     """
-    found = luggage.found.get(subject)
-    storage = None if found is None else found.storage()
+    result = luggage.found.get(subject)
+    storage = None if result is None else result.storage()
     if storage is None:
         raise UsageError(
             f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, or its "

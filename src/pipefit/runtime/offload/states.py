@@ -84,15 +84,15 @@ class StateMover:
         `own` are the parameters of every layer from `start` on. Each copy has the bytes of its parameter; in
         a dry run it is None.
         """
-        found: dict[nn.Parameter, nn.Parameter | None] = {}
+        result: dict[nn.Parameter, nn.Parameter | None] = {}
         for home, content in self._contents.items():
             if content.kept.kind == "parameters" and self._moves.updated_elsewhere(content.kept.layers):
                 owned = (n for n in range(*content.kept.layers) if self._share is None or self._share.owns(n))
                 parameters = [parameter for layer in owned for parameter in own[layer - start]]
                 self._write(home, parameters)
                 for parameter, copy in zip(parameters, self._views(content, parameters), strict=True):
-                    found[parameter] = None if copy is None else nn.Parameter(copy, parameter.requires_grad)
-        return found
+                    result[parameter] = None if copy is None else nn.Parameter(copy, parameter.requires_grad)
+        return result
 
     def put_away(self, updates: Updates) -> None:
         """Write optimizer state and parameters to their homes.
@@ -138,8 +138,8 @@ class StateMover:
             copy = copies.get(tensor.untyped_storage()._cdata)
             if copy is None:
                 return tensor
-            found = torch.empty(0, dtype=tensor.dtype)
-            return found.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+            result = torch.empty(0, dtype=tensor.dtype)
+            return result.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
         return read
 
@@ -319,7 +319,7 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
         UsageError: the memory of one belongs to another library than torch; the message begins with the
             `refusal`.
     """
-    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    result: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if refusal and not storage.resizable():
@@ -327,8 +327,8 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
                 f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; leave it "
                 "where it is"
             )
-        found.setdefault(storage._cdata, (storage, storage.nbytes()))
-    return list(found.values())
+        result.setdefault(storage._cdata, (storage, storage.nbytes()))
+    return list(result.values())
 
 
 def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
@@ -377,8 +377,8 @@ class GatheredParameters:
             gathered = [parameter for parameter in others if not copies.is_cast_only(parameter)]
             refusal = "the plan divides the parameters of this stage"
             needed = {storage_key(tensor): needed_bytes(tensor) for tensor in (*gathered, *copied)}
-            found = storages_of([*gathered, *copied], refusal)
-            self._storages[layer] = [(one, nbytes or needed[one._cdata]) for one, nbytes in found]
+            result = storages_of([*gathered, *copied], refusal)
+            self._storages[layer] = [(one, nbytes or needed[one._cdata]) for one, nbytes in result]
             absent = [parameter for parameter in others if copies.is_cast_only(parameter)]
             for storage, _ in storages_of(absent, refusal):
                 storage.resize_(0)
@@ -412,17 +412,17 @@ class GatheredParameters:
         Copies have the values of their weights from the start of an UNSHARD on the owner, and after its join
         elsewhere.
         """
-        found = []
+        result = []
         for layer in self._gathered.carry_out(action, range(*layers)):
             for storage, nbytes in self._storages[layer]:
                 storage.resize_(0 if action.kind is Kind.RESHARD else nbytes)
-                found.append(storage)
+                result.append(storage)
         for layer in range(*layers) if self else ():
             if action.kind is Kind.RESHARD:
                 self._outdate(layer)
             elif action.wait is not self._owns(layer):
                 self._follow(layer, came=action.wait)
-        return found
+        return result
 
     def _outdate(self, layer: int) -> None:
         for weight in self._copies.own(layer):

@@ -133,12 +133,12 @@ class WeightCopies:
 
 def _cast_only(layers: Sequence[ChainLayer], costs: Sequence[LayerCost]) -> frozenset[int]:
     """Return the ids of the weights that all of their layers read only through copies."""
-    found, others = set[int](), set[int]()
+    result, others = set[int](), set[int]()
     for layer, cost in zip(layers, costs, strict=False):
         names = {parameter.name for parameter in cost.parameters if parameter.cast_only}
         for name, parameter in layer.module.named_parameters():
-            (found if name in names else others).add(id(parameter))
-    return frozenset(found - others)
+            (result if name in names else others).add(id(parameter))
+    return frozenset(result - others)
 
 
 def copied_weights(module: nn.Module, cost: LayerCost) -> list[nn.Parameter]:
@@ -279,11 +279,11 @@ class MasterWeights:
 
     def _groups_of_layers(self, stepper: Optimizer) -> list[list[Group]]:
         """Return for every layer the optimizer's groups with its parameters."""
-        found: list[list[Group]] = [[] for _ in self._layers]
+        result: list[list[Group]] = [[] for _ in self._layers]
         for group in stepper.param_groups:
             for layer in dict.fromkeys(self._layer_of[copy] for copy in group["params"]):
-                found[layer].append(group)
-        return found
+                result[layer].append(group)
+        return result
 
     def _update(self, stepper: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Update one layer: convert its gradients to float32, step, and round the copies into the parameters."""
@@ -341,11 +341,11 @@ def _made(task: Task, groups: list[Group]) -> Optimizer:
 
 def _held_of_each(task: Task, groups: Sequence[Group]) -> set[int]:
     """Return ids of the parameters that the task's optimizer keeps of each of these groups alone."""
-    found = set[int]()
+    result = set[int]()
     for group in groups:
         with suppress(ValueError):  # an optimizer without parameters
-            found |= _held(task.optimizer([{**group}]))
-    return found
+            result |= _held(task.optimizer([{**group}]))
+    return result
 
 
 def _held(optimizer: Optimizer) -> set[int]:

@@ -143,9 +143,9 @@ class MadeTensors(TorchDispatchMode):
         self._results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self._results += [TensorWeakRef(leaf) for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-        return found
+        result = func(*args, **(kwargs or {}))
+        self._results += [TensorWeakRef(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
 
     @property
     def alive(self) -> list[Tensor]:
@@ -225,10 +225,10 @@ def check_elementwise(
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]):
         for given, kinds in _different(parameter_groups(layers, task.groups), names, shards):
             tried.append((given, [_tried(kind, draws, device) for kind in kinds]))
-        found = _coupled(task, tried, draws) if tried else ""
-    if found:
+        result = _coupled(task, tried, draws) if tried else ""
+    if result:
         raise UsageError(
-            f"optimizer {found} of {task.name} updates a parameter by more than its elements one by one, as by norms, "
+            f"optimizer {result} of {task.name} updates a parameter by more than its elements one by one, as by norms, "
             "rows or random numbers of all of it, and tensor shards have parts: use an optimizer such as AdamW or SGD, "
             "or no tensor shards"
         )
@@ -370,8 +370,8 @@ class Updates:
         It is the parameter, its copy at a place, or the float32 copy of one of these.
         """
         copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        found = parameter if copy is None else copy
-        return copies_of(self.optimizer).get(found, found)
+        result = parameter if copy is None else copy
+        return copies_of(self.optimizer).get(result, result)
 
     def numbers_beside(self, trained: Tensor) -> frozenset[str]:
         """Return names of single numbers that the optimizer keeps on the device of an updated tensor.
@@ -412,9 +412,9 @@ class Updates:
         `planned`, single numbers such as the counters of Adam's steps are left out: next to a GPU they would
         be on the host.
         """
-        found = self._kept(self.parameters(layers))
-        more = sum(tensor.untyped_storage().nbytes() for tensor in found) > planned
-        return [tensor for tensor in found if tensor.ndim or not more]
+        result = self._kept(self.parameters(layers))
+        more = sum(tensor.untyped_storage().nbytes() for tensor in result) > planned
+        return [tensor for tensor in result if tensor.ndim or not more]
 
     def check_apart(self, layers: Layers) -> None:
         """Check that optimizer tensors for these layers are not shared with other layers.
@@ -429,11 +429,11 @@ class Updates:
             check_state_apart(self.optimizer, [*map(self.worked_on, own)], [*map(self.worked_on, self._others(own))])
 
     def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        copies, found = copies_of(self.optimizer), list[Tensor]()
+        copies, result = copies_of(self.optimizer), list[Tensor]()
         for parameter in parameters:
-            found += [copy for copy in (copies.get(parameter),) if copy is not None]
-            found += [item for item in self._items(parameter) if self._moves(item, parameter)]
-        return found
+            result += [copy for copy in (copies.get(parameter),) if copy is not None]
+            result += [item for item in self._items(parameter) if self._moves(item, parameter)]
+        return result
 
     def _items(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the tensors that the optimizer keeps for a parameter."""
@@ -538,11 +538,11 @@ class Updates:
 
 def _of(wanted: Container[int], layers: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Return the groups of every layer, restricted to parameters with these ids; drop empty groups."""
-    found = list[list[dict[str, Any]]]()
+    result = list[list[dict[str, Any]]]()
     for groups in layers:
         kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
-        found.append([group for group in kept if group["params"]])
-    return [groups for groups in found if groups]
+        result.append([group for group in kept if group["params"]])
+    return [groups for groups in result if groups]
 
 
 def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
@@ -558,17 +558,17 @@ def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
 def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
     """Return the parameters of every layer that no layer before it has."""
     met: set[int] = set()
-    found: list[list[nn.Parameter]] = []
+    result: list[list[nn.Parameter]] = []
     for layer in layers:
         own = [parameter for parameter in layer.module.parameters() if id(parameter) not in met]
         met.update(map(id, own))
-        found.append(own)
-    return found
+        result.append(own)
+    return result
 
 
 def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere) -> list[list[dict[str, object]]]:
     """Return the groups of every layer with copies in place of the parameters that are updated at a place."""
-    found = []
+    result = []
     for of_layer in groups:
         changed = []
         for group in of_layer:
@@ -577,5 +577,5 @@ def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsew
             there = [elsewhere.get(parameter, parameter) for parameter in parameters]
             kept = [parameter for parameter in there if parameter is not None]
             changed += [{**group, "params": kept}] if kept else []
-        found += [changed] if changed else []
-    return found
+        result += [changed] if changed else []
+    return result

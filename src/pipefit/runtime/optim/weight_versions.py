@@ -1,6 +1,6 @@
 """Versions of a stage's weights, for updates with microbatches in flight.
 
-`memory.weight_versions` decides which versions exist.
+`memory.states` decides which versions exist.
 
 The optimizer's parameters hold the newest weights and are updated in place. A microbatch uses leaves instead:
 parameters of its version, put into the layers for its forward, its recomputation and its backward. A copy of
@@ -190,8 +190,8 @@ class Weights:
     def copied(self, version: Version, parameters: Sequence[nn.Parameter]) -> Copied:
         """Return a version's leaves for these parameters, with their copies."""
         numbers = [self._numbers[id(parameter)] for parameter in parameters]
-        found = [(version.leaves[number], version.copies[number]) for number in numbers]
-        return [(leaf, copy) for leaf, copy in found if leaf is not None]
+        result = [(version.leaves[number], version.copies[number]) for number in numbers]
+        return [(leaf, copy) for leaf, copy in result if leaf is not None]
 
     def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
         """Return the memory of a layer in a version; a shared weight belongs to the first layer that has it.
@@ -201,7 +201,7 @@ class Weights:
         """
         if version is self._newest or (version is self._current and layer not in self._copied):
             raise UsageError(f"weights of layer {layer} cannot be moved: updates would change them; copy them first")
-        found = []
+        result = []
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
             if self._layer_of[id(parameter)] == layer and leaf is not None:
                 storage = leaf.untyped_storage()
@@ -210,10 +210,10 @@ class Weights:
                         f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory that holds "
                         "something else or belongs to something else than torch: leave its versions where they are"
                     )
-                found.append(storage)
+                result.append(storage)
         copied = [version.copies[self._numbers[id(parameter)]] for parameter in self._copies.own(layer)]
-        found += [copy.tensor.untyped_storage() for copy in copied]
-        return [*found, version.rooms[layer].untyped_storage()] if layer in version.rooms else found
+        result += [copy.tensor.untyped_storage() for copy in copied]
+        return [*result, version.rooms[layer].untyped_storage()] if layer in version.rooms else result
 
     def forget(self) -> None:
         """Drop all older versions after a failed step, which leaves no microbatch in flight."""

@@ -65,10 +65,10 @@ def nearest(name: str) -> str:
         return f"did you mean emulated:{name}?"
     asked = _NEARLY.fullmatch(name.lower())
     count, card = (asked[1] or 1, asked[2]) if asked else (1, name)
-    known = (*machine_names(), *(f"{count}x-{one}" for one in card_names()))
+    known = (*machine_names(), *(f"{count}x-{card_name}" for card_name in card_names()))
     bare = re.sub("[^a-z0-9]", "", card)
-    found = [one for one in known if bare and bare in one.replace("-", "")]
-    return f"did you mean {' or '.join(found[:2])}?" if found else meant(name, known)
+    result = [one for one in known if bare and bare in one.replace("-", "")]
+    return f"did you mean {' or '.join(result[:2])}?" if result else meant(name, known)
 
 
 def _card(name: str) -> str | None:
@@ -77,8 +77,8 @@ def _card(name: str) -> str | None:
 
 
 def _names(folder: str) -> tuple[str, ...]:
-    found = (entry.name for entry in (files(__name__) / folder).iterdir() if entry.name.endswith(".toml"))
-    return tuple(sorted(name.removesuffix(".toml") for name in found))
+    result = (entry.name for entry in (files(__name__) / folder).iterdir() if entry.name.endswith(".toml"))
+    return tuple(sorted(name.removesuffix(".toml") for name in result))
 
 
 def _text(path: str) -> str:

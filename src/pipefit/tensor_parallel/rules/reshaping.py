@@ -163,8 +163,8 @@ def index(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 
 def _numbers(node: fx.Node) -> bool:
-    found = value(node)
-    return isinstance(found, Tensor) and not found.dtype.is_floating_point and found.dtype.itemsize > 1
+    result = value(node)
+    return isinstance(result, Tensor) and not result.dtype.is_floating_point and result.dtype.itemsize > 1
 
 
 def glu(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
