@@ -34,7 +34,7 @@ from page_tables import markdown, with_tables
 from pipefit.models.hugging_face import hf
 from pipefit.units import format_bytes
 
-PAGE, TITLE = Path(__file__).parents[1] / "docs" / "fit.md", "beside accelerate"
+PAGE, TITLE = Path(__file__).parents[1] / "docs" / "fit.md", "compared with accelerate"
 ASKED = (("distilbert", 1, 128), ("bert", 1, 128), ("gpt2", 1, 128), ("gpt2", 1, 512), ("opt", 1, 128), ("vit", 1, 0))
 
 
