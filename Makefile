@@ -30,7 +30,7 @@ gallery: $(VENV)/.installed
 
 # Small mistakes in a module, each made in a clone, and whether the tests notice them: what survives is listed.
 # make mutants MODULE=src/pipefit/memory/passes.py TESTS=tests/cost; seconds a mistake. cosmic-ray stays out of .venv.
-MODULE := src/pipefit/schedule
+MODULE := src/pipefit/lowering
 TESTS := tests/schedule tests/cost tests/simulator
 mutants: $(VENV)/.installed
 	rm -rf build/mutants && mkdir -p build/mutants

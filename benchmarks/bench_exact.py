@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from made_up import layer, measurement, profile, training, value
 from measured_on import machine
 from page_tables import markdown, put
-from pipefit.planner import Means, Options, Planner, Question, joint, solved
-from pipefit.planner.baselines import mpress
+from pipefit.planner import Means, Options, Planner, Question, joint, mpress, solved
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid, Stage

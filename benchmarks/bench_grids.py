@@ -49,8 +49,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.collectives import bucket_edges
 from pipefit.memory.arenas import shortage
 from pipefit.models.hugging_face import hf
-from pipefit.planner import Options, Question, exact, lean
-from pipefit.planner.baselines import alpa, capture, simple
+from pipefit.planner import Options, Question, alpa, capture, exact, lean, parameters, uniform
 from pipefit.planner.baselines.capture import CaptureOptions
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
@@ -213,8 +212,8 @@ PLANNERS: dict[str, Callable[[list[Question]], Plan]] = {
     "capture": lambda asked: chosen(capture, asked),
     "capture early": lambda asked: chosen(lambda one: capture(one, CaptureOptions(early_release=True)), asked),
     "alpa": lambda asked: chosen(alpa, asked),
-    "megatron": lambda asked: fixed(simple, asked),
-    "deepspeed": lambda asked: fixed(simple, asked),
+    "megatron": lambda asked: fixed(uniform, asked),
+    "deepspeed": lambda asked: fixed(parameters, asked),
     "fsdp": lambda asked: quickest(on_all(asked, "parameters")),
     "fsdp lean": lambda asked: leanest(on_all(asked, "parameters")),
     "offload": lambda asked: quickest(on_all(asked, "gradients", *OFFLOAD)),

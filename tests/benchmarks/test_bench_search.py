@@ -10,7 +10,7 @@ import pytest
 
 import bench_search
 from bench_search import SEARCHES, SIZES, Answer, Case, Row, cases, chain_case, compared, line, searched, summarise
-from pipefit.planner.baselines import mcap
+from pipefit.planner import bayesian
 from sampled import sampled, seeds
 
 KINDS = ("random", "skewed", "alike", "heavy")
@@ -20,7 +20,7 @@ KINDS = ("random", "skewed", "alike", "heavy")
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of each search, and a dozen evaluations in place of 75."""
     monkeypatch.setattr(bench_search, "REPEATS", 1)
-    monkeypatch.setattr(sys.modules[mcap.__module__], "EVALUATIONS", 12)
+    monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 12)
 
 
 def rows(case: Case, *skip: str) -> dict[str, Row]:

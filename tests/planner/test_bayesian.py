@@ -11,8 +11,7 @@ import pytest
 from asking import asked
 from made_up import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
-from pipefit.planner import Options, exact, plan
-from pipefit.planner.baselines import mcap
+from pipefit.planner import Options, bayesian, exact, plan
 from pipefit.planner.baselines.mcap import scaled
 from pipefit.schema.plan import Plan
 from sampled import seeds
@@ -25,7 +24,7 @@ OPTIONS = Options(allow_infeasible=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few evaluations in place of 75, which take a quarter of a minute."""
     pytest.importorskip("skopt")
-    monkeypatch.setattr(sys.modules[mcap.__module__], "EVALUATIONS", 12)
+    monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 12)
 
 
 @pytest.mark.parametrize("seed", seeds(1, of=4))
@@ -35,7 +34,7 @@ def test_it_is_never_better_than_exact_and_always_the_same(seed: int) -> None:
     rng = Random(seed)
     chain = rng.choice((plain, hostile))(rng, rng.randrange(5, 12))
     question = (profile(chain), devices(*[AMPLE] * 3), training("1f1b", 4), OPTIONS)
-    found, again, best = asked(mcap, *question), asked(mcap, *question), asked(exact, *question)
+    found, again, best = asked(bayesian, *question), asked(bayesian, *question), asked(exact, *question)
     assert found.stages == again.stages
     assert found.provenance and best.provenance
     assert found.provenance.bound is None
@@ -54,7 +53,7 @@ def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(monkeypatc
         asked.update(settings, dimensions=dimensions)
         seen.extend(value(lengths) for lengths in proposals)
 
-    monkeypatch.setattr(sys.modules[mcap.__module__], "minimiser", lambda: minimise)
+    monkeypatch.setattr(sys.modules[bayesian.__module__], "minimiser", lambda: minimise)
     made: Plan = plan(profile(vgg_like()), devices(*[AMPLE] * 4), training("gpipe", 12), planner="bayesian")
     assert asked == {
         "dimensions": [(1, 27)] * 4, "n_calls": 75, "acq_func": "gp_hedge", "acq_optimizer": "sampling",

@@ -9,8 +9,7 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
-from pipefit.planner import Options, exact, plan
-from pipefit.planner.baselines import bisection
+from pipefit.planner import Options, bisection, exact, plan
 from pipefit.planner.driver import range_peak
 from pipefit.planner.problem import Question
 from pipefit.schema.plan import Plan

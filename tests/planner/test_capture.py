@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from made_up import AMPLE, devices, even, keeping, plain
-from pipefit.planner import Question, plan
-from pipefit.planner.baselines import alpa, capture
+from pipefit.planner import Question, alpa, capture, plan
 from pipefit.planner.baselines.capture import CaptureOptions, Runs
 from pipefit.planner.problem import Degree
 from pipefit.schema.training import Training

@@ -11,8 +11,7 @@ import pytest
 from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
 from pipefit.errors import InfeasibleError
 from pipefit.memory.arenas import check_room, room_needed
-from pipefit.planner import Options, Question, exact, plan, solved
-from pipefit.planner.baselines import simple
+from pipefit.planner import Options, Question, exact, plan, solved, time
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.joint import Search, joint
 from pipefit.schema.decisions import What
@@ -165,7 +164,7 @@ def long_steps(schedule: str) -> Question:
 def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
     """Peaks to the byte; seconds to a thousandth, of splits that keep everything."""
     evaluator = Evaluator(long_steps(schedule))
-    for split in {planner(evaluator.question).split for planner in (exact, simple)}:
+    for split in {planner(evaluator.question).split for planner in (exact, time)}:
         candidate = evaluator.kept(split)
         short, whole = evaluator.evaluate(candidate), evaluator.whole(candidate)
         assert short is not None

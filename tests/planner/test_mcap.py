@@ -11,8 +11,7 @@ import pytest
 from additive import GPIPE, with_runs
 from made_up import devices, plain, profile
 from pipefit.errors import UsageError
-from pipefit.planner import plan
-from pipefit.planner.baselines import mcap
+from pipefit.planner import bayesian, plan
 from pipefit.planner.baselines.mcap import estimates
 from sampled import seeds
 
@@ -35,7 +34,7 @@ def test_bayesian_optimisation_finds_what_brute_force_finds(seed: int, monkeypat
     it looks at 75, and may miss the best: `benchmarks/bench_mcap.py`.)
     """
     pytest.importorskip("skopt")
-    monkeypatch.setattr(sys.modules[mcap.__module__], "EVALUATIONS", 16)
+    monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 16)
     costs = with_runs(Random(7), 7).additive
     values = estimates(costs, 7, 3, seed=seed)
     every = {(0, *cuts, 7) for cuts in combinations(range(1, 7), 2)}

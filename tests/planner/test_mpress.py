@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
-from pipefit.planner import Options, Question, plan, solved
-from pipefit.planner.baselines import mpress
+from pipefit.planner import Options, Question, mpress, plan, solved
 from pipefit.planner.baselines.mpress import MpressOptions
 from pipefit.planner.joint import joint
 from pipefit.planner.problem import Means
